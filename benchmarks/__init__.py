@@ -1,1 +1,1 @@
-"""What was measured, with the command that measures it again: `python -m benchmarks`."""
+"""Benchmarks and their results; `python -m benchmarks` measures them again."""

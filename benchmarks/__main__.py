@@ -1,4 +1,4 @@
-"""Measure this machine, a part at a time: `python -m benchmarks [PART ...]`."""
+"""Run benchmarks on this machine, one part at a time: `python -m benchmarks [PART ...]`."""
 
 import argparse
 import math
@@ -25,9 +25,9 @@ from benchmarks import (
 from benchmarks.record import Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
-"""What is measured when nothing is named."""
+"""Parts measured by default."""
 ON_GPUS = ("kernels", "shapes", *EVERYDAY)
-"""The same on GPUs: first what decides most."""
+"""Parts measured by default on GPUs, the most important ones first."""
 PARTS = (
     *EVERYDAY, "checks", "data", "heads", "kernels", "memory", "saving", "scaling", "serving",
     "shapes",
@@ -37,7 +37,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main(words: Sequence[str]) -> int:
     if words and words[0] == "kills":
-        from benchmarks import kills  # imports torch, which the other parts do in their own time
+        from benchmarks import kills  # not at module level: it imports torch
 
         return kills.main(words[1:])
     if words and words[0] == "fuzz":
@@ -81,9 +81,14 @@ def measure(
     part: str, arguments: argparse.Namespace, scratch: Path, publish: Callable[[Result], Path],
     left: float = math.inf,
 ) -> Result:  # fmt: skip
-    """What one part finds; a long one publishes what it knows meanwhile, and minds what is `left`.
+    """The result of one part; long parts publish intermediate results and stop in time.
 
-    `left` is in minutes.
+    Args:
+        part: Name of a part.
+        arguments: Arguments of the command line.
+        scratch: Folder for temporary files.
+        publish: Writes a result, and returns the path of its page.
+        left: Remaining time in minutes.
     """
     chosen: Sequence[str] | None = arguments.backends
     match part:

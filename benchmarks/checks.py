@@ -1,4 +1,4 @@
-"""How long a start checks before it loads the model: many rows, and the files of a large one."""
+"""Time of the startup checks before a model is loaded, for many rows and large weight files."""
 
 import json
 import statistics
@@ -33,7 +33,7 @@ HOW = (
 
 
 def measure(folder: Path, repeats: int) -> Result:
-    """Time each check `repeats` times after an uncounted round, which prepares the rows."""
+    """Time each check `repeats` times after an untimed round, which prepares the rows."""
     recipe = write_job(folder)
     rounds = [_round(recipe, folder) for _ in range(repeats + 1)][1:]
     values = {
@@ -58,7 +58,7 @@ def measure(folder: Path, repeats: int) -> Result:
 
 
 def _round(recipe: Recipe, folder: Path) -> dict[str, tuple[float, float]]:
-    """Wall and processor seconds of each check."""
+    """Wall-clock and CPU seconds of each check."""
     taken = dict[str, tuple[float, float]]()
     run = Run(folder / "run")
 

@@ -1,4 +1,4 @@
-"""The command line in a process of its own, as a person starts it."""
+"""Run the command line in a separate process, as a user does."""
 
 import os
 import subprocess
@@ -8,14 +8,14 @@ from pathlib import Path
 from benchmarks.record import ROOT
 
 SECONDS = 900
-"""A command takes seconds; a machine that others use may take many times as long."""
+"""Time limit in seconds: a command takes a few, but much longer on a shared machine."""
 
 
 def finetune(*words: str | Path, cache: Path) -> str:
-    """Run `finetune` to its end; prepared rows are kept in `cache`. Returns what it printed.
+    """Run `finetune` to its end, with `cache` for prepared rows; returns its standard output.
 
     Raises:
-        RuntimeError: it failed; with the end of its output.
+        RuntimeError: the command failed; the message has the end of its output.
     """
     done = subprocess.run(
         [sys.executable, "-m", "finetune", *map(str, words)],
@@ -36,7 +36,14 @@ def finetune(*words: str | Path, cache: Path) -> str:
 
 
 def start(words: list[str], log: Path, cache: Path, threads: int) -> "subprocess.Popen[bytes]":
-    """Start a module of this repository with its words, and go on; it writes to `log`."""
+    """Start a module of this repository in the background, with its output appended to `log`.
+
+    Args:
+        words: Name of the module and its arguments.
+        log: File for the output.
+        cache: Folder for prepared rows.
+        threads: OpenMP threads.
+    """
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", *words],

@@ -1,4 +1,4 @@
-"""How fast rows are prepared, and in how much memory: a generated file of GSM8K-sized rows."""
+"""Speed and memory of data preparation, on a generated file with rows of GSM8K's length."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from finetune.runs import units
 
 ROWS = 1_000_000
 TALKS = 20_000
-"""Conversations of four turns that are encoded, next to the tokenizer alone."""
+"""Number of four-turn conversations for the comparison with the tokenizer alone."""
 HOW = (
     "Questions and answers of the length of GSM8K's, no two alike, in one JSON Lines file, through "
     "a byte-level BPE of 8,192 tokens that was learned from them and the built-in `chatml` "
@@ -87,7 +87,7 @@ print(json.dumps({"rows": len(talks), "encoded": ours, "tokenizer_alone": theirs
 
 
 def measure(folder: Path, rows: int) -> Result:
-    """Prepare a file of so many rows twice: from nothing, and from the cache."""
+    """Prepare a file of `rows` rows twice: with an empty cache, and from the cache."""
     size = write_rows(folder / "rows.jsonl", rows)
     learn_tokenizer(folder / "rows.jsonl", folder / "tokenizer")
     first, again = _run(PREPARE, folder), _run(PREPARE, folder)
@@ -130,7 +130,7 @@ def measure(folder: Path, rows: int) -> Result:
 
 
 def _run(code: str, folder: Path) -> dict[str, Any]:
-    """Run code in a process of its own; what it printed last."""
+    """Run code in a separate process; returns the JSON value of its last output line."""
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)],
         cwd=ROOT,
@@ -142,7 +142,7 @@ def _run(code: str, folder: Path) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: int) -> int:
-    """Write the file; returns its bytes."""
+    """Write the file; returns its size in bytes."""
     rng = random.Random(0)
     words = ["".join(rng.choices("etaoinshrdlucm", k=rng.randint(2, 9))) for _ in range(4000)]
     begun = time.perf_counter()
@@ -157,7 +157,7 @@ def write_rows(path: Path, rows: int) -> int:
 
 
 def learn_tokenizer(path: Path, folder: Path) -> None:
-    """A byte-level BPE from the first rows of a file, with the tokens of ChatML."""
+    """Train a byte-level BPE on the first rows of a file, with the tokens of ChatML."""
     from itertools import islice
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,4 +1,4 @@
-"""Memory of a head with its loss: logits of all labels at once, or a chunk at a time."""
+"""Memory of the language model head with its loss: all logits at once, or in chunks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def measure() -> Result:
-    """Peak bytes of new tensors, forward and backward, of each head and number of labels."""
+    """Peak bytes of new tensors in forward and backward, by head and number of labels."""
     works: dict[str, Compute] = {"whole": whole, "logps": logps, "loss": loss}
     values: dict[str, dict[str, Any]] = {}
     for trained in (False, True):
@@ -52,7 +52,7 @@ def tabulate(values: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def peak(compute: Compute, labels: int, trained: bool) -> int:
-    """Most bytes of new tensors."""
+    """Peak bytes of new tensors."""
     torch.manual_seed(0)
     weight = torch.randn(VOCABULARY, HIDDEN).mul_(0.02).requires_grad_(trained)
     hidden = torch.randn(labels, HIDDEN, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The job that is timed: a Llama with random weights, on rows or packs of equal length."""
+"""The job of benchmarks: a Llama with random weights, on rows or packs of equal length."""
 
 import dataclasses
 import itertools
@@ -16,17 +16,17 @@ from finetune.runs.run import write_json
 VOCABULARY = 1_536
 ROWS = 256
 DOCUMENTS_PER_ROW = 32
-"""About 50 tokens each: more than the longest row of a job, so that rows are cut, never padded."""
+"""Documents of about 50 tokens per text: texts are truncated to rows of a job, never padded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Size of a job."""
+    """Model and batch size of a job."""
 
     hidden_size: int
     layers: int
     rows: int
-    """Per optimizer step."""
+    """Rows per optimizer step."""
     micro_rows: int
     length: int
     """Tokens of every row."""
@@ -53,17 +53,17 @@ SMALL = Shape(hidden_size=256, layers=6, rows=16, micro_rows=4, length=128)
 DEEP = Shape(hidden_size=576, layers=8, rows=8, micro_rows=4, length=1_024)
 """8 of the 30 layers of SmolLM2-135M, in micro-batches as large as its recipe's."""
 LARGE = Shape(hidden_size=1_024, layers=24, rows=32, micro_rows=8, length=1_024)
-"""323 million parameters: enough work for a GPU."""
+"""323 million parameters: large enough for a GPU."""
 
 
 def write_job(folder: Path, shape: Shape, steps: int) -> Path:
-    """Write data, tokenizer and recipe, which trains all weights; returns the recipe's file."""
+    """Write data, tokenizer and a recipe that trains all weights; returns the recipe's path."""
     made = texts(ROWS, DOCUMENTS_PER_ROW)
     recipe = Pretrain(
         Model(config=shape.config(), tokenizer=str(folder / "tokenizer")),
         data=(written(made, folder),),
         batch=Batch(shape.rows, shape.micro_rows, shape.length, overlong="truncate"),
-        data_checks="report",  # every row is cut, so that each step has equally many tokens
+        data_checks="report",  # every row is truncated, so that steps have equally many tokens
         optim=Optim(lr=1e-3),
         max_steps=steps,
     )
@@ -71,12 +71,12 @@ def write_job(folder: Path, shape: Shape, steps: int) -> Path:
 
 
 def write_adapter_job(folder: Path, shape: Shape, steps: int) -> Path:
-    """The same with LoRA beside weights that were saved in bf16, on packs of short documents."""
+    """Write a job with LoRA on base weights in bf16, on packs of short documents."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**shape.config())
     base = folder / "base"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
-    data = written(texts(2 * ROWS, 3), folder)  # documents as long as rows of GSM8K
+    data = written(texts(2 * ROWS, 3), folder)  # documents of GSM8K's length
     recipe = Pretrain(
         Model(str(base), tokenizer=str(folder / "tokenizer")),
         data=(data,),
@@ -88,13 +88,13 @@ def write_adapter_job(folder: Path, shape: Shape, steps: int) -> Path:
 
 
 def texts(count: int, documents: int) -> list[str]:
-    """Texts of so many documents each."""
+    """`count` texts with `documents` documents each."""
     made = corpus(seed=0, rows=count * documents)
     return ["\n".join(itertools.islice(made, documents)) for _ in range(count)]
 
 
 def written(texts: list[str], folder: Path) -> Data:
-    """Write the data and a tokenizer that is learned from it."""
+    """Write the data and a tokenizer trained on it."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

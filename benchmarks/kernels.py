@@ -1,4 +1,4 @@
-"""Each kernel alone against what it replaces, and on GPUs against Liger's where it is installed."""
+"""Time each kernel against the code that it replaces, and on GPUs against Liger if installed."""
 
 import copy
 import dataclasses
@@ -25,33 +25,33 @@ from finetune.models.packed_attention import attend
 Gradients = dict[str, torch.Tensor]
 
 LABELLED = 0.62
-"""Share of tokens that are trained on, as of GSM8K's rows."""
+"""Share of trained tokens, as in GSM8K."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is timed, and where."""
+    """Device, model shape and batch of the timings."""
 
     device: str
     model: str
-    """Whose shape it is; random weights."""
+    """Name of the model with this shape; the weights are random."""
     shape: dict[str, Any]
     rows: int
     length: int
-    """Tokens of a row: there are `rows` in a micro-batch, all as long."""
+    """Tokens of each of the `rows` rows of a micro-batch."""
     documents: tuple[int, ...]
-    """Tokens of the documents of which attention is timed."""
+    """Document lengths in tokens for the timing of attention."""
 
     @property
     def head_size(self) -> int:
         return self.shape["hidden_size"] // self.shape["num_attention_heads"]
 
     def random(self, *sizes: int) -> torch.Tensor:
-        """Unit normals in bf16 whose gradient is asked for."""
+        """Standard normal tensor in bf16 that requires a gradient."""
         return torch.randn(*sizes, device=self.device).bfloat16().requires_grad_()
 
     def heads(self, rows: int, length: int) -> Gradients:
-        """Query, key and value as layers make them.  # (rows, heads, length, head size) each"""
+        """Query, key and value with the strides of a model.  # (rows, heads, length, head size)"""
         shared = self.shape["num_key_value_heads"]
         counts = {"query": self.shape["num_attention_heads"], "key": shared, "value": shared}
         return {
@@ -61,7 +61,7 @@ class Setting:
         }  # fmt: skip
 
     def clock(self) -> float:
-        """Seconds: of the processor, or with a GPU those that have passed once it is done."""
+        """CPU seconds, or on a GPU wall-clock seconds after a synchronization."""
         if self.device == "cpu":
             return time.process_time()
         torch.cuda.synchronize()
@@ -80,7 +80,7 @@ ON_CPU = Setting(
     length=160,
     documents=(64, 160, 557, 2574),
 )  # fmt: skip
-"""Few rows of GSM8K's mean length. 6 layers of 30: the head weighs more than in the whole model."""
+"""A few rows of GSM8K's mean length. 6 of 30 layers: the head has a larger share than usual."""
 ON_GPU = Setting(
     "cuda",
     "Llama-3.1-8B",
@@ -93,19 +93,19 @@ ON_GPU = Setting(
     length=256,
     documents=(128, 256, 1024, 4096),
 )  # fmt: skip
-"""As many tokens as a pack has. 6 layers of 32."""
+"""As many tokens as a pack. 6 of 32 layers."""
 WARMUP = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The same mathematics twice; each runs forward and backward and returns its gradients."""
+    """Equivalent implementations; each runs forward and backward, and returns its gradients."""
 
     name: str
     plain: Callable[[], Gradients]
     ours: Callable[[], Gradients]
     liger: Callable[[], Gradients] | None = None
-    """Liger's kernel, where it has one and is installed."""
+    """Liger's kernel, if it is installed and has one."""
 
     @property
     def works(self) -> dict[str, Callable[[], Gradients]]:
@@ -114,7 +114,7 @@ class Case:
 
 
 def measure(repeats: int, gpu: bool) -> Result:
-    """Run every case `repeats` times after a warmup, its contenders in turns, on one thread."""
+    """Run every case `repeats` times after a warmup, alternating implementations, on one thread."""
     setting = ON_GPU if gpu else ON_CPU
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -170,7 +170,7 @@ def timed(
 
 
 def distance(first: Gradients, second: Gradients) -> float:
-    """Norm of the difference of all gradients, relative to the norm of all."""
+    """Norm of the difference of all gradients, relative to the norm of the first ones."""
     assert first.keys() == second.keys()
     pairs = [(first[name].double(), second[name].double()) for name in first]
     apart = sum(float((a - b).square().sum()) for a, b in pairs)
@@ -202,8 +202,8 @@ def cases(setting: Setting) -> list[Case]:
     longest = setting.documents[-1]
     apart = [attention_case(setting, length) for length in setting.documents]
     windowed = attention_case(setting, longest, window=longest // 4)
-    on_cpu = setting.device == "cpu"  # on a GPU these are compiled already
-    # Uncompiled, a CPU puts a window behind a mask, as PyTorch does.
+    on_cpu = setting.device == "cpu"  # on a GPU these are always compiled
+    # Without compilation, a window uses a mask on CPUs, as in PyTorch.
     in_passes = (*adapters, *apart, windowed) if on_cpu else ()
     return [
         head_case(setting, plain, chunked, batch),
@@ -220,7 +220,7 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def network(setting: Setting) -> PeftModel:
-    """LoRA on a base with random weights in bf16, its B not zero."""
+    """LoRA with nonzero B on a base with random weights in bf16."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **setting.shape)
     with torch.device(setting.device):
@@ -248,7 +248,7 @@ def micro_batch(setting: Setting) -> MicroBatch:
 
 
 def head_case(setting: Setting, plain: PeftModel, ours: PeftModel, batch: MicroBatch) -> Case:
-    """Head and loss: all rows as transformers does, against labelled rows in chunks."""
+    """Head and loss: all rows as in transformers, against labeled rows in chunks."""
     full, chunked = (model.get_base_model().lm_head for model in (plain, ours))
     hidden = setting.random(setting.rows, setting.length, setting.shape["hidden_size"])
     places, targets = labelled(batch)
@@ -276,7 +276,7 @@ def head_case(setting: Setting, plain: PeftModel, ours: PeftModel, batch: MicroB
 def inputs_case(
     setting: Setting, name: str, plain: nn.Module, ours: nn.Module, layers: tuple[str, ...]
 ) -> Case:
-    """Adapted layers of one parent that read one tensor."""
+    """Adapted layers of one parent module with the same input."""
     width = plain.get_submodule(layers[0]).in_features
     given = setting.random(setting.rows, setting.length, width)
 
@@ -331,7 +331,7 @@ def operation_case(
     ours: Callable[..., Any],
     theirs: Callable[..., Any] | None = None,
 ) -> Case:
-    """An operation of some tensors."""
+    """A case for an operation on tensors."""
 
     def work(compute: Callable[..., Any]) -> Gradients:
         made = compute(*given.values())
@@ -345,13 +345,13 @@ def operation_case(
 
 
 def compiled(case: Case) -> Case:
-    """The same, with chains compiled."""
+    """The same case with compiled chains."""
     ours = switched(chains.compile_chains, case.ours)
     return dataclasses.replace(case, name=f"{case.name}, compiled", ours=ours)
 
 
 def switched(switch: Callable[[bool], None], work: Callable[[], Gradients]) -> Callable[[], Any]:
-    """Work with something switched on."""
+    """A function that calls `work` while a setting is enabled."""
 
     def done() -> Gradients:
         switch(True)
@@ -364,12 +364,12 @@ def switched(switch: Callable[[bool], None], work: Callable[[], Gradients]) -> C
 
 
 def attention_case(setting: Setting, length: int, window: int | None = None) -> Case:
-    """A document through PyTorch's kernel, and ours; on a GPU a pack of them, masked, and ours.
+    """Attention over one document by PyTorch and by ours; on a GPU over a pack, masked in PyTorch.
 
     Args:
-        setting: What is timed.
+        setting: Device, model shape and batch.
         length: Tokens of a document.
-        window: A token sees itself and so many less one before it; None for all.
+        window: Size of the sliding window in tokens, including the token itself; None without.
     """
     count = 1 if setting.device == "cpu" else setting.rows * setting.length // length
     given = setting.heads(1, count * length)
@@ -401,7 +401,7 @@ def attention_case(setting: Setting, length: int, window: int | None = None) -> 
 def step_case(
     setting: Setting, name: str, plain: PeftModel, ours: PeftModel, batch: MicroBatch
 ) -> Case:
-    """A whole forward and backward pass."""
+    """A complete forward and backward pass."""
     return Case(name, lambda: step(setting, plain, batch), lambda: step(setting, ours, batch))
 
 

@@ -1,15 +1,15 @@
-"""SIGKILL at random moments: every run comes to its end, with the losses of one never killed.
+"""SIGKILL runs at random moments, and check that they finish with the losses of uninterrupted runs.
 
     python -m benchmarks kills --count 200
 
-Starting a process takes many times as long as the run of so small a model. Here one process imports
-everything once and forks the workers of each attempt: the same code, collectives and files, with
-the environment that `accelerate launch` gives them; compiled operations are shared, all else of a
-cache is a run's own. `--add` goes on with the counts of the last result, which is written after
-every run. An attempt is killed at a random moment of its
-life, from the preparation of its data to its card, every third one in a save; the
-next goes on with `--resume auto`. All ranks are killed together, or one of them, after which the
-others have to end by themselves.
+An attempt is killed at a random moment between the preparation of its data and its card, every
+third one during a save; the next attempt continues with `--resume auto`. Either all ranks are
+killed, or one of them, after which the others must end by themselves.
+
+Starting a process takes much longer than training such a small model. Therefore one process imports
+everything and forks the workers of each attempt: with the same code, collectives and files, and the
+environment of `accelerate launch`. Compiled operations are shared; every run has its own cache
+otherwise. `--add` adds to the counts of the last result, which is written after every run.
 """
 
 import argparse
@@ -44,9 +44,9 @@ from finetune.training.worker import train
 BACKENDS = tuple(name for name in backends.names() if backends.load(name).device != "nvme")
 STEPS = 12
 BACKGROUND = 3
-"""Every so many runs saves in the background."""
+"""One in this many runs saves in the background."""
 DONE_SECONDS = 180.0
-"""An attempt that is not killed takes seconds; one that takes so long hangs."""
+"""Seconds after which an attempt that was not killed counts as hanging."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -84,14 +84,14 @@ def main(words: Sequence[str]) -> int:
 
 
 class Bench:
-    """Runs of each backend, and what became of them."""
+    """Kills runs of each backend, and counts the outcomes."""
 
     def __init__(self, folder: Path, seed: int, earlier: dict[str, Any] | None = None) -> None:
         self.folder = folder
         self.counts: dict[str, dict[str, int]] = {}
         self.wrong: list[str] = []
         self.before: dict[str, dict[str, int]] = {}
-        """What earlier parts counted."""
+        """Counts of earlier parts."""
         self.parts: list[dict[str, Any]] = []
         if earlier is not None:
             self.add(earlier)
@@ -103,7 +103,7 @@ class Bench:
     def go(
         self, names: Sequence[str], count: int, until: float, publish: Callable[[], object]
     ) -> None:
-        """Kill `count` times, the backends in turn, each time until a run is complete."""
+        """Kill `count` times, one run after another, alternating backends."""
         straight: dict[str, Outcome] = {}
         number = 0
         while self.kills < count and time.monotonic() < until:
@@ -128,14 +128,14 @@ class Bench:
     def one_run(
         self, backend: str, number: int, straight: "Outcome", count: int, until: float
     ) -> None:
-        """Kill a run again and again, at most eight times, and let it come to its end."""
+        """Kill a run up to eight times, then let it finish."""
         run, counts = Run(self.folder / f"{number}-{backend}"), self.counts[backend]
         for _ in range(8):
             if self.kills >= count or time.monotonic() > until:
                 break
             killed = self.attempt(backend, run, kill=True)
             if killed is None:
-                break  # it was faster
+                break  # it finished before it was killed
             counts["kills"] += 1
             counts[killed] += 1
         with contextlib.suppress(TimeoutError):
@@ -156,10 +156,10 @@ class Bench:
         )
 
     def attempt(self, backend: str, run: Run, kill: bool = False) -> str | None:
-        """Start the workers; returns the kind of their end: None where they came to it."""
+        """Start the workers; returns the phase in which they were killed, None if they finished."""
         machine = backends.load(backend)
         world = 1 if TRAITS[machine.engine].alone else 2
-        if machine.shard_size is not None or machine.axes.any:  # as many as its mesh has places
+        if machine.shard_size is not None or machine.axes.any:  # one process per place of its mesh
             world = machine.processes
         environments = worker_environments(backend, world)
         chosen = self.mixture if machine.axes.experts > 1 else self.dense
@@ -187,7 +187,7 @@ class Bench:
         for worker in [self.rng.choice(workers)] if alone else workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
-        if alone:  # as torch's agent does to those that are left
+        if alone:  # torch's agent does so to the remaining ranks
             for worker in workers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGTERM)
@@ -197,7 +197,7 @@ class Bench:
         return phase
 
     def cache(self, run: Run) -> Path:
-        """A cache of its own, so that each run prepares its data; what is compiled is shared."""
+        """A separate cache, so that each run prepares its data; compiled code is shared."""
         place = self.folder / "caches" / run.root.name
         if not place.exists():
             (self.folder / "compiled").mkdir(exist_ok=True)
@@ -206,7 +206,7 @@ class Bench:
         return place
 
     def phase(self, run: Run) -> str:
-        """What a run is doing, by the files that are there."""
+        """The phase of a run, determined from its files."""
         if not list(self.cache(run).rglob("counts.json")):
             return "prepare"
         if not list(run.read_metrics("train")):
@@ -216,7 +216,7 @@ class Bench:
         return "finish" if list(run.read_metrics("end")) else "step"
 
     def add(self, earlier: dict[str, Any]) -> None:
-        """Count what earlier parts found too."""
+        """Add the counts of earlier parts."""
         found = earlier["results"]
         last = found["kills"] - sum(part["kills"] for part in found["parts"])
         part = {"command": earlier["command"], "commit": earlier["commit"], "kills": last}
@@ -224,7 +224,7 @@ class Bench:
         self.before, self.wrong = found["backends"], list(found["wrong"])
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """The counts of each backend, earlier parts included."""
+        """The counts of each backend, including earlier parts."""
         nothing = dict.fromkeys(KINDS, 0)
         return {
             name: {
@@ -264,7 +264,7 @@ KINDS = ("runs", "right", "kills", *PHASES, "one_rank")
 
 
 Outcome = dict[str, Any]
-"""What has to be the same, bit for bit, however often a run was killed."""
+"""Values that must be bit-identical, regardless of how often a run was killed."""
 
 
 def outcome(run: Run) -> Outcome:
@@ -279,7 +279,7 @@ def outcome(run: Run) -> Outcome:
 
 
 def card(run: Run) -> list[str]:
-    """The lines of a result's card that do not depend on how long it took."""
+    """The lines of a result's card that do not depend on time and memory."""
     page = run.final / "README.md"
     lines = page.read_text().splitlines() if page.exists() else []
     return [line for line in lines if not line.startswith(("| Wall time |", "| Peak memory "))]
@@ -348,14 +348,18 @@ def worker_environments(backend: str, world: int) -> list[dict[str, str]]:
 
 
 def ended(workers: list[int]) -> bool:
-    """Whether any of them has."""
+    """Whether any worker has ended."""
     return any(
         os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) for worker in workers
     )
 
 
 def wait(workers: list[int], seconds: float) -> None:
-    """Until all have ended; what is left then is killed, and that is an error."""
+    """Wait until all workers have ended.
+
+    Raises:
+        TimeoutError: workers were left after `seconds`, and were killed.
+    """
     left, until = list(workers), time.monotonic() + seconds
     while left:
         left = [worker for worker in left if os.waitpid(worker, os.WNOHANG) == (0, 0)]
@@ -368,7 +372,7 @@ def wait(workers: list[int], seconds: float) -> None:
 
 
 def write_recipes(folder: Path) -> tuple[Recipe, Recipe]:
-    """A model of 30 thousand parameters and one with experts; uneven rows, a save every 2 steps."""
+    """Recipes for a model of 30,000 parameters and one with experts; uneven rows, many saves."""
     from finetune.quickstart.records import corpus
     from finetune.quickstart.tokenizer import train_tokenizer
 

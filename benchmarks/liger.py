@@ -1,6 +1,6 @@
-"""Liger's kernels (`pip install liger-kernel`), which ours are measured beside: on GPUs, by Triton.
+"""Liger's Triton kernels (`pip install liger-kernel`), for comparison on GPUs.
 
-Each function that gives a kernel answers None where it cannot be had.
+The functions return a kernel, or None if it is not available.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ def version() -> str:
 
 
 def norm(device: str, plain: nn.Module) -> Kernel | None:
-    """Of rows, with the weights of a norm of transformers."""
+    """RMS norm with the weights of a norm of transformers."""
     if not here(device):
         return None
     from liger_kernel.transformers import LigerRMSNorm
@@ -34,7 +34,7 @@ def norm(device: str, plain: nn.Module) -> Kernel | None:
 
 
 def gated_unit(device: str) -> Kernel | None:
-    """Of gate and up."""
+    """SiLU(gate) * up."""
     if not here(device):
         return None
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -43,19 +43,19 @@ def gated_unit(device: str) -> Kernel | None:
 
 
 def rotation(device: str) -> Kernel | None:
-    """Of query, key, and the tables of cosines and sines."""
+    """Rotary embedding of query and key, from tables of cosines and sines."""
     if not here(device):
         return None
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
     def rotate(query: torch.Tensor, key: torch.Tensor, *tables: torch.Tensor) -> Any:
-        return liger_rotary_pos_emb(query.clone(), key.clone(), *tables)  # it writes into them
+        return liger_rotary_pos_emb(query.clone(), key.clone(), *tables)  # in place
 
     return rotate
 
 
 def loss_of_head(device: str) -> Kernel | None:
-    """Of the head's weight, states of every row, and the targets."""
+    """Head and loss, from the head's weight, hidden states of all rows, and targets."""
     if not here(device):
         return None
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

@@ -1,4 +1,4 @@
-"""Predicted against measured peak memory, for every way of training and every backend."""
+"""Predicted and measured peak memory, for every training method and every backend."""
 
 import itertools
 import json
@@ -31,10 +31,12 @@ LENGTH, MICRO_ROWS, ROWS = 512, 2, 32
 
 
 def measure(folder: Path, backends: Sequence[str], earlier: Path) -> Result:
-    """Train `STEPS` steps of each case that the planner allows, and read what the run says.
+    """Train `STEPS` steps of each case that the planner allows, and read the run's metrics.
 
     Args:
-        earlier: results that cases of other backends are taken from, where the file is there.
+        folder: Folder for models and runs.
+        backends: Backends to measure.
+        earlier: Results of an earlier call, for the cases of other backends; may not exist.
     """
     write_base(folder)
     values = others(earlier, backends)
@@ -72,7 +74,7 @@ def measure(folder: Path, backends: Sequence[str], earlier: Path) -> Result:
 
 
 def others(earlier: Path, backends: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Cases of backends that are not measured now."""
+    """Earlier results of backends that are not measured now."""
     if not earlier.is_file():
         return {}
     known = json.loads(earlier.read_text())["results"]
@@ -84,7 +86,7 @@ def cases(backends: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
 
 
 def write_base(folder: Path) -> None:
-    """A model folder with random weights, and rows longer than are read of them."""
+    """Write a model with random weights, and rows that are longer than the maximum length."""
     documents = corpus(seed=0, rows=ROWS * DOCUMENTS_PER_ROW)
     texts = ["\n".join(itertools.islice(documents, DOCUMENTS_PER_ROW)) for _ in range(ROWS)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,13 +113,13 @@ def recipe_of(folder: Path, method: str, checkpointing: bool, processes: int) ->
         data=(Data(str(folder / "data.jsonl"), "text"),),
         batch=Batch(MICRO_ROWS * processes, MICRO_ROWS, LENGTH, overlong="truncate"),
         max_steps=STEPS,
-        data_checks="report",  # every row is cut to the same length
+        data_checks="report",  # every row is truncated to the same length
     )
     return recipe if method == "full" else recipe.with_lora(r=16)
 
 
 def read(run: Run) -> dict[str, Any]:
-    """What a finished run says of its memory and its time, and what it had expected."""
+    """Measured and predicted memory and time of a finished run."""
     (counted,) = run.read_metrics("memory")
     expected = json.loads(run.plan.read_text())["prediction"]
     return {

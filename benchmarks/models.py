@@ -1,11 +1,10 @@
-"""Which architectures are trained, exported and reloaded right, or refused and why.
+"""Check which architectures train, export and reload correctly, and which are rejected and why.
 
     python -m benchmarks models
 
-writes the table of `docs/models.md`. Each architecture is a tiny model with random weights of its
-own kind, examined as `finetune doctor` examines one: losses and gradients against plain
-transformers + PEFT, documents side by side, two steps, and its result in a process without this
-project.
+writes the table in `docs/models.md`. Each architecture is a tiny model with random weights. The
+checks are those of `finetune doctor`: losses and gradients against plain transformers + PEFT,
+documents side by side, two steps, and loading the result in a process without this package.
 """
 
 import dataclasses
@@ -41,19 +40,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "smollm3": {}, "glm4": {}, "granite": {}, "granitemoe": {}, "cohere2": {},
     "deepseek_v3": {}, "gpt_oss": {}, "minimax": {}, "mamba": {}, "jamba": {}, "nemotron_h": {},
     "lfm2": {},
-    # what must be refused
+    # types that must be rejected
     "bert": {}, "roberta": {}, "llama4_text": {}, "t5": {}, "whisper": {},
 }  # fmt: skip
-"""Types of models, with fields that differ from those of a shrunk default configuration."""
+"""Model types, with fields that differ from the shrunk default configuration."""
 
 
 EAGER = ("gptj", "bloom")
-"""Types without SDPA in transformers whose recipe says `model.attention=eager`."""
+"""Types without SDPA in transformers, which need `model.attention=eager`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An architecture with its answers by column, and the reasons for refusals and padding."""
+    """An architecture with its outcomes by column, and the reasons for rejections and padding."""
 
     name: str
     answers: dict[str, Answer]
@@ -95,13 +94,13 @@ def measure(folder: Path, names: Sequence[str] = tuple(ARCHITECTURES)) -> list[R
 
 
 def build(name: str, home: Path) -> Model:
-    """A tiny model of a type with random weights, and a small tokenizer."""
+    """A tiny model of a type with random weights and a small tokenizer."""
     write_tokenizer(home)
     tokenizer = AutoTokenizer.from_pretrained(home)
     try:
         defaults = AutoConfig.for_model(name)
         defaults.save_pretrained(home)
-        rows = len(AutoTokenizer.from_pretrained(home))  # some types have tokens of their own
+        rows = len(AutoTokenizer.from_pretrained(home))  # some types add their own tokens
         fields = shrink(defaults.to_dict(), rows, 256)
         fields |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         fields |= {"bos_token_id": None} | ARCHITECTURES[name]
@@ -116,7 +115,7 @@ def build(name: str, home: Path) -> Model:
 
 
 def judged(found: dict[str, Finding]) -> tuple[Answer, str]:
-    """Whether a kind of training is right, refused before it began, or wrong; and the reason."""
+    """The outcome of a training method (right, rejected early, or wrong), and the reason."""
     for each in found.values():
         if each.passed is False:
             early = each.name in ("plan", "two layers of it", "loss")
@@ -145,7 +144,7 @@ def _told(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def write(rows: Sequence[Row], page: Path = PAGE) -> None:
-    """Put the table between its marks."""
+    """Write the table between its marks in the page."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

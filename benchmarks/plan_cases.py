@@ -1,9 +1,9 @@
-"""Predictions of the planner against a file of published and measured cases, by category.
+"""Compare predictions of the planner with a file of published and measured cases, by category.
 
     python benchmarks/plan_cases.py CASES.json [--all] [--json]
 
-Prints for each category how many cases are within tolerance, the mean and the largest error; exits
-with 1 when a bound is missed. A case whose inputs cannot be evaluated counts as missed.
+Prints the number of cases within tolerance, and the mean and maximum error of each category; exits
+with status 1 if a bound is missed. A case that cannot be evaluated counts as missed.
 """
 
 import argparse
@@ -36,19 +36,19 @@ class Outcome:
 
 
 def compare(case: Mapping[str, Any]) -> Outcome:
-    """Evaluate a case and hold the result against what is expected."""
+    """Evaluate a case and compare the result with the expected one."""
     category, expected = case["category"], case["expected"]
     tolerance = case.get("tolerance", {})
     note = case.get("note", "")
     informational = any(word in note for word in ("informational", "internally suspicious"))
     inputs = dict(case["inputs"])
-    # What is asked and which stack ran stands in a case's name and source only.
+    # The quantity and the software are only in a case's id and source.
     inputs["quantity"] = "saving" if "saving" in case["id"] else "term"
     source = case.get("source", "")
     inputs["stack"] = next((name for name in ("litgpt", "torchtune") if name in source), "hf")
     try:
         predicted = EVALUATORS[category](inputs)
-    except Exception as error:  # one case that cannot be evaluated must not hide the others
+    except Exception as error:  # one failing case must not hide the others
         problem = f"{type(error).__name__}: {error}"
         return Outcome(
             case["id"], category, expected, None, math.inf, False, informational, problem
@@ -81,7 +81,7 @@ def _near(expected: Any, got: Any, tolerance: Mapping[str, float]) -> tuple[floa
 
 
 def _gigabytes(text: Any) -> float | None:
-    """The number of a size such as 69G; None of anything else, `OOM` and bare numbers too."""
+    """The number in a size such as 69G; None for anything else, such as `OOM` and plain numbers."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)G", text) if isinstance(text, str) else None
     return None if size is None else float(size[1])
 
@@ -93,7 +93,7 @@ def _decided(expected: Mapping[str, Any], choice: list[str]) -> tuple[float, boo
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
-    """By category: cases, those within tolerance, mean and largest error, and the bound."""
+    """By category: number of cases, number within tolerance, mean and maximum error, and bound."""
     found: dict[str, dict[str, Any]] = {}
     for category in sorted({outcome.category for outcome in outcomes}):
         own = [o for o in outcomes if o.category == category and not o.informational]

@@ -1,4 +1,4 @@
-"""How each category of cases is evaluated through the planner's functions."""
+"""Evaluate each category of cases with the planner's functions."""
 
 import dataclasses
 import re
@@ -250,10 +250,10 @@ def measured_peak(inputs: Inputs) -> Any:
 
 
 def memory_outcomes(inputs: Inputs) -> dict[str, str]:
-    """What accelerate's documentation reports of Mixtral on 8 A100: a size, or out of memory.
+    """The values that Accelerate's documentation reports for Mixtral on 8 A100: a size, or OOM.
 
-    It names neither batch nor counter: taken are one row of 1024 tokens, and what a card shows,
-    for that is what runs out.
+    It states neither batch size nor memory counter. This uses one row of 1024 tokens, and the
+    memory that the device reports, because that is what runs out.
     """
     shape, found = shape_of(inputs), {}
     for name, steps, each in (
@@ -278,14 +278,14 @@ def memory_outcomes(inputs: Inputs) -> dict[str, str]:
 
 
 def measured_workload(inputs: Inputs) -> Workload:
-    """The run that a published peak describes."""
+    """The workload of a published peak."""
     shape, layout = shape_of(inputs), layout_of(inputs)
     mode = inputs.get("mode", "full")
     unnamed = "nf4-dq" if mode == "qlora" else "none"
     quantization = inputs.get("quant") or mode.partition("_")[2] or unnamed
     adapted = mode != "full"
     litgpt = inputs["stack"] == "litgpt" and adapted
-    # A run that names neither its type nor its strategy is transformers' Trainer under autocast.
+    # A run with neither data type nor strategy is transformers' Trainer with autocast.
     trainer = adapted and not litgpt and not any(k in inputs for k in ("dtype", "strategy", "ce"))
     schemes: dict[str, Any] = {"fp32": "fp32", "amp": "autocast", "bf16_amp": "autocast"}
     scheme: Any = "autocast" if trainer else schemes.get(inputs.get("dtype", ""), "bf16")
@@ -293,14 +293,14 @@ def measured_workload(inputs: Inputs) -> Workload:
         scheme = "fsdp"
     elif layout.engine == "deepspeed":
         scheme = "deepspeed"
-    # torchao's NF4, which torchtune trains with, always quantises its scales too.
+    # torchtune uses torchao's NF4, which always quantizes its scales too.
     names: dict[str, Any] = {"nf4": "nf4_single", "nf4-dq": "nf4", "none": "none"}
     if inputs["stack"] == "torchtune":
         names["nf4"] = "nf4"
     recompute: Any = inputs.get("ac", "full" if inputs.get("ckpt", adapted) else "none")
     adapter = None
     if adapted:
-        # litgpt drops 5 % of adapter inputs by default; the others' tables were made without.
+        # litgpt has a dropout of 5 % on adapter inputs by default; the other tables have none.
         width, rank = 4 if trainer else 2, inputs.get("r", 8)
         targets = targets_of(inputs)
         if litgpt:
@@ -326,13 +326,13 @@ def measured_workload(inputs: Inputs) -> Workload:
 
 
 def fused(shape: Architecture) -> Architecture:
-    """The same model with query, key and value in one matrix, as litgpt holds it."""
+    """The same model with query, key and value in one matrix, as in litgpt."""
     joint = Matrix("self_attn.qkv_proj", shape.hidden, shape.query + 2 * shape.key)
     return dataclasses.replace(shape, matrices=(joint, *shape.matrices[3:]))
 
 
 def loss_of(inputs: Inputs) -> Loss:
-    """The loss profile that a case names."""
+    """The loss profile of a case."""
     name = inputs.get("ce_profile") or inputs.get("ce") or "hf"
     if name == "chunked8" and inputs.get("compile"):
         name = "chunked8_compiled"
@@ -350,11 +350,11 @@ SPELLINGS = {
     "fsdp_full_shard_offload": ("fsdp_full+cpu_offload",),
     "zero3_nvme": ("zero3+nvme", "zero3+nvme_offload"),
 }
-"""Names of the cases for our backends."""
+"""Spellings of our backends in the cases."""
 
 
 def decision(inputs: Inputs) -> dict[str, Any]:
-    """The planner's choice for a scenario, in every spelling that a case may use."""
+    """The planner's choice for a scenario, in all spellings that a case may use."""
     shape, mode = shape_of(inputs), inputs["mode"]
     link, _, network = (inputs.get("link") or "").lower().partition("+")
     if link in NETWORKS or link in ("ib", "eth", "ethernet"):
@@ -416,7 +416,7 @@ def decision(inputs: Inputs) -> dict[str, Any]:
 
 
 def _refused(inputs: Inputs, shape: Architecture, hardware: Machine) -> list[str]:
-    """What was asked for and cannot be: a case may ask for tensor parallelism."""
+    """Requests that are rejected; a case may request tensor parallelism."""
     asked = inputs.get("requested", "")
     wanted = re.fullmatch(r"tp(\d+)", asked)
     if wanted is None:

@@ -1,4 +1,4 @@
-"""What the inputs of a case mean to the planner: its model, adapter, layout and optimizer."""
+"""Convert the inputs of a case to the planner's model, adapter, layout and optimizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +42,7 @@ def config_of(short: Inputs) -> dict[str, Any]:
 
 
 def shape_of(inputs: Inputs) -> Architecture:
-    """The model of a case: spelt out, or by its published name."""
+    """The model of a case, from its configuration or its published name."""
     if "cfg" in inputs:
         return read(config_of(inputs["cfg"]))
     config = published.find(inputs["model"])
@@ -97,6 +97,6 @@ def layout_of(inputs: Inputs) -> Layout:
 
 
 def update_of(name: str) -> Update:
-    """The optimizer that a case names, however it writes `AdamW8bit`."""
+    """The optimizer of a case, in any spelling of `AdamW8bit`."""
     plain = name.lower().replace("_", "").replace("-", "")
     return "paged_adamw_8bit" if "paged" in plain else "adamw_8bit" if "8bit" in plain else "adamw"

@@ -1,4 +1,4 @@
-"""Formulas of papers and of other tools, for plan cases: the planner never uses them."""
+"""Formulas of papers and other tools, for plan cases; the planner does not use them."""
 
 import dataclasses
 import math
@@ -16,17 +16,17 @@ def attention_term(heads: int, length: int, hidden: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """DeepSpeed's own estimate of model states: bytes of one GPU, and of one host."""
+    """DeepSpeed's estimate of model states, in bytes per GPU and per host."""
 
     gpu: float
     host: float
 
 
-# What is left beside weights for one short row: a context (0.6 GB), the logits of a thousand or two
+# Memory in addition to weights for one short row: a context (0.6 GB), the logits of 1,000 to 2,000
 # tokens and their gradients (12 bytes x 32,000 each: 0.8 GB), adapters and their optimizer state.
 REST = 2e9
-# Embedding and head stay in 16 bits when the layers are quantised: 5 % of an 8B model's weights
-# are one of the two.
+# Share of weights in the embedding or the head, which stay in 16 bits when the layers are
+# quantized: 5 % in an 8B model.
 UNQUANTISED = 0.05
 
 
@@ -48,7 +48,7 @@ def no_sync_saving(accumulation: int) -> float:
 
 
 def selective_saving(heads: int, length: int, hidden: int) -> float:
-    """Share of activations that recomputing attention alone saves (arXiv:2205.05198)."""
+    """Share of activation memory saved by recomputing only attention (arXiv:2205.05198)."""
     term = attention_term(heads, length, hidden)
     return term / (34 + term)
 
@@ -56,9 +56,9 @@ def selective_saving(heads: int, length: int, hidden: int) -> float:
 def megatron_activations(
     length: int, rows: int, hidden: int, heads: int, ways: int, variant: Recompute
 ) -> float:
-    """Bytes that a GPT layer of Megatron keeps (arXiv:2205.05198, Table 2).
+    """Activation bytes of a GPT layer in Megatron (arXiv:2205.05198, Table 2).
 
-    GPT-2's block in 16 bits with dropout; a Llama block of transformers keeps other tensors.
+    For a GPT-2 block in 16 bits with dropout; a Llama block of transformers keeps other tensors.
     """
     unit = length * rows * hidden
     term = attention_term(heads, length, hidden)
@@ -74,7 +74,7 @@ def megatron_activations(
 
 
 def megatron_flops(batch: int, length: int, layers: int, hidden: int, vocab: int) -> float:
-    """FLOPs of an iteration, recomputation not counted (arXiv:2205.05198, appendix A)."""
+    """FLOPs of an iteration without recomputation (arXiv:2205.05198, appendix A)."""
     inner = 1 + length / (6 * hidden) + vocab / (12 * hidden * layers)
     return 72 * batch * layers * length * hidden**2 * inner
 
@@ -101,7 +101,10 @@ def deepspeed_zero3(
     zero_init: bool = True,
     factor: float = 1.5,
 ) -> Estimate:
-    """`estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19; `largest`: a module's own size."""
+    """`estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19, term by term.
+
+    `largest` is the largest number of parameters that a module itself holds.
+    """
     gpus = gpus_per_node * nodes
     live = 4 * largest
     if not offload_optimizer:
@@ -114,13 +117,13 @@ def deepspeed_zero3(
 
 
 def rules_of_thumb(parameters: float) -> dict[str, float]:
-    """Bytes for a first look, by method, as published tables give them: no batch, no vocabulary.
+    """Rough memory in bytes by method, as in published tables, without batch and vocabulary size.
 
-    LLaMA-Factory's README and Unsloth's requirements page print such numbers.
+    LLaMA-Factory's README and Unsloth's requirements page have such numbers.
     """
     nf4 = states.nf4_bits() / 8 * (1 - UNQUANTISED) + 2 * UNQUANTISED
     each = {
-        "full_bf16_amp": states.MIXED.total + 2,  # and fp32 gradients are copied for reduction
+        "full_bf16_amp": states.MIXED.total + 2,  # fp32 gradients are copied for reduction
         "full_pure_bf16": states.PURE_BF16.total,
         "lora16": 2.0,
         "qlora8": 1.0 * (1 - UNQUANTISED) + 2 * UNQUANTISED,
@@ -131,19 +134,19 @@ def rules_of_thumb(parameters: float) -> dict[str, float]:
 
 
 def offload_break_even(flops: float, mfu: float, bandwidth: float) -> float:
-    """Tokens per micro-step from which offloaded weights no longer bound the step.
+    """Tokens per micro-step above which the transfer of offloaded weights is not the bottleneck.
 
-    4 bytes per weight travel, 2 for each pass, while 8 FLOPs per weight and token run,
-    recomputation counted: 8 T / (F m) = 4 / B, and so T* = F m / (2 B).
+    4 bytes per weight are transferred, 2 in each pass, during 8 FLOPs per weight and token
+    (including recomputation): 8 T / (F m) = 4 / B, therefore T* = F m / (2 B).
     """
     return flops * mfu / (2 * bandwidth)
 
 
 def scaled_lr(base: float, processes: int, rule: str) -> float:
-    """The learning rate under a scaling rule, the one that a recipe's `lr_scaling` names."""
+    """The learning rate under a scaling rule of a recipe's `lr_scaling`."""
     return base * {"none": 1.0, "linear": float(processes), "sqrt": math.sqrt(processes)}[rule]
 
 
 def lr_warning(processes: int, rule: str) -> str:
-    """What to know about a scaled learning rate; empty when nothing is scaled."""
+    """Advice about a scaled learning rate; empty if it is not scaled."""
     return "warmup; sqrt rule for Adam" if rule == "linear" and processes > 1 else ""

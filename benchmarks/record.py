@@ -1,4 +1,4 @@
-"""A result on disk: JSON for programs, a Markdown table for people, with its circumstances."""
+"""Write a result as JSON and as a Markdown table, with machine, versions and command."""
 
 import dataclasses
 import os
@@ -17,22 +17,22 @@ ROOT = Path(__file__).parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one benchmark found."""
+    """The result of one benchmark."""
 
     title: str
     how: str
-    """What was done and how it was timed, in a few sentences."""
+    """Description of the workload and the timing, in a few sentences."""
     values: dict[str, Any]
-    """For programs: plain values, with their unit in the name."""
+    """Values for the JSON file, with their unit in the name."""
     table: list[list[str]]
-    """For people: the first row names the columns."""
+    """Cells of the Markdown table; the first row is the header."""
     remarks: list[str]
-    """What was not measured, and why."""
+    """Remarks, such as what was not measured and why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Circumstances:
-    """Machine, versions and command, as they were before the first measurement."""
+    """Machine, versions and command, recorded before the first measurement."""
 
     values: dict[str, Any]
 
@@ -55,7 +55,7 @@ class Circumstances:
         shown = ("torch", "transformers", "accelerate", "peft", "deepspeed")
         versions = values["versions"]
         listed = ", ".join(f"{name} {versions[name]}" for name in shown if name in versions)
-        machine = dict.fromkeys([*values["devices"], values["processor"]])  # each once
+        machine = dict.fromkeys([*values["devices"], values["processor"]])  # without duplicates
         lines = [
             f"- machine: {', '.join(machine)}, {units.size(values['memory_bytes'])} of memory",
             f"- load average before: {values['load_average']} on {values['cores']} cores",
@@ -67,7 +67,7 @@ class Circumstances:
 
 
 def write(folder: Path, name: str, result: Result, circumstances: Circumstances) -> Path:
-    """Write `name.json` and `name.md`; returns the latter."""
+    """Write `name.json` and `name.md`; returns the path of the latter."""
     write_json(folder / f"{name}.json", {**circumstances.values, "results": result.values})
     head, *rows = result.table
     rule = ["---", *["---:"] * (len(head) - 1)]

@@ -1,10 +1,10 @@
-"""Race the sampler of online methods against transformers' `generate`: same weights and prompts.
+"""Compare the sampler of online methods with transformers' `generate` on the same prompts.
 
     python -m benchmarks.sampling quickstart/base/final quickstart/data/train.jsonl
 
-Both sample the same number of tokens without a stop in turns, several completions of each prompt as
-GRPO does, and of as many prompts; the processor's time counts. At temperature 0 both must give the
-same tokens.
+Both sample the same number of tokens without stop tokens in turns: several completions of each
+prompt, as in GRPO, and one completion of each of as many prompts. CPU time is measured. At
+temperature 0 both must give the same tokens.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from benchmarks.record import Circumstances, Result, write
 from finetune.inference.sampling import Sampler, Wanted
 
 EACH = (8, 1)
-"""Completions of a prompt."""
+"""Numbers of completions per prompt."""
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(model: Any, given: argparse.Namespace, each: int) -> dict[str, Any]:
-    """A race over prompts of `each` completions."""
+    """Compare both on prompts with `each` completions."""
     tokenizer: Any = AutoTokenizer.from_pretrained(given.model)
     prompts = [
         tokenizer(json.loads(line)["messages"][0]["content"])["input_ids"]

@@ -1,4 +1,4 @@
-"""What saving, resuming, the rehearsal and reading back cost, beside the training itself."""
+"""Time of saving, resuming, the save rehearsal and verification, relative to training."""
 
 import json
 import re
@@ -21,7 +21,7 @@ MODES = {"waiting": {"background": False}, "in the background": {"background": T
 
 
 def measure(folder: Path, backends: Sequence[str], steps: int, gpu: bool) -> Result:
-    """Train with and without the background, then resume, on each backend."""
+    """Train with and without background saving, then resume, on each backend."""
     shape = LARGE if gpu else SMALL
     path = write_job(folder / "job", shape, steps)
     fields = catalog.to_fields(catalog.load(path))
@@ -67,7 +67,7 @@ def measure(folder: Path, backends: Sequence[str], steps: int, gpu: bool) -> Res
 
 
 def first_step(run: Run, after: int) -> float:
-    """When the first step after another was recorded, in seconds of the epoch."""
+    """Time at which the first step after step `after` was recorded, in seconds since the epoch."""
     return next(r["time"] for r in run.read_metrics("train") if r["step"] > after)
 
 
@@ -80,7 +80,7 @@ def launch(recipe: Path, backend: str, run: Run, gpu: bool, cache: Path, *words:
 
 
 def read(run: Run, told: str) -> dict[str, Any]:
-    """What a finished run and its first five lines say."""
+    """Times and sizes from the metrics and the output of a finished run."""
     saves, steps = list(run.read_metrics("save")), list(run.read_metrics("train"))
     still = sum(record["seconds"] for record in saves)
     trained = sum(record["seconds"] for record in steps)

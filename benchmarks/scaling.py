@@ -1,7 +1,7 @@
-"""What a second process brings: two of them against one, each with one thread.
+"""Speedup of two processes over one, each with one thread.
 
-All are there at once, and each runs only in its turn: what else the machine does falls on all of
-them alike. `python -m benchmarks.scaling FILE` is one process of the matrix products.
+All contenders are started at once and run in turns, so that other load on the machine affects all
+of them equally. `python -m benchmarks.scaling FILE` is a process that computes matrix products.
 """
 
 import contextlib
@@ -26,39 +26,39 @@ from finetune.runs.run import Run
 
 BACKENDS = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero2", "zero3")
 WARMUP = 3
-"""First steps that are not timed: memory is laid out and kernels are chosen."""
+"""Untimed first steps, in which memory is allocated and kernels are selected."""
 ENDLESS = 100_000
-"""Steps of a run that is ended from outside."""
+"""Steps of a run that is terminated externally."""
 PRODUCTS = "matrix products"
 BURST = 60
-"""Matrix products that are timed together: about half a second."""
+"""Number of matrix products timed together: about half a second."""
 
 Clock = Callable[[], list[float]]
-"""Seconds of every step so far."""
+"""Returns the seconds of all steps so far."""
 
 
 @dataclasses.dataclass
 class Contender:
-    """Processes that train, stopped but in their turns."""
+    """Processes that train, and are stopped except in their turns."""
 
     started: list["subprocess.Popen[bytes]"]
     clocks: list[Clock]
-    """One for each of those that step by themselves."""
+    """One clock per process that steps independently."""
     log: Path
 
     def turn(self) -> float:
-        """Go on for a step that is whole; its seconds, of the slowest clock."""
+        """Continue for one complete step; returns its seconds on the slowest clock."""
         first = [len(clock()) for clock in self.clocks]
         self.signal(signal.SIGCONT)
-        self.reach([count + 2 for count in first])  # the step that was stopped ends before it
+        self.reach([count + 2 for count in first])  # the interrupted step ends first
         self.signal(signal.SIGSTOP)
         return max(clock()[count + 1] for clock, count in zip(self.clocks, first, strict=True))
 
     def reach(self, counts: Sequence[int]) -> None:
-        """Wait until each clock has so many steps.
+        """Wait until each clock has reached its count of steps.
 
         Raises:
-            RuntimeError: it ended, or takes too long; with the end of its output.
+            RuntimeError: a process ended, or takes too long; the message has the end of the output.
         """
         deadline = time.monotonic() + SECONDS
         while any(len(clock()) < count for clock, count in zip(self.clocks, counts, strict=True)):
@@ -68,7 +68,7 @@ class Contender:
             time.sleep(0.05)
 
     def signal(self, number: int) -> list[psutil.Process]:
-        """To everything that it started, which it returns: torch gives each worker a session."""
+        """Send a signal to all processes, which are returned; torch gives each worker a session."""
         reached: list[psutil.Process] = []
         for process in self.started:
             root = psutil.Process(process.pid)
@@ -82,11 +82,11 @@ class Contender:
         reached = self.signal(signal.SIGKILL)
         for process in self.started:
             process.wait()
-        psutil.wait_procs(reached, timeout=SECONDS)  # workers are no children of this process
+        psutil.wait_procs(reached, timeout=SECONDS)  # workers are not children of this process
 
 
 def measure(folder: Path, backends: Sequence[str], turns: int, shape: Shape = DEEP) -> Result:
-    """Train with LoRA in bf16 on one process, and on two under each backend, in turns."""
+    """Train with LoRA in bf16 on one process, and on two with each backend, in turns."""
     recipe = write_adapter_job(folder / "job", shape, ENDLESS)
     runs = {backend: Run(folder / backend) for backend in ("single", *backends)}
     with contextlib.ExitStack() as held:
@@ -98,7 +98,7 @@ def measure(folder: Path, backends: Sequence[str], turns: int, shape: Shape = DE
         found: list[dict[str, float]] = []
         for _ in range(turns):
             found.append({name: contender.turn() for name, contender in racing.items()})
-            # Two processes do two bursts in the time of the slower one.
+            # Two processes complete two bursts in the time of the slower one.
             found[-1] |= {PRODUCTS: both.turn() / 2, f"{PRODUCTS}, one": alone.turn()}
             told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found[-1].items())
             print(told, flush=True)
@@ -107,7 +107,7 @@ def measure(folder: Path, backends: Sequence[str], turns: int, shape: Shape = DE
 
 @contextlib.contextmanager
 def training(folder: Path, recipe: Path, run: Run, processes: int) -> Iterator[Contender]:
-    """A run of so many processes, after its first steps."""
+    """A run with `processes` processes, after its first steps."""
     backend = run.root.name
     words = [
         "finetune", "launch", str(recipe), "--backend", backend, "--processes", str(processes),
@@ -125,7 +125,7 @@ def training(folder: Path, recipe: Path, run: Run, processes: int) -> Iterator[C
 
 @contextlib.contextmanager
 def multiplying(folder: Path, count: int) -> Iterator[Contender]:
-    """So many processes that do matrix products only, and know nothing of each other."""
+    """`count` independent processes that compute only matrix products."""
     files = [folder / f"products-{count}-{number}.txt" for number in range(count)]
     log = folder / f"products-{count}.log"
     started = [
@@ -134,7 +134,7 @@ def multiplying(folder: Path, count: int) -> Iterator[Contender]:
     ]
 
     def clock(file: Path) -> Clock:
-        # What follows the last line end is being written.
+        # Text after the last newline is an incomplete line.
         return lambda: [float(line) for line in _text(file).split("\n")[:-1]]
 
     with stopped(Contender(started, [clock(file) for file in files], log)) as contender:
@@ -143,7 +143,7 @@ def multiplying(folder: Path, count: int) -> Iterator[Contender]:
 
 @contextlib.contextmanager
 def stopped(contender: Contender) -> Iterator[Contender]:
-    """Let it take its first steps and stop it; at the end it is ended."""
+    """Stop a contender after its first steps, and terminate it at the end."""
     try:
         contender.reach([WARMUP] * len(contender.clocks))
         contender.signal(signal.SIGSTOP)
@@ -205,7 +205,7 @@ def tabulate(measured: dict[str, Any]) -> list[list[str]]:
 
 
 def multiply(file: Path) -> None:
-    """Products of a layer's shape in bf16, for ever; a line for each burst has its seconds."""
+    """Compute products of a layer's shape in bf16 endlessly, writing the seconds of each burst."""
     torch.manual_seed(0)
     rows = torch.randn(4 * DEEP.length, DEEP.hidden_size).bfloat16()
     weight = torch.randn(3 * DEEP.hidden_size, DEEP.hidden_size).bfloat16()

@@ -1,4 +1,4 @@
-"""How fast `finetune serve` answers: eight requests at once, and the first token of one."""
+"""Throughput of `finetune serve` with eight concurrent requests, and time to first token."""
 
 import contextlib
 import http.client
@@ -33,7 +33,7 @@ HOW = (
 
 
 def measure(folder: Path, turns: int) -> Result:
-    """Serve a model, and an adapter on it, and ask both."""
+    """Serve a model and an adapter on it, and measure both."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     written(texts(64, 32), folder)
@@ -76,7 +76,7 @@ def measure(folder: Path, turns: int) -> Result:
 
 @contextlib.contextmanager
 def serving(model: Path, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
-    """A server of a model: its port, and its process."""
+    """A server of a model; yields its port and its process."""
     log = folder / f"{model.name}.log"
     words = ["finetune", "serve", str(model), "--port", "0", "--rows", str(REQUESTS)]
     process = start(words, log, folder / "cache", THREADS)
@@ -140,13 +140,13 @@ def _send(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
 
 
 def _complete(port: int, prompt: list[int]) -> int:
-    """Tokens that were answered."""
+    """Number of generated tokens."""
     reply = json.loads(_send(port, {"prompt": prompt, "max_tokens": TOKENS}).read())
     return int(reply["usage"]["completion_tokens"])
 
 
 def _first_token(port: int, prompt: list[int]) -> float:
-    """Seconds from sending a request to the first text of its answer."""
+    """Seconds from sending a request to the first text of the answer."""
     begun = time.perf_counter()
     reply = _send(port, {"prompt": prompt, "max_tokens": 2, "stream": True})
     while line := reply.readline():

@@ -1,7 +1,7 @@
-"""Speed and memory of models of known shapes with random weights, beside what the plan says.
+"""Speed and memory of models with known shapes and random weights, next to the plan's predictions.
 
-For the first minutes on a GPU: the page is written anew after each run, so that what was measured
-stays when the machine is taken away.
+The page is written again after each run, so that results are kept if the machine becomes
+unavailable.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from finetune.runs import units
 from finetune.runs.run import Run
 
 MINUTES = 30
-"""After which no other run is begun."""
+"""Minutes after which no further run is started."""
 DOCUMENTS = 6
-"""Of about 50 tokens each in a text: as long as rows of chat."""
+"""Documents of about 50 tokens per text, which is then as long as a chat."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training: a shape, what is trained of it, and what is expected on an H100."""
+    """One training: model shape, method, and expected speed on an H100."""
 
     name: str
     config: dict[str, Any]
@@ -38,15 +38,15 @@ class Case:
     quantization: str = "none"
     pointwise: str = "auto"
     tokens: int = 8_192
-    """Of a pack, which is a micro-batch and a step."""
+    """Tokens per pack; a micro-batch and a step have one pack."""
     backend: str = "single"
-    """On all GPUs of the machine; one that shards does so over one, too."""
+    """Backend, on all GPUs of the machine; sharding backends also run on one GPU."""
     expected: str = "not stated"
-    """Tokens per second, by roofline arithmetic."""
+    """Expected tokens per second from a roofline model."""
 
 
 def llama(hidden: int, width: int, layers: int, heads: int, vocabulary: int) -> dict[str, Any]:
-    """A config with eight key heads."""
+    """A Llama configuration with eight key-value heads."""
     return {
         "model_type": "llama", "hidden_size": hidden, "intermediate_size": width,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
@@ -70,7 +70,7 @@ CASES = (
     Case("1B, all weights, zero3", LLAMA_1, backend="zero3"),
     Case("8B, LoRA, fsdp_full_shard", LLAMA_8, True, backend="fsdp_full_shard"),
 )
-"""In the order of what they decide."""
+"""In order of importance."""
 
 
 def measure(
@@ -80,7 +80,7 @@ def measure(
     cases: Sequence[Case] = CASES,
     minutes: float = MINUTES,
 ) -> Result:
-    """Train each case for `WARMUP` + `steps` steps, and publish what is known after each."""
+    """Train each case for `WARMUP` + `steps` steps, and publish the results after each case."""
     begun, measured, remarks = time.monotonic(), dict[str, dict[str, Any]](), list[str]()
     result = _result(measured, remarks, steps)
     for case in cases:

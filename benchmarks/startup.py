@@ -1,4 +1,4 @@
-"""How long a person waits for the command line, and for the first step of a training."""
+"""Startup time of the command line, and time to the first training step."""
 
 import statistics
 import time
@@ -22,7 +22,7 @@ HOW = (
 
 
 def measure(folder: Path, repeats: int) -> Result:
-    """Start each command `repeats` times after an uncounted one."""
+    """Time `repeats` starts of each command after an untimed one."""
     seconds: dict[str, list[float]] = {}
     for name, words in COMMANDS.items():
         seconds[name] = [_run(words, folder) for _ in range(repeats + 1)][1:]

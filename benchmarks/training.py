@@ -27,9 +27,9 @@ BACKENDS = (
 )  # fmt: skip
 REFERENCES = ("single", "ddp")
 WARMUP = 3
-"""First steps that are not timed: memory is laid out and kernels are chosen."""
+"""Untimed first steps, in which memory is allocated and kernels are selected."""
 RUNS = 3
-"""Of each backend, in turns: what else the machine does slows some of them."""
+"""Runs of each backend, in turns, because other load on the machine slows some of them."""
 
 
 def measure(
@@ -38,7 +38,7 @@ def measure(
 ) -> Result:  # fmt: skip
     """Train `WARMUP` + `steps` optimizer steps on each backend, `runs` times in turns.
 
-    No run is begun after `minutes`; what is not begun is a remark.
+    No run starts after `minutes`; runs that did not start are in the remarks.
     """
     until = time.monotonic() + 60 * minutes
     shape = LARGE if gpu else SMALL
@@ -77,7 +77,7 @@ def measure(
 
 
 def fastest(turns: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """What the fastest run of each backend says."""
+    """The results of the fastest run of each backend."""
     return {
         backend: max(
             (turn[backend] for turn in turns if backend in turn),
@@ -95,11 +95,15 @@ def in_turns(
     runs: int,
     until: float = math.inf,
 ) -> list[dict[str, dict[str, Any]]]:
-    """Train on each backend, one after the other, `runs` times; what each run says, by backend.
+    """Train on each backend in turn, `runs` times; the results of each turn by backend.
 
     Args:
-        processes: of each backend.
-        until: moment of `time.monotonic` after which no run is begun.
+        folder: Folder for runs and cache.
+        recipe: Path of the recipe.
+        processes: Number of processes by backend.
+        precision: Mixed precision of the runs.
+        runs: Number of turns.
+        until: Value of `time.monotonic` after which no run starts.
     """
     measured: list[dict[str, dict[str, Any]]] = [{} for _ in range(runs)]
     for turn, (backend, count) in itertools.product(range(runs), processes.items()):
@@ -117,7 +121,7 @@ def in_turns(
 
 
 def read(run: Run, processes: int) -> dict[str, Any]:
-    """What a finished run says of its speed and size."""
+    """Speed, size and loss of a finished run."""
     steps = list(run.read_metrics("train"))[WARMUP:]
     (start,) = run.read_metrics("start")
     return {
@@ -131,7 +135,7 @@ def read(run: Run, processes: int) -> dict[str, Any]:
 
 
 def add_ratios(measured: dict[str, dict[str, Any]]) -> None:
-    """Compare each backend with the references of the same session, where they ran."""
+    """Add ratios to the reference backends of the same session, if they ran."""
     for values in measured.values():
         for reference in REFERENCES:
             base = measured.get(reference, {})

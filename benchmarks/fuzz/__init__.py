@@ -1,1 +1,1 @@
-"""Change every file that the toolkit reads, at random, and see that it is read or refused."""
+"""Change files that the toolkit reads at random, and check that they are read or rejected."""

@@ -1,4 +1,4 @@
-"""Cases of a fuzz: each is made from a seed, a subject and a number, and its end is judged."""
+"""Fuzzing cases: each is generated from a seed, a subject and a number, run, and judged."""
 
 import contextlib
 import dataclasses
@@ -18,28 +18,28 @@ from benchmarks.fuzz.subjects import Subject
 from finetune.errors import FinetuneError
 
 SECONDS = 30
-"""Processor time of a case, which takes milliseconds; a template alone may take four of them."""
+"""Maximum CPU seconds of a case, which usually takes milliseconds; templates may take 4 s."""
 WALL_SECONDS = 300
-"""Time of a case on a machine with other work; more is a hang."""
+"""Maximum wall-clock seconds of a case, for a machine with other load; more is a hang."""
 BYTES = 6 << 30
-"""Address space that a case may take besides what the process has; a template has 2 GiB of it."""
+"""Bytes of address space that a case may add to the process; a template may use 2 GiB of them."""
 LONGEST = 20_000
-"""Characters of one problem that is told."""
+"""Maximum characters of an error message."""
 
 
 class Hung(BaseException):
-    """The time of a case is over."""
+    """A case exceeded its time limit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A case that ended otherwise than with success or a told mistake."""
+    """A case that ended neither with success nor with a proper error message."""
 
     subject: str
     number: int
     file: str
     kind: str
-    """The error's type and the place in this package where it left it: equal for one cause."""
+    """Type of the error and its last line in this package: equal for the same cause."""
     told: str
 
     def __str__(self) -> str:
@@ -51,14 +51,14 @@ def generator(seed: int, subject: str, number: int) -> random.Random:
 
 
 class Originals:
-    """The content of a subject's files, and how each of them looks while it has that content."""
+    """The original contents of a subject's files, with the metadata of unchanged files."""
 
     def __init__(self, subject: Subject) -> None:
         self.contents = {file: file.read_bytes() for file in subject.files}
         self._unchanged = {file: _looks(file) for file in self.contents}
 
     def put_back(self) -> None:
-        """Give files the content that they had; those that nobody touched are not read."""
+        """Restore the original contents; untouched files are not read."""
         for file, content in self.contents.items():
             if _looks(file) == self._unchanged[file]:
                 continue
@@ -73,7 +73,7 @@ class Originals:
 
 
 def _looks(file: Path) -> tuple[int, int, int] | None:
-    """Inode, size and time of the last change of a file; None where there is none."""
+    """Inode, size and modification time of a file; None if it does not exist."""
     try:
         found = file.stat()
     except OSError:
@@ -84,7 +84,7 @@ def _looks(file: Path) -> tuple[int, int, int] | None:
 def run_case(
     name: str, subject: Subject, seed: int, number: int, originals: Originals | None = None
 ) -> Fault | str:
-    """Make a case, read it, and put the file back; returns how it ended: a fault, or a word."""
+    """Change a file, read it, and restore it; returns a fault, or `read` or `refused`."""
     originals = originals or Originals(subject)
     rng = generator(seed, name, number)
     path = rng.choice(list(subject.files))
@@ -105,7 +105,7 @@ def run_case(
         return "refused" if error.code == 2 else _fault(name, number, path, error)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a library in Rust panics with one that is no Exception
+    except BaseException as error:  # panics of Rust libraries are not an Exception
         return _fault(name, number, path, error)
     finally:
         originals.put_back()
@@ -121,7 +121,7 @@ def _fault(name: str, number: int, path: Path, error: BaseException) -> Fault:
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Within it, time and address space end; a template's own limits lie below them."""
+    """Context manager that limits time and address space; limits of templates are lower."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Hung(signal.Signals(number).name)
@@ -146,17 +146,17 @@ def limits() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of the cases of one subject."""
+    """Outcomes of the cases of one subject."""
 
     ends: Counter[str] = dataclasses.field(default_factory=Counter)
     faults: list[Fault] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
-    """Processor time of all of them."""
+    """CPU seconds of all cases."""
     slowest: float = 0.0
-    """That of the case that took longest."""
+    """CPU seconds of the slowest case."""
 
     def add(self, end: Fault | str, seconds: float) -> None:
-        """Count a case that ended so."""
+        """Count a case with its outcome."""
         self.seconds, self.slowest = self.seconds + seconds, max(self.slowest, seconds)
         if isinstance(end, Fault):
             self.faults.append(end)
@@ -179,6 +179,6 @@ def run_cases(name: str, subject: Subject, seed: int, numbers: range) -> Outcome
 
 
 def quiet_process() -> None:
-    """Keep what libraries write from the terminal; told is the outcome."""
+    """Redirect stderr to /dev/null, to hide the output of libraries."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stderr.fileno())

@@ -1,6 +1,6 @@
-"""Random changes of a file's content: of its bytes, of its lines, or of the values in it.
+"""Random changes to the bytes, lines or values of a file.
 
-Every function takes a generator, so that a case is made again from its number.
+Every function takes a random generator, so that a case can be reproduced from its number.
 """
 
 import bz2
@@ -20,7 +20,7 @@ import pyarrow.parquet
 import yaml
 
 DEEP, DIGITS, LONG = "\x01deep\x01", "\x01digits\x01", "\x01long\x01"
-"""Stand for what `json.dumps` cannot write: see `TEXTS`."""
+"""Placeholders for values that `json.dumps` cannot write: see `TEXTS`."""
 TEXTS = {
     f'"{json.dumps(DEEP)[1:-1]}"': "[" * 20_000 + "]" * 20_000,
     f'"{json.dumps(DIGITS)[1:-1]}"': "9" * 5_000,
@@ -40,7 +40,7 @@ GARBAGE = [b"\0", b"\n", b"\r", b"\xff", b"\xc3", b'"', b"'", b"{", b"}", b"[", 
 
 
 def of_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Bytes that are cut, flipped, repeated, encoded otherwise or mixed with others."""
+    """Truncate, flip, repeat, insert or re-encode bytes."""
     changed = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 5, 20))):
         place = rng.randrange(len(changed) + 1)
@@ -65,7 +65,7 @@ def of_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def of_lines(rng: random.Random, content: bytes) -> bytes:
-    """Lines that are repeated, left out, exchanged or ended otherwise."""
+    """Repeat, remove, swap or insert lines, or change their endings."""
     lines = content.splitlines(keepends=True) or [b""]
     place, other = rng.randrange(len(lines)), rng.randrange(len(lines))
     kind = rng.randrange(6)
@@ -85,7 +85,7 @@ def of_lines(rng: random.Random, content: bytes) -> bytes:
 
 
 def of_value(rng: random.Random, value: Any) -> Any:
-    """A JSON value with some of its places replaced, removed, repeated or given a neighbour."""
+    """A copy of a JSON value with random items replaced, removed, repeated or inserted."""
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         path = rng.choice(_places(value))
@@ -117,7 +117,7 @@ def _change(rng: random.Random, holder: Any, key: Any) -> None:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of everything inside a JSON value."""
+    """Paths of all values inside a JSON value."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())
@@ -134,14 +134,14 @@ def _written(value: Any) -> str:
 
 
 def of_json(rng: random.Random, content: bytes) -> bytes:
-    """A JSON file with other values, or other bytes."""
+    """Change values or bytes of a JSON file."""
     if rng.random() < 0.25:
         return of_bytes(rng, content)
     return _written(of_value(rng, json.loads(content))).encode("utf-8", "surrogatepass")
 
 
 def of_jsonl(rng: random.Random, content: bytes) -> bytes:
-    """A file of JSON lines with other values, lines or bytes."""
+    """Change values, lines or bytes of a JSON Lines file."""
     kind = rng.random()
     if kind < 0.2:
         return of_bytes(rng, content)
@@ -152,7 +152,7 @@ def of_jsonl(rng: random.Random, content: bytes) -> bytes:
         place = rng.randrange(len(lines))
         try:
             lines[place] = _written(of_value(rng, json.loads(lines[place]))).encode()
-        except (ValueError, RecursionError):  # changed before into what is not JSON
+        except (ValueError, RecursionError):  # an earlier change made it invalid JSON
             continue
     return b"\n".join(lines) + b"\n"
 
@@ -168,7 +168,7 @@ ALIASES = [
 
 
 def _explosion(rng: random.Random) -> str:
-    """Lists, maps or merges of ten aliases to the one before, `levels` deep."""
+    """YAML lists, maps or merges in which each level has several aliases to the previous one."""
     levels, width = rng.choice((3, 6, 9, 30)), rng.choice((2, 9))
     kind = rng.randrange(3)
     forms = ("[{}]", "{{{}}}", "{{<<: [{}]}}")
@@ -182,7 +182,7 @@ def _explosion(rng: random.Random) -> str:
 
 
 def of_yaml(rng: random.Random, content: bytes) -> bytes:
-    """A YAML file with other values, aliases, tags, lines or bytes."""
+    """Change values, aliases, tags, lines or bytes of a YAML file."""
     kind = rng.random()
     if kind < 0.15:
         return of_bytes(rng, content)
@@ -194,7 +194,7 @@ def of_yaml(rng: random.Random, content: bytes) -> bytes:
     value = of_value(rng, yaml.load(content, yaml.CSafeLoader))
     try:
         text = yaml.dump(value, Dumper=yaml.CSafeDumper, allow_unicode=True)
-    except UnicodeEncodeError:  # half a character, which libyaml does not write
+    except UnicodeEncodeError:  # libyaml does not write unpaired surrogates
         text = yaml.safe_dump(value, allow_unicode=True)
     if kind < 0.7:
         lines = text.splitlines()
@@ -225,7 +225,7 @@ PIECES = [
 
 
 def of_template(rng: random.Random, content: bytes) -> bytes:
-    """A chat template with other pieces, lines or bytes, or made of pieces alone."""
+    """Change pieces, lines or bytes of a chat template, or generate one from pieces."""
     kind = rng.random()
     if kind < 0.25:
         return of_bytes(rng, content)
@@ -241,7 +241,7 @@ def of_template(rng: random.Random, content: bytes) -> bytes:
 
 
 def of_csv(rng: random.Random, content: bytes, delimiter: str) -> bytes:
-    """A table of text with other cells, lines or bytes."""
+    """Change cells, lines or bytes of a CSV file."""
     if (kind := rng.random()) < 0.6:
         return of_bytes(rng, content) if kind < 0.3 else of_lines(rng, content)
     rows = list(csv.reader(io.StringIO(content.decode()), delimiter=delimiter))
@@ -253,7 +253,7 @@ def of_csv(rng: random.Random, content: bytes, delimiter: str) -> bytes:
 
 
 def of_table(rng: random.Random, content: bytes, arrow: bool) -> bytes:
-    """A Parquet or Arrow file with other bytes, or made of rows of other values."""
+    """Change bytes or values of a Parquet or Arrow file."""
     if rng.random() < 0.4:
         return of_bytes(rng, content)
     source = pyarrow.BufferReader(content)
@@ -269,12 +269,12 @@ def of_table(rng: random.Random, content: bytes, arrow: bool) -> bytes:
         else:
             pyarrow.parquet.write_table(made, written)
     except (pyarrow.ArrowException, ValueError, TypeError, OverflowError, AttributeError):
-        return of_bytes(rng, content)  # Arrow has no such table
+        return of_bytes(rng, content)  # Arrow cannot represent the table
     return written.getvalue()
 
 
 def of_tensors(rng: random.Random, content: bytes) -> bytes:
-    """A safetensors file with another header, length of it, or bytes."""
+    """Change the header, the header length or bytes of a safetensors file."""
     kind, size = rng.random(), int.from_bytes(content[:8], "little")
     if kind < 0.4:
         return of_bytes(rng, content)
@@ -322,7 +322,7 @@ PACKERS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = 
 
 
 def change(rng: random.Random, name: str, content: bytes) -> bytes:
-    """The content of a file of this name, changed in the way of its kind."""
+    """The changed content of a file, by the type that its name indicates."""
     path = PurePath(name)
     packer = PACKERS.get(path.suffix)
     if packer is not None and rng.random() < 0.6:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks fuzz --cases 100000 --seed 0`: files of any content are read or refused.
+"""`python -m benchmarks fuzz --cases 100000 --seed 0`: files of any content are read or rejected.
 
-Each subject's cases run in a process of its own, forked from one that imported everything: a crash
-of a library ends that process alone, counts as a fault, and the next case goes on in another.
+The cases of each subject run in a separate process, forked from one that has imported everything. A
+crash of a library ends only that process and counts as a fault; the next case runs in a new one.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from benchmarks.fuzz.subjects import Subject, build, subjects
 from benchmarks.record import Circumstances, Result, write
 
 PARTS = 20
-"""A result is written after each part, in which every subject has its share."""
+"""Number of parts, each with cases of all subjects; results are written after each part."""
 BLOCK = 500
-"""Cases between two reports of a process."""
+"""Maximum number of cases per process."""
 IN_MEMORY = next((place for place in ("/dev/shm",) if os.access(place, os.W_OK)), None)
-"""Where files are written without a disk; None on machines without such a place."""
+"""Folder in memory, or None if the machine has none."""
 
 
 def main(words: Sequence[str], results: Path) -> int:
@@ -71,7 +71,7 @@ def main(words: Sequence[str], results: Path) -> int:
 
 
 def shares(chosen: dict[str, Subject], cases: int) -> dict[str, int]:
-    """Cases of each subject by its weight; the first one takes what is left."""
+    """Number of cases of each subject by weight; the first subject gets the remainder."""
     total = sum(each.weight for each in chosen.values())
     counts = {name: int(cases * each.weight / total) for name, each in chosen.items()}
     counts[next(iter(counts))] += cases - sum(counts.values())
@@ -79,7 +79,7 @@ def shares(chosen: dict[str, Subject], cases: int) -> dict[str, int]:
 
 
 def in_processes(name: str, subject: Subject, seed: int, numbers: range, found: Outcome) -> None:
-    """Run cases of a subject in forked processes, going on behind a case that ends one."""
+    """Run cases of a subject in forked processes, continuing after a case that crashes one."""
     left = numbers
     while left:
         outcome, done = _forked(name, subject, seed, left[:BLOCK])
@@ -99,7 +99,9 @@ def _forked(name: str, subject: Subject, seed: int, block: range) -> tuple[Outco
     if child == 0:
         os.close(reader)
         quiet_process()
-        atexit.register(os._exit, 1)  # torch's threads are not there, and are waited for at an end
+        atexit.register(
+            os._exit, 1
+        )  # a normal exit would wait for torch's threads, which fork drops
         with os.fdopen(writer, "w") as told:
             for number in block:
                 begun = time.process_time()

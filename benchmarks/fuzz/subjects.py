@@ -1,4 +1,4 @@
-"""The files that the toolkit reads, each with what reads it: the subjects of a fuzz."""
+"""The subjects of fuzzing: files that the toolkit reads, with the functions that read them."""
 
 import contextlib
 import dataclasses
@@ -69,29 +69,30 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 PLANNED = ("--json", "--backend", "single", "--gpu", "h100")
-"""For a machine that is named: the speed of this one is not measured anew in each case."""
+"""Arguments that name a machine, so that the speed of this one is not measured in each case."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """Files of one kind, and what reads one of them."""
+    """Files of one kind, and the function that reads one of them."""
 
     files: Sequence[Path]
-    """Those that are changed, one a case."""
+    """Files to change, one per case."""
     read: Callable[[Path], object]
-    """Reads one of them; ends, or raises FinetuneError."""
+    """Reads a file; must return or raise FinetuneError."""
     weight: float
-    """Its share of the cases."""
+    """Relative share of cases."""
     finish: Callable[[random.Random, Path], None] = lambda _, __: None
-    """Makes a changed file look intact, so that what is behind its seal is read."""
+    """Updates the hash in a changed file, so that the contents behind it are read."""
     change: Callable[[random.Random, str, bytes], bytes] = changes.change
 
 
 def command(*words: str | Path) -> None:
-    """Run a command line in this process.
+    """Run the command line in this process.
 
-    Raises FinetuneError where it ends with a told mistake, and AssertionError where it ends
-    otherwise.
+    Raises:
+        FinetuneError: it failed with an error message.
+        AssertionError: it failed in another way.
     """
     told = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
@@ -118,7 +119,7 @@ def small_recipe(home: Path) -> Recipe:
 
 
 def build(home: Path) -> None:
-    """Write a small model, data, a recipe, a run of it, and an export of the run."""
+    """Write a small model, data, a recipe, a run, and an export of the run."""
     rows = [{"messages": [*SAID[:2], {"role": "assistant", "content": f"It is {number}."}]}
             for number in range(8)]  # fmt: skip
     home.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ def build(home: Path) -> None:
 
 
 def proof_of(recipe: Recipe) -> dict[str, Any]:
-    """A proof as `finetune prove` records one."""
+    """A proof in the format of `finetune prove`."""
     check = {"kind": "own", "backend": "ddp", "name": "equal", "passed": False, "summary": "s"}
     grid = {"columns": ["step", "loss"], "rows": [[1, 2.5]]}
     return {
@@ -157,7 +158,7 @@ def proof_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def subjects(home: Path) -> dict[str, Subject]:
-    """Every subject, over the files that `build` wrote."""
+    """All subjects, with the files that `build` wrote."""
     run, recipe = Run(home / "run"), small_recipe(home)
     records = [
         run.recipe, run.plan, run.environment, run.realised, run.data, run.metrics, run.samples,

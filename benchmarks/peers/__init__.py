@@ -1,1 +1,1 @@
-"""The same training by other toolkits and by ours, an optimizer step of each in turn."""
+"""The same training by other toolkits and by this one, alternating optimizer steps."""

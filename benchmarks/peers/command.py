@@ -1,4 +1,4 @@
-"""`python -m benchmarks peers`: install the peers, race them, write the record."""
+"""`python -m benchmarks peers`: install other toolkits, race them, and write the results."""
 
 import argparse
 import dataclasses
@@ -21,9 +21,9 @@ PEERS = {
     "trl": "trl", "trl_packing": "trl", "llamafactory": "llamafactory", "ours_malloc": None,
     "ours_eager": None, "ours_lora": None,
 }  # fmt: skip
-"""Peers beside Trainer + PEFT, and the environment of each; None for that of the toolkit."""
+"""Peers other than Trainer + PEFT, with their environments; None is that of the toolkit."""
 GPU_PEERS = {name: PEERS[name] for name in PEERS if name != "ours_malloc"} | {"unsloth": "unsloth"}
-"""A GPU's memory is pooled by PyTorch, whatever ours is."""
+"""Peers on GPUs, where PyTorch always pools memory."""
 
 
 def main(words: Sequence[str], results: Path) -> int:
@@ -94,7 +94,7 @@ def measure(
     known: dict[str, str | None],
     circumstances: Circumstances,
 ) -> bool:
-    """The races of one workload and their page; whether a contender was given other rows."""
+    """Run the races of one workload and write their page; returns whether any rows differed."""
     special = workload.WORKLOADS[name]
     usual = [*special.peers, *["unsloth"] * arguments.gpu]
     usual = [peer for peer in usual if peer in known]
@@ -122,7 +122,7 @@ def _job(name: str, arguments: argparse.Namespace) -> Job:
 
 
 def page_name(job: Job, threads: int) -> str:
-    """`peers`, and whatever is not as usual."""
+    """`peers`, followed by settings that differ from the defaults."""
     parts = ["peers"]
     if job.name != "short":
         parts.append(job.name)
@@ -144,9 +144,9 @@ def run(
     known: dict[str, str | None],
     commit: str | None,
 ) -> tuple[list[report.Race], list[str]]:
-    """A race of each peer against those that are in all of them, so that memory holds them.
+    """Race each peer separately against the contenders that are in all races, to limit memory.
 
-    One that is there from the same commit and job is kept: what was interrupted goes on.
+    Stored races of the same commit and job are reused, to continue after an interruption.
     """
     work: Path = arguments.work
     races: list[report.Race] = []
@@ -159,7 +159,7 @@ def run(
     for peer in chosen or [None]:
         commands = dict(base)
         place = None if peer is None else known[peer]
-        if peer == report.GROUPED:  # of other rows a step: raced with the product as shipped alone
+        if peer == report.GROUPED:  # it has other rows per step: raced against `ours_shipped` only
             trainer, product, _ = base.values()
             commands = {
                 report.GROUPED: [*trainer[:-2], report.GROUPED, str(work / "job")],
@@ -192,18 +192,18 @@ def kept(
     commands: dict[str, list[str]],
     commit: str | None,
 ) -> tuple[report.Race, dict[str, str]]:
-    """A race, or what a file has of the same one."""
+    """Run a race, or read the answers of the same race from a file."""
     threads: int = arguments.threads
     key: dict[str, Any] = dataclasses.asdict(job) | {"threads": threads, "commit": commit}
     if job.rows_file is not None:
         key["rows"] = hashlib.sha256(Path(job.rows_file).read_bytes()).hexdigest()
     if path.exists():
         found = json.loads(path.read_text())
-        changed = str(key["commit"]).endswith("-dirty")  # two such commits may be two programs
+        changed = str(key["commit"]).endswith("-dirty")  # uncommitted code may differ
         if found["key"] == key and not found["lost"] and not changed:
             print(f"kept: {path}", flush=True)
             return found["answers"], {}
-    whole = report.GROUPED in commands  # an epoch of it is compared
+    whole = report.GROUPED in commands  # it is compared over one epoch
     rounds = range(job.steps if whole else report.WARMUP + 1, job.steps)
     answers, lost = race(commands, path.parent, threads, job.gpu, rounds, arguments.minutes)
     write_json(path, {"key": key, "answers": answers, "lost": lost})

@@ -1,4 +1,4 @@
-"""A virtual environment for each peer, so that its pins meet nobody else's."""
+"""A virtual environment for each peer, so that its pinned versions do not conflict with others."""
 
 import hashlib
 import subprocess
@@ -9,20 +9,20 @@ import torch
 
 HERE = Path(__file__).parent
 PACKAGES = {"trl": ["trl", "peft"], "llamafactory": ["llamafactory"], "unsloth": ["unsloth"]}
-"""What each environment is for; versions are in `constraints_NAME.txt`, where it exists."""
+"""Packages of each environment; versions are in `constraints_NAME.txt`, if it exists."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SECONDS = 1800
 
 
 class CannotInstall(Exception):
-    """A peer is not there to be measured; the message is pip's last line."""
+    """A peer could not be installed; the message is the last line of pip."""
 
 
 def python_of(name: str, folder: Path) -> Path:
-    """The interpreter of a peer's environment, which is made when it is not there.
+    """The interpreter of a peer's environment, which is created if needed.
 
     Raises:
-        CannotInstall: pip gave up.
+        CannotInstall: pip failed.
     """
     place, pins = folder / name, HERE / f"constraints_{name}.txt"
     python, mark = place / "bin" / "python", place / ".ready"
@@ -43,22 +43,22 @@ def python_of(name: str, folder: Path) -> Path:
 
 
 def _install_torch(python: Path) -> None:
-    """The build that measures us; the package index has the CUDA build, which a CPU never gets."""
+    """Install the same build of torch as here; the default index would give CPUs the CUDA build."""
     wanted = f"torch==={torch.__version__}"
     if not torch.__version__.endswith("+cpu"):
         _pip(python, wanted)
         return
     try:
-        _pip(python, "--no-index", wanted)  # a folder that pip knows
+        _pip(python, "--no-index", wanted)  # from a folder in pip's configuration
     except CannotInstall:
         _pip(python, "--index-url", CPU_INDEX, "--timeout", "15", "--retries", "2", wanted)
 
 
 def _leave_out_audio_and_vision(python: Path) -> None:
-    """LLaMA-Factory 0.9.5 requires torchvision and torchaudio, whose builds need CUDA's libraries.
+    """Remove torchvision and torchaudio, which LLaMA-Factory 0.9.5 requires in builds for CUDA.
 
-    Text needs neither. transformers does without torchvision; `import torchaudio` finds a module
-    with nothing in it.
+    Text models need neither. transformers works without torchvision, and `import torchaudio` gets
+    an empty module.
     """
     _run([str(python), "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio"])
     find = "import sysconfig; print(sysconfig.get_path('purelib'))"

@@ -1,11 +1,11 @@
-"""What the contenders of a race of methods train: texts that each of them tokenises for itself.
+"""The job of contenders in a race of methods: texts that each of them tokenizes itself.
 
 PLACE/job.json     settings of a contender
-PLACE/rows.jsonl   pairs, judged answers or prompts, in the order in which steps take them
-PLACE/ours.jsonl   the same rows, in the order that the toolkit's own shuffle turns into that one
-PLACE/model/       random weights in fp32, and a tokenizer of whole words
+PLACE/rows.jsonl   pairs, judged answers or prompts, in the order of steps
+PLACE/ours.jsonl   the same rows, arranged so that the toolkit's shuffle yields that order
+PLACE/model/       random weights in fp32, and a word-level tokenizer
 
-Nothing here imports the toolkit, but for what writes the folder.
+Only `write` imports the toolkit.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ METHODS = ("dpo", "kto", "orpo", "reward", "grpo")
 PROMPT = 0.38
 """Share of a row that is its prompt."""
 COMPLETION_TOKENS, PROMPT_TOKENS, GENERATIONS = 48, 64, 8
-"""Of an online method: most tokens of a completion, tokens of a prompt, completions of each."""
+"""For online methods: maximum tokens of a completion, tokens and completions of a prompt."""
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": CONFIG,
     "16m": CONFIG
@@ -28,18 +28,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 8192,
     },
 }  # fmt: skip
-"""SmolLM2-135M, and a model with its proportions of body and head that a busy CPU can race."""
+"""SmolLM2-135M, and a smaller model with the same proportions of body and head, for shared CPUs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MethodJob:
-    """Settings of a contender; each reads the rest from the same folder."""
+    """Settings of a contender; rows and model are in the same folder."""
 
     method: str
     rows: int
-    """Pairs (two answers each), judged answers, or sampled completions of an optimizer step."""
+    """Pairs (two answers each), judged answers, or sampled completions per optimizer step."""
     steps: int
-    """Optimizer steps, those that are not timed included."""
+    """Optimizer steps, including untimed ones."""
     shape: str = "16m"
     seed: int = 0
     lr: float = 1e-6
@@ -48,7 +48,7 @@ class MethodJob:
 
     @property
     def rows_on_disk(self) -> int:
-        """Lines of the file that a step takes."""
+        """Lines of the file per step."""
         return self.rows // GENERATIONS if self.method == "grpo" else self.rows
 
 
@@ -57,7 +57,7 @@ Pair = tuple[list[int], list[int], list[int]]
 
 
 def pairs(job: MethodJob) -> list[Pair]:
-    """Random words; sequences are as long as rows of GSM8K."""
+    """Pairs of random words; sequences have the lengths of GSM8K's rows."""
     count, made = job.rows_on_disk * job.steps, list[Pair]()
     vocabulary = SHAPES[job.shape]["vocab_size"]
     chosen, rejected = (short_tokens(count, job.seed, stream) for stream in (0, 1))
@@ -75,7 +75,7 @@ def pairs(job: MethodJob) -> list[Pair]:
 
 
 def line_of(job: MethodJob, number: int, pair: Pair) -> dict[str, Any]:
-    """A row of the file, by the column names that TRL and the toolkit share."""
+    """A row of the file, with column names that both TRL and the toolkit support."""
     prompt, first, second = (" ".join(f"w{each}" for each in ids) for ids in pair)
     if job.method == "grpo":
         return {"prompt": prompt}
@@ -87,7 +87,7 @@ def line_of(job: MethodJob, number: int, pair: Pair) -> dict[str, Any]:
 
 
 def documents_of_step(job: MethodJob, step: int) -> list[list[int]]:
-    """Ids of every document that the loss of a step reads."""
+    """Ids of all documents in the loss of a step."""
     end = CONFIG["eos_token_id"]
     start = step * job.rows_on_disk
     found: list[list[int]] = []
@@ -99,7 +99,7 @@ def documents_of_step(job: MethodJob, step: int) -> list[list[int]]:
 
 
 def as_row(ids: list[int]) -> Row:
-    """A document whose labels are not compared: no model of a method of pairs is given any."""
+    """A document whose labels are not compared: models of these methods get no labels."""
     return ids, ids
 
 
@@ -112,7 +112,7 @@ def read_lines(place: Path) -> list[dict[str, Any]]:
 
 
 def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The reward of an online method: the share of a completion's tokens with an even id."""
+    """The reward for online methods: the share of a completion's tokens with an even id."""
     return [sum(1 - each % 2 for each in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
@@ -133,7 +133,7 @@ def write(place: Path, job: MethodJob) -> None:
 
 
 def _write_model(folder: Path, config: dict[str, Any], scores: bool) -> None:
-    """With a score head for reward models, so that all begin with the same one."""
+    """Write the model, for reward models with a score head, so that all start from the same one."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (

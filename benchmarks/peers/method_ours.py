@@ -1,8 +1,8 @@
-"""The toolkit in a race of methods: its worker, as `finetune train` runs it, a step at a time.
+"""This toolkit in a race of methods: the worker of `finetune train`, one step at a time.
 
-`python -m benchmarks.peers.method_ours NAME PLACE`. The pass of a reference, which a run makes
-before its first step, is made again for the rows of each step, in that step's time: so it costs
-what one epoch pays.
+`python -m benchmarks.peers.method_ours NAME PLACE`. The forward pass of the reference, which a run
+computes before its first step, is repeated for the rows of each step and included in its time: its
+cost is then that of one epoch.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ LONGEST = 2048
 
 
 class InTurn(Training):
-    """Takes one step for each line."""
+    """Takes one step per line of input."""
 
     turns: Turns
 
@@ -60,7 +60,7 @@ class InTurn(Training):
         return result
 
     def _of_step(self) -> Prepared:
-        """The rows of the step that comes, alone."""
+        """Only the rows of the next step."""
         train, each = self.data.train, self.recipe.documents_per_row
         chosen = rows_of_step(
             self.progress.step, len(train), self.recipe.batch.rows, self.recipe.seed
@@ -79,14 +79,14 @@ def read(
     cu_seq_lens_q: torch.Tensor | None = None,
     **_: Any,  # places, targets, boundaries for kernels
 ) -> dict[str, Any]:
-    """What a forward pass is given, by the names of `turns.documents`."""
+    """The inputs of a forward pass, under the names of `turns.documents`."""
     return {
         "ids": input_ids, "labels": input_ids, "mask": attention_mask, "positions": position_ids,
     }  # fmt: skip
 
 
 def recipe_of(job: MethodJob, place: Path) -> Recipe:
-    """The job with every other default; code is compiled as in a run of many tokens."""
+    """The recipe of a job, otherwise with defaults; code is compiled as in a run of many tokens."""
     fields: dict[str, Any] = {
         "method": job.method,
         "model": {"name": str(place / "model")},
@@ -97,12 +97,12 @@ def recipe_of(job: MethodJob, place: Path) -> Recipe:
         "batch": {"rows": job.rows, "micro_rows": job.rows, "max_length": LONGEST},
         "optim": {"lr": job.lr, "schedule": "constant", "warmup": 0},
         "kernels": {"pointwise": "compiled", "allocator": "pooled"},
-        "max_steps": job.steps + 1,  # the line of a step that does not come ends the process
+        "max_steps": job.steps + 1,  # waiting for one more step ends the process
         "data_checks": "report",
         "seed": job.seed,
     }
     if job.method in ("dpo", "kto"):
-        fields["reference"] = "base"  # so that it is the same at each step
+        fields["reference"] = "base"  # so that it does not change with steps
     if job.method == "grpo":
         fields |= {
             "num_generations": method_job.GENERATIONS,

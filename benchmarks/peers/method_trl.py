@@ -1,7 +1,7 @@
-"""TRL's trainers of methods, each set up as its documentation does, in TRL's own environment.
+"""TRL's trainers of methods, configured as in its documentation, in TRL's environment.
 
-`python -m benchmarks.peers.method_trl NAME PLACE`: `trl` as it comes, which recomputes activations;
-`trl_kept` without that.
+`python -m benchmarks.peers.method_trl NAME PLACE`: `trl` with defaults, which include activation
+checkpointing; `trl_kept` without activation checkpointing.
 """
 
 import os
@@ -19,7 +19,7 @@ from benchmarks.peers.turns import Turns
 
 
 class MethodInTurn(InTurn):
-    """Lets a trainer take one optimizer step for each line, and keeps what it logs."""
+    """Lets a trainer take one optimizer step per line of input, and reports what it logs."""
 
     def __init__(self, turns: Turns, watching: bool) -> None:
         super().__init__(turns)
@@ -40,12 +40,12 @@ class MethodInTurn(InTurn):
 def read(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> dict[str, Any]:
-    """What a forward pass is given, by the names of `turns.documents`."""
+    """The inputs of a forward pass, under the names of `turns.documents`."""
     return {"ids": input_ids, "labels": input_ids, "mask": attention_mask}
 
 
 def arguments(job: MethodJob, place: Path, kept: bool) -> dict[str, Any]:
-    """The job, nothing written or sent, in fp32."""
+    """Arguments of a trainer: those of the job in fp32, with saving and reporting disabled."""
     made: dict[str, Any] = {
         "output_dir": str(place / "trl"), "max_steps": job.steps, "learning_rate": job.lr,
         "lr_scheduler_type": "constant", "per_device_train_batch_size": job.rows,
@@ -65,7 +65,7 @@ def arguments(job: MethodJob, place: Path, kept: bool) -> dict[str, Any]:
 
 
 def train(job: MethodJob, place: Path, turn: InTurn, kept: bool) -> None:
-    """The trainer of a method to its last step."""
+    """Run the trainer of a method to its last step."""
     given = arguments(job, place, kept)
     rows, model = Dataset.from_list(read_lines(place)), str(place / "model")
     common: dict[str, Any] = {"train_dataset": rows, "callbacks": [turn]}

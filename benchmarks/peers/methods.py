@@ -1,4 +1,4 @@
-"""`python -m benchmarks peers --method NAME`: the toolkit against TRL's trainer of a method."""
+"""`python -m benchmarks peers --method NAME`: compare a method with TRL's trainer for it."""
 
 import argparse
 import dataclasses
@@ -16,7 +16,7 @@ from benchmarks.peers.turns import digest
 from benchmarks.record import ROOT, Circumstances, Result, write
 
 WARMUP = 1
-"""First steps that are not timed."""
+"""Number of untimed first steps."""
 OURS, THEIRS, KEPT = "ours", "trl", "trl_kept"
 TITLES = {
     OURS: "**finetune**",
@@ -25,7 +25,7 @@ TITLES = {
 }
 ROWS = {"dpo": 4, "kto": 8, "orpo": 4, "reward": 4, "grpo": 32}
 TOLERANCE = 1e-3
-"""Relative, of log-probabilities and losses of the first step: all compute in fp32."""
+"""Relative tolerance of log-probabilities and losses in the first step; all compute in fp32."""
 WHAT = {
     "dpo": "pairs of answers, each a term of DPO's loss; the reference's pass over a step's pairs "
     "is in its time, for all of them",
@@ -88,7 +88,7 @@ def _methods(words: str) -> list[str]:
 
 
 def page_name(job: MethodJob) -> str:
-    """`method_NAME`, and whatever is not as usual."""
+    """`method_NAME`, followed by settings that differ from the defaults."""
     shape = [] if job.shape == "16m" else [job.shape]
     seed = [f"seed_{job.seed}"] if job.seed else []
     return "_".join(["method", job.method, *shape, *seed])
@@ -106,7 +106,7 @@ def commands(place: Path, work: Path) -> dict[str, list[str]]:
 
 
 def problems(found: Race, job: MethodJob) -> dict[str, list[str]]:
-    """What each contender did that is not the job: nothing, where it may be compared."""
+    """Deviations of each contender from the job; empty if it can be compared."""
     return {name: list(_problems(found, name, job)) for name in found}
 
 
@@ -128,10 +128,10 @@ def _problems(found: Race, name: str, job: MethodJob) -> list[str]:
 
 
 def compared(answer: dict[str, Any], job: MethodJob) -> dict[str, float]:
-    """What contenders must agree on in their first step, by its name.
+    """Values by name that must be equal for all contenders in the first step.
 
-    KTO's mismatched answers and ORPO's cross-entropy are others in TRL, so that log-probabilities
-    are compared there and not losses.
+    For DPO, KTO and ORPO these are log-probabilities, not losses: TRL uses other mismatched answers in
+    KTO and another cross-entropy in ORPO.
     """
     metrics = answer["metrics"]
     if job.method == "grpo":
@@ -142,14 +142,14 @@ def compared(answer: dict[str, Any], job: MethodJob) -> dict[str, float]:
 
 
 def tokens_of_step(job: MethodJob, step: int, found: Race) -> int:
-    """Real tokens of the rows of a step: prompts and answers."""
+    """Tokens without padding of the rows of a step, in prompts and answers."""
     if job.method == "grpo":
         return round(found[OURS][step]["metrics"]["num_tokens"])
     return sum(len(ids) for ids in documents_of_step(job, step))
 
 
 def result(found: Race, lost: dict[str, str], job: MethodJob) -> Result:
-    """The record of a race."""
+    """The result of a race."""
     steps = min((len(each) for each in found.values()), default=0)
     counts = [tokens_of_step(job, step, found) for step in range(steps)] if OURS in found else []
     summary: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Contenders of this repository: the toolkit, and the matrix products that no toolkit can avoid.
+"""Contenders of this repository: the toolkit, and the matrix products that any toolkit needs.
 
 `python -m benchmarks.peers.ours NAME PLACE`.
 """
@@ -32,11 +32,11 @@ from finetune.training import optim
 from finetune.training.loop import feeding, train_step
 
 PADDING = 0
-"""An id that occurs in no row."""
+"""A token id that does not occur in rows."""
 
 
 def packs(rows: list[Row], size: int, seed: int) -> Rows:
-    """One pack for each step, where the order of the toolkit's own shuffle puts step after step."""
+    """One pack per step, arranged so that the toolkit's shuffle yields the steps in order."""
     ids = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in rows])
     trained = np.concatenate([np.array(labels) != UNTRAINED for _, labels in rows])
     offsets = np.cumsum([0, *(len(ids) for ids, _ in rows)])
@@ -48,13 +48,13 @@ def packs(rows: list[Row], size: int, seed: int) -> Rows:
 
 
 def singles(rows: list[Row], seed: int) -> Rows:
-    """The rows as they are, where the order of the toolkit's own shuffle puts step after step."""
+    """Unpacked rows, arranged so that the toolkit's shuffle yields the steps in order."""
     made = packs(rows, 1, seed)
     return Rows(made.documents, made.members, made.bounds, packed=False)
 
 
 def ours_shipped(job: Job, place: Path, turns: Turns) -> None:
-    """The toolkit as a recipe that names the rows of a step trains: with every other default."""
+    """The toolkit with all defaults of a recipe, except the rows of a step."""
     with nothing_compiled():
         compile_code(job)
         rows = read_rows(place)
@@ -68,33 +68,33 @@ def ours_shipped(job: Job, place: Path, turns: Turns) -> None:
 
 
 def ours(job: Job, place: Path, turns: Turns) -> None:
-    """The toolkit's own loop with its default kernels, packed; its cache of code is empty."""
+    """The toolkit's training loop with default kernels and packing, without cached code."""
     with nothing_compiled():
         compile_code(job)
         train(job, place, turns, job.workload.method)
 
 
 def ours_lora(job: Job, place: Path, turns: Turns) -> None:
-    """The same with LoRA on a base in bf16, whatever the job's method."""
+    """The same as `ours` with LoRA on a base in bf16, regardless of the job's method."""
     with nothing_compiled():
         compile_code(job)
         train(job, place, turns, "lora")
 
 
 def ours_malloc(job: Job, place: Path, turns: Turns) -> None:
-    """The same without a pool of memory."""
+    """The same as `ours` without the memory pool."""
     with nothing_compiled():
         chains.compile_chains(True)
         train(job, place, turns, job.workload.method)
 
 
 def ours_eager(job: Job, place: Path, turns: Turns) -> None:
-    """The same, of which nothing is compiled, as in a run of few tokens."""
+    """The same as `ours` without compilation, as in a run of few tokens."""
     train(job, place, turns, job.workload.method)
 
 
 def compile_code(job: Job) -> None:
-    """As a run of many tokens does."""
+    """Enable compilation and, on CPUs, the memory pool, as in a run of many tokens."""
     chains.compile_chains(True)
     if not job.gpu:
         pool.use_pool(True)
@@ -102,14 +102,14 @@ def compile_code(job: Job) -> None:
 
 @contextlib.contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Within it, no code of an earlier run is found."""
+    """Context manager with empty caches for compiled code."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"FINETUNE_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
         yield
 
 
 def train(job: Job, place: Path, turns: Turns, method: str) -> None:
-    """A pack for each step."""
+    """Train on one pack per step."""
     recipe = recipe_of(job, place, method).with_batch(
         rows=1, micro_rows=1, max_length=16384, packing=True
     )
@@ -130,7 +130,7 @@ def recipe_of(job: Job, place: Path, method: str) -> SFT:
 
 
 def built(recipe: SFT, place: Path) -> tuple[torch.nn.Module, Engine]:
-    """The network of a recipe, and an engine that holds it."""
+    """The network of a recipe, and the engine that was prepared with it."""
     settled = plan(recipe, "single", 1, "bf16")
     engine = build(settled, place / "offload", datetime.timedelta(minutes=5))
     network = model.build(engine, recipe.seed)
@@ -155,20 +155,20 @@ def read(
     targets: torch.Tensor,
     **_: Any,  # boundaries for the kernels
 ) -> dict[str, Any]:
-    """Labels as others hand them on: the target of a place is the label of the next one."""
+    """Inputs with labels as in other toolkits: the target of a position is the next label."""
     labels = torch.full_like(input_ids, UNTRAINED)
     labels[0, places + 1] = targets
-    real = slice(int((input_ids != PADDING).sum()))  # a pack is filled up at its end
+    real = slice(int((input_ids != PADDING).sum()))  # packs are padded at the end
     read = {"ids": input_ids, "labels": labels, "positions": position_ids}
     return {name: each[:, real] for name, each in read.items()}
 
 
 def products(job: Job, place: Path, turns: Turns) -> None:
-    """Nothing but the matrix products of each step in bf16, at its shapes: a floor for the time."""
+    """Only the matrix products of each step in bf16, with its shapes: a lower bound of the time."""
     rows = read_rows(place)
     steps = [of_step(rows, step, job.rows) for step in range(job.steps)]
     if not job.gpu:
-        pool.use_pool(True)  # products that wait for new pages are no floor
+        pool.use_pool(True)  # page faults would be included otherwise
     floor = Floor(max(sum(len(ids) for ids, _ in step) for step in steps), job)
     turns.ready()
     for step in steps:
@@ -187,7 +187,7 @@ def linears() -> list[tuple[int, int]]:
 
 
 class Floor:
-    """Operands that are drawn once, and the products of a step over them; results are dropped."""
+    """Random operands, and the matrix products of a step on them; results are discarded."""
 
     def __init__(self, tokens: int, job: Job) -> None:
         self.made = {"dtype": torch.bfloat16, "device": torch.device("cuda" if job.gpu else "cpu")}
@@ -240,7 +240,7 @@ class Floor:
         grad.T @ low  # the gradient of B
 
     def _attend(self, length: int) -> None:
-        """One document; each query meets half of the keys, as under a causal mask."""
+        """Attention of one document; each query uses half of the keys, as with a causal mask."""
         queries, keys = self.queries[:, :length], self.queries[:, : -(-length // 2)]
         for _ in range(3):  # scores forward, again backward, and the gradient of the weights
             weights = queries @ keys.transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Contenders side by side, each a process of its own that takes one step when it is told.
+"""Run contenders in separate processes, which take one step at a time in turn.
 
-What else the machine does falls on all of them alike, step by step.
+Other load on the machine therefore affects all of them equally.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ Answer = dict[str, Any]
 
 
 class Lost(Exception):
-    """A contender ended before its last step; the message is the last line that it wrote."""
+    """A contender ended before its last step; the message is its last line of output."""
 
 
 @dataclasses.dataclass
 class Contender:
-    """A process that has loaded everything and waits for its turn."""
+    """A process that has loaded its job and waits for its turn."""
 
     name: str
     process: subprocess.Popen[str]
@@ -41,18 +41,18 @@ class Contender:
         return cls(name, process, errors)
 
     def ask(self) -> Answer:
-        """Let it take a step."""
+        """Let the contender take a step; returns its answer."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone: `hear` says what it left
+        with contextlib.suppress(BrokenPipeError):  # it has ended: `hear` reports why
             self.process.stdin.write("step\n")
             self.process.stdin.flush()
         return self.hear()
 
     def hear(self) -> Answer:
-        """Its next answer.
+        """The next answer.
 
         Raises:
-            Lost: there will be none.
+            Lost: the process has ended.
         """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -60,14 +60,14 @@ class Contender:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(30)
             status = self.process.returncode
-            if status is not None and status < 0:  # by the system, say, where memory is short
+            if status is not None and status < 0:  # for example when out of memory
                 raise Lost(f"killed by signal {-status}")
             said = [each for each in self.errors.read_text().splitlines() if each.strip()]
             raise Lost(said[-1] if said else f"status {status}")
         return json.loads(line)
 
     def end(self) -> None:
-        """Close its input, which ends it; end it where that does not."""
+        """Close the input of the process, which ends it; kill it if it does not end."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -86,10 +86,10 @@ def race(
     rounds: range,
     minutes: float = float("inf"),
 ) -> tuple[dict[str, list[Answer]], dict[str, str]]:
-    """Every contender's answer of every round, and why those that are missing were lost.
+    """The answers of every contender by round, and the reasons why contenders were lost.
 
     They load one after the other, then take turns: round 0 of each, round 1 of each, ... There are
-    `rounds.stop` of them, or once `minutes` are over at least `rounds.start`.
+    `rounds.stop` rounds; after `minutes`, the race stops once it has `rounds.start` rounds.
     """
     deadline = time.monotonic() + 60 * minutes
     answers: dict[str, list[Answer]] = {}
@@ -100,7 +100,7 @@ def race(
             contender = Contender.start(name, command, folder, _environment(threads, gpu))
             held.callback(contender.end)
             with _noted(name, lost):
-                contender.hear()  # that it is ready
+                contender.hear()  # it is ready
                 racing.append(contender)
         for number in range(rounds.stop):
             if number >= rounds.start and time.monotonic() > deadline:
@@ -127,12 +127,12 @@ def _noted(name: str, lost: dict[str, str]) -> Iterator[None]:
 
 
 def _environment(threads: int, gpu: bool) -> dict[str, str]:
-    """One number of threads for all, no network, no GPU where none is measured."""
+    """Environment with the same number of threads for all, no network, and no GPU unless `gpu`."""
     made = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, of versions that its own package allows
+        "DISABLE_VERSION_CHECK": "1",  # of LLaMA-Factory, for versions that its package allows
     }
     return made if gpu else made | {"CUDA_VISIBLE_DEVICES": ""}

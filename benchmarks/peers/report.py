@@ -1,4 +1,4 @@
-"""From the answers of a race to a table: the same rows or not, rates, ratios."""
+"""Compute the table of a race from its answers: equality of rows, rates, ratios."""
 
 import math
 import statistics
@@ -12,13 +12,13 @@ from benchmarks.peers.workload import Job, Row, of_step
 from benchmarks.record import Result
 
 WARMUP = 2
-"""First rounds that are not timed."""
+"""Number of untimed first rounds."""
 LOSS_TOLERANCE = 2e-3
-"""Relative difference of first losses: bf16 keeps 8 bits, and the mean is over 800 tokens."""
+"""Maximum relative difference of first losses: bf16 has 8 bits, and the mean is over 800 tokens."""
 REFERENCE, OURS, FLOOR = "trainer", "ours", "products"
 SHIPPED, GROUPED = "ours_shipped", "trainer_grouped"
 OTHER_BASE = "ours_lora"
-"""Its base is in bf16 where that of the others is in NF4, so that its losses are others."""
+"""A contender with another base (bf16 instead of NF4), whose losses therefore differ."""
 TITLES = {
     REFERENCE: "transformers Trainer + PEFT, padded",
     GROUPED: "transformers Trainer + PEFT, group_by_length",
@@ -35,11 +35,11 @@ TITLES = {
 }
 
 Race = dict[str, list[Answer]]
-"""Answers of contenders that took turns with each other, round by round."""
+"""Answers of contenders that took turns, by round."""
 
 
 def differences(answers: Sequence[Answer], rows: list[Row], job: Job) -> list[str]:
-    """What a contender's model was given that differs from the job's rows, step by step."""
+    """Differences between the inputs of a contender's model and the job's rows, by step."""
     found: list[str] = []
     for step, answer in enumerate(answers):
         expected = sorted(digest(ids, labels) for ids, labels in of_step(rows, step, job.rows))
@@ -51,7 +51,7 @@ def differences(answers: Sequence[Answer], rows: list[Row], job: Job) -> list[st
 
 
 def repeated(answers: Sequence[Answer], rows: list[Row]) -> list[str]:
-    """What a contender that chooses its steps' rows was given besides each row once."""
+    """Deviations from one pass over all rows, for a contender that chooses its own steps."""
     known = Counter(digest(ids, labels) for ids, labels in rows)
     given = Counter(name for answer in answers for name in answer["documents"])
     more, missing = (given - known).total(), (known - given).total()
@@ -59,7 +59,7 @@ def repeated(answers: Sequence[Answer], rows: list[Row]) -> list[str]:
 
 
 def own_tokens(answers: Sequence[Answer], rows: list[Row]) -> list[int]:
-    """Real tokens of each step of a contender that chooses its rows."""
+    """Tokens without padding of each step, for a contender that chooses the rows of its steps."""
     lengths = {digest(ids, labels): len(ids) for ids, labels in rows}
     return [sum(lengths.get(name, 0) for name in answer["documents"]) for answer in answers]
 
@@ -69,26 +69,26 @@ def first_loss_differs(loss: float, reference: float) -> bool:
 
 
 Parts = Sequence[tuple[float, float]]
-"""A numerator and a denominator of each timed round."""
+"""Numerator and denominator of each timed round."""
 
 
 def medians(parts: Parts) -> float:
-    """The median of the rounds' ratios."""
+    """The median of the ratios of rounds."""
     return statistics.median(above / below for above, below in parts)
 
 
 def totals(parts: Parts) -> float:
-    """The ratio of the sums, where rounds differ too much for a median of few to say anything."""
+    """The ratio of the sums, for rounds that differ too much for a median of a few."""
     return sum(above for above, _ in parts) / sum(below for _, below in parts)
 
 
 def speed(race: Race, name: str, tokens: Sequence[int], clock: str) -> Parts:
-    """Real tokens, and the seconds of a contender."""
+    """Tokens without padding and seconds of a contender, by timed round."""
     return [(count, each[clock]) for each, count in zip(race[name], tokens, strict=False)][WARMUP:]
 
 
 def ratio(race: Race, name: str, other: str, clock: str) -> Parts:
-    """The seconds of another, and of a contender: on the same rows, how many times its speed."""
+    """Seconds of another contender and of this one: on the same rows, their ratio is a speedup."""
     both = zip(race[name], race[other], strict=True)
     return [(theirs[clock], mine[clock]) for mine, theirs in both][WARMUP:]
 
@@ -100,7 +100,7 @@ def summarise(
     clock: str,
     settled: Callable[[Parts], float] = medians,
 ) -> dict[str, Any]:
-    """Figures of every contender; those that ran in several races have the median of these."""
+    """Results of every contender; the median for a contender that ran in several races."""
     names = [name for name in TITLES if any(name in race for race in races)]
     summary: dict[str, Any] = {}
     for name in names:
@@ -112,7 +112,7 @@ def summarise(
             return totals(speed(race, name, own_tokens(race[name], rows), clock))
 
         def faster(race: Race, name: str, other: str) -> float:
-            """How many times the speed of another, step by step where steps are the same."""
+            """Speedup over another contender, step by step if both have the same steps."""
             if GROUPED not in (name, other):
                 return settled(ratio(race, name, other, clock))
             mine, theirs = (
@@ -154,7 +154,7 @@ def _median(values: Any) -> float:
 
 
 def gate(races: Sequence[Race], rows: list[Row], job: Job) -> dict[str, list[str]]:
-    """What each contender did that is not the job: nothing, where it may be compared."""
+    """Deviations of each contender from the job; empty if it can be compared."""
     found: dict[str, list[str]] = {}
     for race in races:
         for name in (name for name in race if name != FLOOR):
@@ -209,7 +209,7 @@ def times(value: float | None, unit: str = "x") -> str:
 def result(
     races: Sequence[Race], rows: list[Row], job: Job, threads: int, remarks: Sequence[str]
 ) -> Result:
-    """The record of the races of one workload."""
+    """The result of the races of one workload."""
     counts = [
         sum(len(ids) for ids, _ in of_step(rows, step, job.rows)) for step in range(job.steps)
     ]

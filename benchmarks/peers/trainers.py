@@ -1,6 +1,6 @@
-"""Contenders that are a `transformers.Trainer`, each set up as its documentation does.
+"""Contenders based on `transformers.Trainer`, each configured as in its documentation.
 
-It runs in a peer's own environment: `python -m benchmarks.peers.trainers NAME PLACE`.
+This runs in a peer's environment: `python -m benchmarks.peers.trainers NAME PLACE`.
 """
 
 import os
@@ -19,7 +19,7 @@ from benchmarks.peers.workload import Job, Row, of_step, read_job, read_rows
 
 
 class InTurn(TrainerCallback):
-    """Lets a Trainer take one optimizer step for each line."""
+    """Lets a Trainer take one optimizer step per line of input."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
@@ -30,7 +30,7 @@ class InTurn(TrainerCallback):
         self.turns.wait()
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        """The last thing of a step; what is fetched for the next one is timed with that."""
+        """Called at the end of a step; fetching the next batch is timed with the next step."""
         if "loss" in logs:
             self.turns.answer(logs["loss"])
             self.turns.wait()
@@ -43,12 +43,12 @@ def read(
     position_ids: torch.Tensor | None = None,
     **_: Any,  # how the loss is computed, and boundaries for kernels of GPUs
 ) -> dict[str, Any]:
-    """What a forward pass is given, by the names of `turns.documents`."""
+    """The inputs of a forward pass, under the names of `turns.documents`."""
     return {"ids": input_ids, "labels": labels, "mask": attention_mask, "positions": position_ids}
 
 
 def common(job: Job, place: Path) -> dict[str, Any]:
-    """The arguments that every Trainer gets: the job, and nothing written or sent."""
+    """Arguments of every Trainer: those of the job, with saving and reporting disabled."""
     return {
         "output_dir": str(place / "out"), "max_steps": job.steps, "learning_rate": job.lr,
         "lr_scheduler_type": "constant", "per_device_train_batch_size": job.micro_rows,
@@ -73,12 +73,12 @@ def dataset(rows: list[Row]) -> Dataset:
 
 
 def trainer_peft(job: Job, place: Path, turn: InTurn) -> None:
-    """The Trainer of transformers and an adapter of PEFT, rows padded to the longest beside."""
+    """The Trainer of transformers with PEFT; rows are padded to the longest in their batch."""
     _trainer(job, place, turn, "sequential")
 
 
 def trainer_grouped(job: Job, place: Path, turn: InTurn) -> None:
-    """The same with rows of like length in a step: other rows a step, the same in an epoch."""
+    """The same with rows of similar length in a step: other rows per step, the same per epoch."""
     _trainer(job, place, turn, "group_by_length")
 
 
@@ -96,7 +96,7 @@ def _trainer(job: Job, place: Path, turn: InTurn, sampling: str) -> None:
 
 
 def network(job: Job, place: Path) -> Any:
-    """Weights in fp32 where all are trained (autocast computes in bf16), in NF4, or in bf16."""
+    """A model in fp32 if all weights are trained (with autocast to bf16), otherwise NF4 or bf16."""
     from peft import get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -118,14 +118,14 @@ def network(job: Job, place: Path) -> Any:
 
 
 def trl(job: Job, place: Path, turn: InTurn) -> None:
-    """TRL's SFTTrainer as it comes: padded, activations recomputed."""
+    """TRL's SFTTrainer with defaults: padding and activation checkpointing."""
     _sft(job, place, turn, dataset(read_rows(place)).remove_columns("attention_mask"), {})
 
 
 def trl_packing(job: Job, place: Path, turn: InTurn) -> None:
-    """TRL's SFTTrainer with best-fit-decreasing packs and nothing recomputed.
+    """TRL's SFTTrainer with best-fit-decreasing packing, without activation checkpointing.
 
-    The rows of each step are packed by themselves, so that its steps hold the rows of the others'.
+    The rows of each step are packed separately, so that steps have the same rows as elsewhere.
     """
     from trl.data_utils import pack_dataset
 
@@ -156,11 +156,11 @@ def _sft(job: Job, place: Path, turn: InTurn, rows: Dataset, more: dict[str, Any
 
 
 def llamafactory(job: Job, place: Path, turn: InTurn) -> None:
-    """LLaMA-Factory's SFT stage, activations kept."""
+    """LLaMA-Factory's SFT stage without activation checkpointing."""
     from llamafactory.train.tuner import run_exp
 
     tokenised = place / "tokenised"
-    shutil.rmtree(tokenised, ignore_errors=True)  # of another job
+    shutil.rmtree(tokenised, ignore_errors=True)  # from another job
     dataset(read_rows(place)).save_to_disk(tokenised)
     arguments = {
         "stage": "sft", "do_train": True, "model_name_or_path": str(place / "model"),
@@ -174,8 +174,8 @@ def llamafactory(job: Job, place: Path, turn: InTurn) -> None:
 
 
 def unsloth(job: Job, place: Path, turn: InTurn) -> None:
-    """Unsloth's model under TRL's SFTTrainer, padding-free; it needs a GPU."""
-    from unsloth import FastLanguageModel  # isort: skip  (it replaces parts of the others)
+    """Unsloth's model with TRL's SFTTrainer, padding-free; it needs a GPU."""
+    from unsloth import FastLanguageModel  # isort: skip  (it patches the other libraries)
     from trl import SFTConfig, SFTTrainer
 
     model, tokenizer = FastLanguageModel.from_pretrained(

@@ -1,9 +1,9 @@
-"""A contender's end of the race: it waits for a line, takes a step, and answers with a line.
+"""The contender's side of a race: wait for a line, take a step, and answer with a line.
 
     driver      step                      step
     contender          {"seconds": ...}          {"seconds": ...}
 
-It runs in a peer's own environment: nothing here imports the toolkit.
+This runs in a peer's environment, so it must not import the toolkit.
 """
 
 import hashlib
@@ -24,26 +24,26 @@ UNTRAINED = -100
 
 
 class Turns:
-    """One process that steps when it is told."""
+    """A process that takes one step per line of input."""
 
     def __init__(self) -> None:
         self.answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what libraries print must not be taken for an answer
+        os.dup2(2, 1)  # output of libraries is not an answer
         self.seen: list[dict[str, torch.Tensor]] = []
         self.begun = self.spent = 0.0
 
     def ready(self) -> None:
-        """Say that all is loaded; the next line is the first step's."""
+        """Report that everything is loaded; the next line starts the first step."""
         self._say({"ready": True})
 
     def wait(self) -> None:
-        """Wait for the next line and start the clocks; without one, this process ends."""
+        """Wait for the next line and start the clocks; at the end of input the process exits."""
         if not sys.stdin.readline():
             raise SystemExit(0)
         self.begun, self.spent = time.perf_counter(), cpu_seconds()
 
     def answer(self, loss: float | None, metrics: Mapping[str, float] | None = None) -> None:
-        """Stop the clocks and say what the step took, and what was measured in it."""
+        """Stop the clocks, and report the time and the measurements of the step."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds, total = time.perf_counter() - self.begun, cpu_seconds()
@@ -63,7 +63,7 @@ class Turns:
         )
 
     def watch(self, model: torch.nn.Module, read: Callable[..., dict[str, Any]]) -> None:
-        """Keep what `read` makes of the arguments of each forward pass of a model."""
+        """Record the result of `read` for the arguments of each forward pass of a model."""
 
         def keep(_: torch.nn.Module, words: tuple[Any, ...], named: dict[str, Any]) -> None:
             self.seen.append(read(*words, **named))
@@ -81,13 +81,13 @@ def documents(
     mask: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Ids and labels of each document of a forward pass, padding left out.
+    """Ids and labels of each document of a forward pass, without padding.
 
     Args:
-        ids: (rows, length); rows of one document each, or documents end to end.
-        labels: As `ids`, -100 where nothing is trained.
-        mask: As `ids`, 0 where a row is padded; None where nothing is.
-        positions: As `ids`, 0 where a document begins.
+        ids: (rows, length); each row is one document, or several concatenated documents.
+        labels: Same shape, -100 for untrained tokens.
+        mask: Same shape, 0 for padding; None without padding.
+        positions: Same shape, 0 at the start of each document.
     """
     found: list[tuple[np.ndarray, np.ndarray]] = []
     for row in range(len(ids)):
@@ -102,25 +102,25 @@ def documents(
 
 
 def digest(ids: np.ndarray | list[int], labels: np.ndarray | list[int]) -> str:
-    """A name for a document that no other has."""
+    """A hash that identifies a document."""
     pair = np.array([ids, labels], dtype=np.int64)
-    pair[1, 0] = UNTRAINED  # the first token is predicted from nothing, whatever its label
+    pair[1, 0] = UNTRAINED  # the first token is never predicted, regardless of its label
     return hashlib.sha256(pair.tobytes()).hexdigest()[:16]
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of every process it started: compilers run in those."""
+    """CPU time of this process and of all processes it started, such as compilers."""
     own = os.times()
     living = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return sum(own[:4]) + sum(each.user + each.system for each in living)
 
 
 def peak_bytes() -> int:
-    """The most memory that was held: on the GPU where there is one, else resident."""
+    """Peak memory: allocated on the GPU if there is one, otherwise the resident set."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss would begin with what the parent held
+    if status.exists():  # ru_maxrss would include the parent's peak
         (found,) = re.findall(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
         return int(found) << 10
     import resource  # not on Windows

@@ -1,8 +1,8 @@
-"""What every contender trains: a Llama of SmolLM2-135M's shape, on rows of a workload's lengths.
+"""The job of all contenders: a Llama of SmolLM2-135M's shape, on rows with a workload's lengths.
 
-PLACE/job.json    what a contender is told: rows a step, steps, learning rate, device
-PLACE/rows.json   ids and labels of every row, in the order in which steps take them
-PLACE/model/      random weights in bf16, and a tokenizer that nothing is tokenised with
+PLACE/job.json    settings of a contender: rows per step, steps, learning rate, device
+PLACE/rows.json   ids and labels of all rows, in the order of steps
+PLACE/model/      random weights in bf16, and a tokenizer, which is not used for the rows
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 MEDIAN, SPREAD = 154, math.log(331 / 154) / statistics.NormalDist().inv_cdf(0.99)
-"""GSM8K's rows are close to log-normal: half below 154 tokens, 1 % above 331, the mean 162."""
+"""GSM8K's rows are close to log-normal: median 154 tokens, 99th percentile 331, mean 162."""
 UNTRAINED = -100
 RESERVED = 3
-"""First ids, which are special tokens and occur in no row."""
+"""Number of ids of special tokens, which do not occur in rows."""
 CONFIG: dict[str, Any] = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
@@ -30,16 +30,16 @@ CONFIG: dict[str, Any] = {
 MODEL_SEED = 0
 
 Row = tuple[list[int], list[int]]
-"""Ids of a document, and its labels: the ids where trained, else -100."""
+"""Ids of a document, and its labels: equal to the ids where trained, otherwise -100."""
 
 
 def _short(share: float) -> float:
-    """Tokens of the row that so large a share of rows is shorter than."""
+    """Quantile of the row length in tokens."""
     return math.exp(statistics.NormalDist(math.log(MEDIAN), SPREAD).inv_cdf(share))
 
 
 def _tail(share: float) -> float:
-    """As short rows, but 15 % of them spread evenly over the logarithms up to 3,000 tokens."""
+    """Quantile of the row length, with 15 % of rows log-uniform from 331 to 3,000 tokens."""
     return _short(share / 0.85) if share < 0.85 else _between(331, 3000, (share - 0.85) / 0.15)
 
 
@@ -53,28 +53,28 @@ def _between(least: float, most: float, share: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is special about a race."""
+    """Rows, method and contenders of a race."""
 
     about: str
-    """Of its rows, for the record."""
+    """Description of the rows for the results page."""
     tokens: Callable[[float], float] = _short
-    """Quantiles of the length of a row."""
+    """Quantile function of the row length."""
     prompt: float = 0.38
-    """Share of a row that is its question, and not trained."""
+    """Share of a row that is its untrained prompt."""
     method: Literal["lora", "full", "qlora"] = "lora"
     rows: int = 8
-    """Rows of an optimizer step, where no other number is asked for."""
+    """Default number of rows per optimizer step."""
     micro_rows: int | None = None
-    """Rows of a padded forward pass, those of a step sorted by length; None: all of a step."""
+    """Rows per padded forward pass, sorted by length within a step; None for all rows of a step."""
     uneven: bool = False
-    """Steps differ so much that their rates are taken together."""
+    """Whether steps differ so much that rates are computed over all of them."""
     large: bool = False
-    """Other toolkits are raced without Trainer + PEFT: this machine's memory holds one of them."""
+    """Whether other toolkits race without Trainer + PEFT on CPUs, to limit memory."""
     peers: tuple[str, ...] = (
         "ours_shipped", "trainer_grouped", "trl", "trl_packing", "llamafactory", "ours_eager",
         "ours_malloc",
     )  # fmt: skip
-    """Who takes part beside Trainer + PEFT, where nobody is named."""
+    """Default contenders other than Trainer + PEFT."""
 
 
 WORKLOADS = {
@@ -95,19 +95,19 @@ WORKLOADS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Settings of a contender; each reads the rest from the same folder."""
+    """Settings of a contender; rows and model are in the same folder."""
 
     rows: int
-    """Rows of an optimizer step."""
+    """Rows per optimizer step."""
     steps: int
-    """Optimizer steps, those that are not timed included."""
+    """Optimizer steps, including untimed ones."""
     gpu: bool = False
     name: str = "short"
-    """Of the workload."""
+    """Name of the workload."""
     seed: int = 0
-    """Of the rows: their ids, and which of them share a step."""
+    """Seed of the rows: their ids, and their order."""
     rows_file: str | None = None
-    """Rows to race instead of the workload's: see `rows_of`."""
+    """File with rows to use instead of the workload's: see `rows_of`."""
     lr: float = 2e-4
     r: int = 16
     alpha: int = 32
@@ -118,12 +118,12 @@ class Job:
 
     @property
     def micro_rows(self) -> int:
-        """Rows of a padded forward pass."""
+        """Rows per padded forward pass."""
         return min(self.rows, self.workload.micro_rows or self.rows)
 
 
 def lengths(job: Job) -> list[int]:
-    """Tokens of each row: quantiles of the workload, each once, in an order drawn once."""
+    """Tokens of each row: evenly spaced quantiles of the workload, in a random order."""
     count = job.rows * job.steps
     quantiles = [(number + 0.5) / count for number in range(count)]
     sizes = [round(job.workload.tokens(share)) for share in quantiles]
@@ -135,7 +135,7 @@ def lengths(job: Job) -> list[int]:
 
 
 def make_rows(job: Job) -> list[Row]:
-    """Documents of random ids, the same on every machine and with every version of NumPy."""
+    """Documents of random ids, equal on all machines and with all versions of NumPy."""
     made: list[Row] = []
     for number, length in enumerate(lengths(job)):
         ids = words_of(job.seed, number + 1, length, CONFIG["vocab_size"])
@@ -145,22 +145,22 @@ def make_rows(job: Job) -> list[Row]:
 
 
 def words_of(seed: int, stream: int, count: int, vocabulary: int) -> list[int]:
-    """Random ids of a vocabulary, none of them special."""
+    """Random ids of a vocabulary, without special tokens."""
     words = np.uint64(vocabulary - RESERVED)
     return [RESERVED + int(draw) for draw in _draws(seed, stream, count) % words]
 
 
 def short_tokens(count: int, seed: int, stream: int) -> list[int]:
-    """Tokens of rows as long as those of GSM8K: quantiles, each once, in a drawn order."""
+    """Row lengths in tokens as in GSM8K: evenly spaced quantiles in a random order."""
     sizes = [round(_short((number + 0.5) / count)) for number in range(count)]
     return [sizes[place] for place in np.argsort(_draws(seed, stream, count), kind="stable")]
 
 
 def rows_of(path: Path, job: Job) -> list[Row]:
-    """The first rows of a JSONL file of `input_ids` and, where not all are trained, `labels`.
+    """The first rows of a JSONL file with `input_ids` and optional `labels`.
 
     Raises:
-        ValueError: a line is not such a row, or there are too few.
+        ValueError: a line is not a valid row, or there are too few.
     """
     made: list[Row] = []
     with path.open(encoding="utf-8") as lines:
@@ -197,12 +197,12 @@ def _length(row: Row) -> int:
 
 
 def _draws(seed: int, stream: int, count: int) -> np.ndarray:
-    """Raw draws of Philox, whose stream NumPy keeps (NEP 19).  # (count,) uint64"""
+    """Raw draws of Philox, whose stream NumPy guarantees (NEP 19).  # (count,) uint64"""
     return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(count)
 
 
 def write(place: Path, job: Job) -> None:
-    """Write the folder; needs torch and transformers, which a reader of it may have others of."""
+    """Write the folder, with torch and transformers; readers may have other versions of both."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
     rows = make_rows(job) if job.rows_file is None else rows_of(Path(job.rows_file), job)
@@ -232,5 +232,5 @@ def read_rows(place: Path) -> list[Row]:
 
 
 def of_step(rows: list[Row], step: int, size: int) -> list[Row]:
-    """The rows that optimizer step `step` (from 0) trains on, whoever trains."""
+    """The rows of optimizer step `step` (from 0), for all contenders."""
     return rows[step * size : (step + 1) * size]
