@@ -286,12 +286,12 @@ def card(run: Run) -> list[str]:
 
 
 def log_of(run: Run) -> Path:
-    """What the workers of a run printed."""
+    """Path of the log of a run's workers."""
     return run.root.parent / f"{run.root.name}.log"
 
 
 def fork(recipe: Recipe, run: Run, environment: dict[str, str]) -> int:
-    """Start a worker that trains and ends; returns its process number."""
+    """Start a worker that trains and exits; returns its process id."""
     sys.stdout.flush()
     worker = os.fork()
     if worker:
@@ -314,7 +314,7 @@ def fork(recipe: Recipe, run: Run, environment: dict[str, str]) -> int:
 
 
 def worker_environments(backend: str, world: int) -> list[dict[str, str]]:
-    """What `accelerate launch` puts into the environment of each worker of a backend."""
+    """Environment variables that `accelerate launch` sets for each worker of a backend."""
     if world == 1:
         return [{}]
     place = str(ROOT / "accelerate_configs" / f"{backend}.yaml")

@@ -130,8 +130,8 @@ def _problems(found: Race, name: str, job: MethodJob) -> list[str]:
 def compared(answer: dict[str, Any], job: MethodJob) -> dict[str, float]:
     """Values by name that must be equal for all contenders in the first step.
 
-    For DPO, KTO and ORPO these are log-probabilities, not losses: TRL uses other mismatched answers in
-    KTO and another cross-entropy in ORPO.
+    For DPO, KTO and ORPO these are log-probabilities, not losses: TRL uses other mismatched answers
+    in KTO and another cross-entropy in ORPO.
     """
     metrics = answer["metrics"]
     if job.method == "grpo":
