@@ -51,7 +51,7 @@ def keys_of(sample: Sample) -> tuple[str, str]:
 
 
 def named(place: str) -> str:
-    """A place without the folders of its file, which are nobody else's business."""
+    """A location without the folders of its file, which are private."""
     return place.rsplit("/", 1)[-1]
 
 
