@@ -16,7 +16,7 @@ from finetune.runs.run import write_json
 VOCABULARY = 1_536
 ROWS = 256
 DOCUMENTS_PER_ROW = 32
-"""Documents of about 50 tokens per text: texts are truncated to rows of a job, never padded."""
+"""Documents per text, of about 50 tokens each: texts are truncated to rows, never padded."""
 
 
 @dataclasses.dataclass(frozen=True)

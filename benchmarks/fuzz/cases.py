@@ -105,7 +105,7 @@ def run_case(
         return "refused" if error.code == 2 else _fault(name, number, path, error)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # panics of Rust libraries are not an Exception
+    except BaseException as error:  # panics of Rust libraries do not subclass Exception
         return _fault(name, number, path, error)
     finally:
         originals.put_back()

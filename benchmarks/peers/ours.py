@@ -210,7 +210,7 @@ class Floor:
 
         Layers have two products each (the output, the gradient of the input), trained ones a
         third, adapters three of A and of B, attention two forward and five backward, the head two
-        over labelled rows, or three.
+        over labeled rows, or three.
         """
         lengths = [len(ids) for ids, _ in rows]
         for _ in range(CONFIG["num_hidden_layers"]):

@@ -56,7 +56,7 @@ def named(place: str) -> str:
 
 
 def overlap(run: Run, asked: Sequence[Asked]) -> Overlap | None:
-    """Count the rows that the run trained on; None if its training data is streamed.
+    """Count the evaluation rows that the run trained on; None if its training data is streamed.
 
     Rows of `data` that were held out do not count as trained.
     """

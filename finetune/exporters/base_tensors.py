@@ -118,7 +118,7 @@ def rounded(network: PreTrainedModel, tensors: Tensors, dtype: torch.dtype) -> T
 
 
 def result_dtype(network: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Data type of a floating-point tensor in files, `dtype` or fp32 if transformers keeps it."""
+    """Data type of a stored floating-point tensor: `dtype`, or fp32 if transformers requires it."""
     strict: Any = network._keep_in_fp32_modules_strict or ()
     return torch.float32 if in_fp32(name, strict) else dtype
 

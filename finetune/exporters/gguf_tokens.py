@@ -81,7 +81,7 @@ def state_defaults(folder: Path, opens: bool) -> None:
 
 
 def repair(path: Path, folder: Path) -> None:
-    """Write scores, token types and BOS into a GGUF file, which the converter leaves wrong.
+    """Correct the scores, token types and BOS of a GGUF file that the converter wrote.
 
     Args:
         path: GGUF file, which is changed in place.

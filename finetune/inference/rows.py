@@ -158,8 +158,8 @@ class Draw:
         """The next token, from logits (vocabulary,).
 
         The token with the largest probability / exponential noise is a sample from the
-        probabilities. With `top_p` below 1, only the most likely tokens up to that total
-        probability are considered.
+        probabilities. With `top_p` below 1, only the smallest set of most likely tokens with at
+        least that total probability is considered.
         """
         if not self.temperature:
             return int(logits.argmax())
