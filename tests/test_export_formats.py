@@ -198,6 +198,19 @@ def test_an_export_is_compared_with_the_trained_model_on_rows_of_its_run(tmp_pat
     assert "5 prompts have the token ids of training" in (folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_the_loss_of_pairs_is_that_of_the_chosen_answers(tmp_path, method):
+    run, rows = run_with_rows(tmp_path), tmp_path / "pairs.jsonl"
+    pair = {"chosen": "blue", "rejected": "a red house"}
+    rows.write_text("".join(json.dumps({"prompt": f"{n} birds", **pair}) + "\n" for n in range(5)))
+    recipe = json.loads(run.recipe.read_text()) | {"method": method}
+    del recipe["train_on"]
+    recipe["eval_data"] = [{"source": str(rows), "format": "preference"}]
+    write_json(run.recipe, recipe)
+    found = json.loads((export(run, tmp_path / "out") / "export.json").read_text())["check"]
+    assert found["loss"] == pytest.approx(found["trained_loss"], rel=1e-5)
+
+
 def test_a_merge_of_a_quantised_run_shows_its_loss_and_offers_the_closer_one(tmp_path):
     run = with_rows(nf4_run(tmp_path), tmp_path)
     plain, closer = (

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.formats import read_row
-from finetune.data.samples import Completion, Conversation, Preference, Sample
+from finetune.data.samples import Completion, Conversation, Preference, Sample, as_kind
 from finetune.data.sources import find_source
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, TrainingFailure
@@ -199,8 +199,11 @@ def _prompt(data_format: str, value: Any) -> tuple[Prompt, Sample] | None:
 
 def _row(recipe: Recipe, sample: Sample, chat: Chat, context: int | None) -> Row | None:
     """The tokens of a sample, or of the chosen answer of a pair; None without trained tokens."""
+    learned = as_kind(sample, recipe.takes)
+    if not learned:
+        return None
     try:
-        row = recipe.encode(sample, chat).sequences[0]
+        row = recipe.encode(learned[0], chat).sequences[0]
     except (RowProblem, FinetuneError):
         return None
     cut = Row(row.ids[:context], row.trained[:context])
