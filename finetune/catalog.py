@@ -92,7 +92,7 @@ def find(name: str) -> Path:
     """The file of a recipe.
 
     Raises:
-        FinetuneError: there is no such recipe.
+        FinetuneError: the recipe does not exist.
     """
     if name.endswith((".py", ".yaml", ".yml", ".json")):
         if os.path.isfile(name):

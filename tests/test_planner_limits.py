@@ -51,9 +51,9 @@ def test_encoder_decoder_models_are_refused(kind: str) -> None:
 @pytest.mark.parametrize("name", limits.LAYER_COUNTS)
 def test_more_layers_than_any_model_has_are_refused(name: str) -> None:
     told = f"{name} is beyond 10**12, and no model has more than 10,000 layers"
-    assert list(limits.sizes({name: 10**400})) == [told]
-    assert list(limits.sizes({"text_config": {name: 10**400}})) == [told]
-    assert list(limits.sizes({name: limits.MOST_LAYERS})) == []
+    assert list(limits.too_many_layers({name: 10**400})) == [told]
+    assert list(limits.too_many_layers({"text_config": {name: 10**400}})) == [told]
+    assert list(limits.too_many_layers({name: limits.MOST_LAYERS})) == []
 
 
 def test_the_decoder_of_bart_alone_is_not_an_encoder_decoder() -> None:

@@ -108,7 +108,7 @@ def find(name: str) -> Path:
     """The YAML file of a backend, by name or path.
 
     Raises:
-        FinetuneError: there is no such backend.
+        FinetuneError: the backend does not exist.
     """
     if name.endswith((".yaml", ".yml")):
         if Path(name).is_file():

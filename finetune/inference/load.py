@@ -201,7 +201,7 @@ def load_weights(
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
     with within_memory(str(name)), reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
-        if found := list(limits.sizes(fields)):
+        if found := list(limits.too_many_layers(fields)):
             raise FinetuneError(*(f"{name}: {each}" for each in found))
         loaded: Any = auto_class(scores).from_pretrained(
             str(name),

@@ -65,13 +65,13 @@ def types(table: str) -> frozenset[str]:
 def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Every part of a recipe that transformers or PEFT cannot train, given the model's config."""
     field = "model.config" if recipe.model.config is not None else "model.name"
-    yield from (f"{field}: {each}" for each in sizes(fields))
+    yield from (f"{field}: {each}" for each in too_many_layers(fields))
     yield from architecture(recipe, fields)
     yield from adapter(recipe, fields)
     yield from router_loss(recipe, fields)
 
 
-def sizes(fields: Mapping[str, Any]) -> Iterator[str]:
+def too_many_layers(fields: Mapping[str, Any]) -> Iterator[str]:
     """Layer counts of a `config.json` that would take a model without end to build."""
     text = fields.get("text_config")
     parts = [fields, cast(Mapping[str, Any], text)] if isinstance(text, Mapping) else [fields]

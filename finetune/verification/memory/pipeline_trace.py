@@ -12,7 +12,7 @@ from torch.distributed.pipelining.stage import InferenceMode
 
 from finetune.distributed.pipeline import PASS, PipelineEngine
 from finetune.verification.memory.trace import Counts, Rehearsed, Step
-from finetune.verification.memory.tracker import GRADIENTS, OTHER
+from finetune.verification.memory.tracker import OTHER
 
 
 class PipelineStep(Step):
@@ -65,16 +65,9 @@ class PipelineStep(Step):
         tracker.begin(begins.get(kind, f"backward: {'loss and head' if last else 'last layer'}"))
 
     def _step(self) -> int:
-        tracker, engine = self.tracker, self.engine
-        self.held = sum(tracker.parts().values())
+        self.held = sum(self.tracker.parts().values())
         self._run(self.micro)
-        grads = [p.grad for p in engine.model.parameters() if p.grad is not None]
-        tracker.hold(grads, GRADIENTS)
-        gradients = tracker.parts().get(GRADIENTS, 0)
-        tracker.phase = "update"
-        tracker.begin("optimizer step")
-        self._update()
-        return gradients
+        return self._end_step()
 
     def _run(self, micro: int) -> None:
         """Forward and backward passes of so many micro-batches, as a step runs them."""

@@ -187,6 +187,11 @@ class Step:
             tracker.relabel(OTHER, GRADIENTS)
         tracker.phase = "last"
         self._micro_batch(last=True)
+        return self._end_step()
+
+    def _end_step(self) -> int:
+        """Update the parameters; returns the bytes of the gradients before it."""
+        tracker = self.tracker
         grads = [p.grad for p in self.engine.model.parameters() if p.grad is not None]
         tracker.hold(grads, GRADIENTS)
         gradients = tracker.parts().get(GRADIENTS, 0)
