@@ -177,7 +177,7 @@ def test_a_file_whose_experts_do_not_fit_its_processes_is_refused(tmp_path: Path
     text = (ROOT / "accelerate_configs/ep_fsdp.yaml").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("ep_size: 2", "ep_size: 3"))
-    with pytest.raises(FinetuneError, match=r"divides the 2 which hold one copy .* got 3; use 2"):
+    with pytest.raises(FinetuneError, match=r"divides the 2 processes of one copy .* got 3; use 2"):
         backends.load(str(path))
 
 
@@ -189,7 +189,7 @@ def test_shards_without_their_engine_are_refused(monkeypatch: pytest.MonkeyPatch
     }  # fmt: skip
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(FinetuneError, match="2 processes hold one copy of the model, but neither"):
+    with pytest.raises(FinetuneError, match="2 processes should share one copy of the model"):
         backends.launched()
 
 

@@ -105,18 +105,16 @@ def test_what_accelerate_builds_is_compared(recipe: Path, tmp_path: Path) -> Non
 def test_other_axes_that_reach_a_worker_are_refused() -> None:
     given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true"}
     sizes = {"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    with pytest.raises(
-        FinetuneError, match="tensor 2 beside Accelerate's FSDP: this toolkit runs no such"
-    ):
+    with pytest.raises(FinetuneError, match="tensor 2 with Accelerate's FSDP: not supported"):
         backends.from_environment(given | sizes | {"WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--backend", "hsdp", "--shard-size", "1"], "a copy takes at least 2 processes"),
+        (["--backend", "hsdp", "--shard-size", "1"], "a copy needs at least 2 processes"),
         (["--backend", "hsdp", "--processes", "6", "--shard-size", "4"], "do not divide into"),
-        (["--backend", "ddp", "--shard-size", "2"], "ddp keeps one copy of the model in all"),
+        (["--backend", "ddp", "--shard-size", "2"], "ddp keeps a single copy of the model"),
         (["--backend", "hsdp", "--verify"], "--verify: only one copy of hsdp could be traced"),
     ],
 )

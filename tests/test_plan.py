@@ -481,7 +481,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a path that Accelerate loses": (
         ZERO, {"deepspeed_config.offload_optimizer_nvme_path": "/nvme"},
         [
-            "deepspeed_config.offload_optimizer_nvme_path: Accelerate loses it; pass --nvme-path "
+            "deepspeed_config.offload_optimizer_nvme_path: Accelerate drops it; pass --nvme-path "
             "to finetune; remove it"
         ],
     ),
@@ -492,7 +492,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
          "fsdp_config.fsdp_reshard_after_forward": "FULL_SHARD"},
         [
             "mixed_precision: got 'fp8', expected 'bf16', 'fp16' or 'no' (quoted)",
-            "fsdp_config.fsdp_version: expected 2 (FSDP1 mixes data types up)",
+            "fsdp_config.fsdp_version: expected 2 (FSDP1 mixes up data types)",
             "fsdp_config.fsdp_reshard_after_forward: expected true (FULL_SHARD) or false "
             "(SHARD_GRAD_OP)",
             "fsdp_config.fsdp_auto_wrap_policy: expected TRANSFORMER_BASED_WRAP",
@@ -532,7 +532,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         [
             "distributed_type: got 'TPU', expected one of NO, MULTI_GPU, MULTI_CPU, FSDP, "
             "DEEPSPEED",
-            "fsdp_config: belongs to distributed_type: FSDP, and only to it",
+            "fsdp_config: valid only with distributed_type: FSDP",
         ],
     ),
     "a section that is none": (
@@ -611,7 +611,7 @@ def test_hybrid_sharding_has_a_mesh_of_copies_and_shards() -> None:
         ("  parallelism_config_dp_shard_size: 3", "2 x 3 processes, but num_processes is 4"),
         ("  parallelism_config_dp_shard_size: two", "got 'two', expected a whole number"),
         ("  parallelism_config_dp_shard_sise: 2", "unknown key; did you mean 'parallelism_config"),
-        ("  parallelism_config_tp_size: 2", "expected MULTI_GPU beside axes that divide"),
+        ("  parallelism_config_tp_size: 2", "expected MULTI_GPU with axes that divide"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(lines: str, problem: str, tmp_path: Path) -> None:
@@ -627,5 +627,5 @@ def test_a_mesh_belongs_to_fsdp(tmp_path: Path) -> None:
     text = backend.find("zero3").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(text + "parallelism_config:\n  parallelism_config_dp_shard_size: 2\n")
-    with pytest.raises(FinetuneError, match="belongs to distributed_type: FSDP, or to axes"):
+    with pytest.raises(FinetuneError, match="valid only with distributed_type: FSDP or axes"):
         backend.load(str(path))

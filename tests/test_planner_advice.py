@@ -522,7 +522,7 @@ def test_hybrid_sharding_has_shards_within_a_node_and_copies_over_nodes(
         with pytest.raises(FinetuneError, match=why):
             command.run(words(*shared, "hsdp", *nodes, "--shard-size", size), full_recipe())
     given = (*shared, "fsdp_full_shard", *nodes, "--shard-size", "8")
-    with pytest.raises(FinetuneError, match="fsdp_full_shard keeps one copy of the model in all"):
+    with pytest.raises(FinetuneError, match="fsdp_full_shard keeps a single copy of the model"):
         command.run(words(*given), full_recipe())
 
 

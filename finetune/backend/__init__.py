@@ -57,8 +57,8 @@ RECIPE_OWNS = {
 }
 OURS = {
     "deepspeed_config_file": "the toolkit writes DeepSpeed's configuration from this file",
-    "offload_optimizer_nvme_path": "Accelerate loses it; pass --nvme-path to finetune",
-    "offload_param_nvme_path": "Accelerate loses it; pass --nvme-path to finetune",
+    "offload_optimizer_nvme_path": "Accelerate drops it; pass --nvme-path to finetune",
+    "offload_param_nvme_path": "Accelerate drops it; pass --nvme-path to finetune",
 }
 
 
@@ -195,9 +195,9 @@ def _value_problems(config: dict[str, Any]) -> list[str]:
         problems.append(f"num_processes: got {processes!r}, expected a whole number of at least 1")
     fsdp, zero = config.get("fsdp_config"), config.get("deepspeed_config")
     if (fsdp is not None) != (kind == "FSDP"):
-        problems.append("fsdp_config: belongs to distributed_type: FSDP, and only to it")
+        problems.append("fsdp_config: valid only with distributed_type: FSDP")
     if (zero is not None) != (kind == "DEEPSPEED"):
-        problems.append("deepspeed_config: belongs to distributed_type: DEEPSPEED, and only to it")
+        problems.append("deepspeed_config: valid only with distributed_type: DEEPSPEED")
     if fsdp is not None:
         problems += sections.fsdp_problems(fsdp)
     if config.get("parallelism_config") is not None:
@@ -246,7 +246,7 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
         axes = model_axes.from_variables(environment)
     if axes.any and given("ACCELERATE_USE_FSDP") == "true":
         raise FinetuneError(
-            f"{axes.words()} beside Accelerate's FSDP: this toolkit runs no such axis there; use "
+            f"{axes.words()} with Accelerate's FSDP: not supported; use "
             "distributed_type: MULTI_GPU, where parallelism_config_dp_shard_size shards with FSDP2"
         )
     if axes.any:
@@ -321,7 +321,7 @@ def divided(
             )
         elif axis == field and size < 2:
             problems.append(
-                f"--{field} {size}: expected at least 2; a backend without the axis is another one"
+                f"--{field} {size}: expected at least 2; for 1, use a backend without this axis"
             )
     if problems:
         raise FinetuneError(*problems)
@@ -356,15 +356,15 @@ def sized(
         if shard_size is None:
             return backend
         raise FinetuneError(
-            f"--shard-size {shard_size}: {backend.name} keeps one copy of the model in all; the "
-            "backends of several are hsdp and hsdp_shard_grad_op"
+            f"--shard-size {shard_size}: {backend.name} keeps a single copy of the model; "
+            "hsdp and hsdp_shard_grad_op keep several"
         )
     per_node = processes // nodes
     usual = per_node if nodes > 1 else min(backend.shard_size, processes)
     chosen = usual if shard_size is None else shard_size
     if chosen < 2:
         raise FinetuneError(
-            f"--shard-size {chosen}: a copy takes at least 2 processes; use ddp, or more processes"
+            f"--shard-size {chosen}: a copy needs at least 2 processes; use ddp, or more processes"
         )
     if processes % chosen:
         raise FinetuneError(
@@ -420,7 +420,7 @@ def launched() -> Backend | None:
         and not (difference.startswith("engine: ddp != single") and arrived.processes == 1)
     ]
     if lost:
-        raise FinetuneError(*(f"{named[0]}: Accelerate lost a setting: {what}" for what in lost))
+        raise FinetuneError(*(f"{named[0]}: Accelerate dropped a setting: {what}" for what in lost))
     return dataclasses.replace(arrived, name=asked.name, path=asked.path)
 
 
@@ -431,14 +431,14 @@ def _refuse_other_product(arrived: Backend) -> None:
     copies, shard = (_data_size(os.environ, axis) for axis in ("REPLICATE", "SHARD"))
     if arrived.engine == "ddp" and shard > 1:
         raise FinetuneError(
-            f"parallelism_config: {shard} processes hold one copy of the model, but neither FSDP "
-            "nor an axis that divides it was handed on, and each would hold a whole one; use "
-            "accelerate launch --config_file FILE, or finetune launch"
+            f"parallelism_config: {shard} processes should share one copy of the model, but "
+            "neither FSDP nor an axis that divides the model was passed on, so each process would "
+            "keep a complete copy; use accelerate launch --config_file FILE, or finetune launch"
         )
     divided = f" x {arrived.axes.words()}" if arrived.axes.any else ""
     if copies * shard * arrived.axes.processes != world():
         raise FinetuneError(
             f"parallelism_config: {copies} copies x {shard} processes{divided}, but {world()} "
             "were started; give --parallelism_config_dp_replicate_size and "
-            "--parallelism_config_dp_shard_size whose product is that, or use finetune launch"
+            "--parallelism_config_dp_shard_size with that product, or use finetune launch"
         )

@@ -118,12 +118,12 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
     divided = not problems and _divides(sizes)
     if config.get("distributed_type") != "FSDP" and not (problems or divided):
         return [
-            "parallelism_config: belongs to distributed_type: FSDP, or to axes that divide the "
+            "parallelism_config: valid only with distributed_type: FSDP or axes that divide the "
             "model (tp, pp, sp, cp, ep)"
         ]
     if divided and config.get("distributed_type") not in ("MULTI_GPU", "MULTI_CPU"):
         problems.append(
-            f"distributed_type: got {config.get('distributed_type')}, expected MULTI_GPU beside "
+            f"distributed_type: got {config.get('distributed_type')}, expected MULTI_GPU with "
             "axes that divide the model; parallelism_config_dp_shard_size shards it with FSDP2"
         )
     for key in sorted(DATA_KEYS):
@@ -135,7 +135,7 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
     if not problems and not divided and sizes["parallelism_config_dp_shard_size"] < 2:
         problems.append(
             "parallelism_config.parallelism_config_dp_shard_size: got 1, expected at least 2; "
-            "copies on one process each are ddp"
+            "for one process per copy, use ddp"
         )
     if not problems:
         problems += _expert_problems(sizes)
@@ -148,7 +148,7 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
         if math.prod(factors) != processes:
             problems.append(
                 f"parallelism_config: {' x '.join(map(str, factors))} processes, but num_processes "
-                f"is {processes}; their product must be that"
+                f"is {processes}; the product must be equal to it"
             )
     return problems
 
@@ -172,8 +172,8 @@ def experts_problem(experts: int, tensor: int, shard: int) -> str | None:
     fitting = [n for n in range(max(tensor, 2), whole + 1) if n % tensor == whole % n == 0]
     instead = f"use {' or '.join(map(str, fitting))}" if fitting else "use more processes"
     return (
-        f"experts lie over a multiple of the {tensor} tensor parallel processes that divides the "
-        f"{whole} which hold one copy of the model, got {experts}; {instead}"
+        f"expected a multiple of the {tensor} tensor parallel processes that divides the {whole} "
+        f"processes of one copy of the model, got {experts}; {instead}"
     )
 
 

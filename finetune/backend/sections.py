@@ -6,8 +6,8 @@ Shard = Literal["none", "optimizer", "grads", "params"]
 
 MEGATRON = (
     "Megatron-LM has no backend here: Accelerate's plugin needs a GPU and a source checkout of "
-    "Megatron-LM, whose engine takes the loss and the step over from this toolkit; for the same "
-    "axes use pp_tp_fsdp, sp_tp or ep_tp (--pipeline, --tensor, --sequence, --experts)"
+    "Megatron-LM, whose engine replaces this toolkit's loss and training step; for the same axes "
+    "use pp_tp_fsdp, sp_tp or ep_tp (--pipeline, --tensor, --sequence, --experts)"
 )
 
 ZERO_SHARDS: dict[int, Shard] = {1: "optimizer", 2: "grads", 3: "params"}
@@ -16,7 +16,7 @@ ZERO_SHARDS: dict[int, Shard] = {1: "optimizer", 2: "grads", 3: "params"}
 def fsdp_problems(fsdp: dict[str, Any]) -> list[str]:
     problems: list[str] = []
     if fsdp.get("fsdp_version") != 2:
-        problems.append("fsdp_config.fsdp_version: expected 2 (FSDP1 mixes data types up)")
+        problems.append("fsdp_config.fsdp_version: expected 2 (FSDP1 mixes up data types)")
     if not isinstance(fsdp.get("fsdp_reshard_after_forward"), bool):
         problems.append(
             "fsdp_config.fsdp_reshard_after_forward: expected true (FULL_SHARD) or false "
