@@ -780,8 +780,8 @@ def test_launch_gives_the_flags_that_it_does_not_know_to_accelerate(
     lines = done.stderr.splitlines()
     assert lines[-2].endswith("unrecognized arguments: --no_such_flag")
     assert lines[-1] == (
-        "error: `accelerate launch` does not know these flags; its answer is above; those of this "
-        "command: finetune launch --help"
+        "error: `accelerate launch` does not accept these flags; its message is above; for the "
+        "flags of this command: finetune launch --help"
     )
     assert not (tmp_path / "run").exists()
 

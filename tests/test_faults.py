@@ -189,7 +189,8 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(
     assert process.returncode == 1
     newest = run.newest()
     assert (
-        f"rank 1 (process {workers[1].pid} on {os.uname().nodename}) ended without a word" in told
+        f"rank 1 (process {workers[1].pid} on {os.uname().nodename}) ended without an error message"
+        in told
     )
     assert f"the last complete checkpoint is that of step {newest}: continue" in told
     assert "Traceback" not in told
@@ -207,8 +208,8 @@ def test_the_launcher_names_a_lost_rank_where_no_other_can(tiny: Tiny, tmp_path:
     _, told = process.communicate(timeout=120)
     assert process.returncode == 1
     assert told.splitlines()[-1] == (
-        f"error: rank 1 (process {workers[1].pid} on {os.uname().nodename}) ended without a word, "
-        "by SIGKILL; there is no complete checkpoint yet"
+        f"error: rank 1 (process {workers[1].pid} on {os.uname().nodename}) was killed by SIGKILL; "
+        "there is no complete checkpoint yet"
     )
     assert "Traceback" not in told
 
@@ -231,8 +232,7 @@ def test_the_only_process_is_named_by_its_signal(tiny: Tiny, tmp_path: Path) -> 
     _, told = process.communicate(timeout=120)
     assert process.returncode == 1
     assert told.splitlines()[-1] == (
-        "error: the process that trained ended without a word, by SIGKILL; there is no complete "
-        "checkpoint yet"
+        "error: the training process was killed by SIGKILL; there is no complete checkpoint yet"
     )
     assert "Traceback" not in told
 
@@ -250,15 +250,15 @@ def agent_report(*workers: tuple[int, int, int]) -> str:
     [
         (
             [(0, -15, 7), (1, -9, 8)],
-            "rank 1 (process 8 on {host}) ended without a word, by SIGKILL",
+            "rank 1 (process 8 on {host}) was killed by SIGKILL",
         ),
         (
             [(0, -6, 7), (1, -11, 8)],
-            "rank 1 (process 8 on {host}) ended without a word, by SIGSEGV",
+            "rank 1 (process 8 on {host}) was killed by SIGSEGV",
         ),
         (
             [(0, -6, 7), (1, -15, 8)],
-            "rank 0 (process 7 on {host}) ended without a word, by SIGABRT",
+            "rank 0 (process 7 on {host}) was killed by SIGABRT",
         ),
         ([(0, -6, 7), (1, 1, 8)], None),
         ([(0, 75, 7), (1, -15, 8)], None),
@@ -321,7 +321,7 @@ def test_a_rank_that_hangs_ends_with_the_others_and_its_collectives_are_kept(
     _, told = process.communicate(timeout=120)
     assert time.monotonic() - begun < 12 + 30  # the timeout, and the time to find out and to end
     assert process.returncode == 1
-    assert f"rank 1 (process {workers[1].pid} on {os.uname().nodename}) no longer answers" in told
+    assert f"rank 1 (process {workers[1].pid} on {os.uname().nodename}) no longer responds" in told
     assert "Traceback" not in told
     assert not any(worker.is_running() for worker in workers.values())
     record = json.loads((run.flight_records / "rank-00000.json").read_text())
@@ -349,7 +349,8 @@ def test_a_rank_that_hangs_in_python_ends_with_the_others_and_its_line_is_named(
     assert time.monotonic() - begun < 12 + 30
     assert process.returncode == 1
     late = (
-        rf"rank 1 \(process {workers[1].pid} on \S+\) did not come, it was last at \w+\.py:\d+ in "
+        rf"rank 1 \(process {workers[1].pid} on \S+\) did not join the collective; it was last at "
+        r"\w+\.py:\d+ in "
     )
     assert re.search(late, told), told
     assert "Traceback" not in told

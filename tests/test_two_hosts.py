@@ -111,7 +111,7 @@ def test_a_lost_host_ends_the_other_and_both_resume(
     assert time.monotonic() - begun < TIMEOUT_SECONDS + 30
     assert first.returncode == 1, told
     assert "Traceback" not in told, told
-    assert f"on {HOSTS[1]}) no longer answers" in told
+    assert f"on {HOSTS[1]}) no longer responds" in told
     assert "the last complete checkpoint is that of step" in told
     assert run.steps()[-1] < 60
     ip("-n", HOSTS[1], "link", "set", "ftb", "up")

@@ -67,8 +67,8 @@ def register(group: Any) -> str:
         """
         if document_ends is None or attention_mask is not None:
             raise FinetuneError(
-                f"batch.padding_free: {type(module).__name__} does not say where documents end; "
-                "use a backend that does not share rows"
+                f"batch.padding_free: {type(module).__name__} does not pass on document "
+                "boundaries; use a backend that does not split rows"
             )
         both = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3)  # (tokens, 1, key heads, sizes)
         whole = Gathered.apply(both.to(value.dtype), group).permute(1, 2, 0, 3)

@@ -119,7 +119,7 @@ def require_async_io(say: Callable[[str], None]) -> None:
         fcntl.flock(ours, fcntl.LOCK_EX)
         if not (folder / f"{builder.name}.so").exists():
             (folder / "lock").unlink(missing_ok=True)
-            say("building DeepSpeed's async_io, once: some minutes")
+            say("building DeepSpeed's async_io, which takes a few minutes the first time")
         whole = folder.parent / "finetune-whole-headers"
         try:
             if not whole.exists():

@@ -74,7 +74,7 @@ def _why_not() -> str:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error).strip().splitlines()[0]
-    return "it sees none"
+    return "it finds no GPU"
 
 
 def problems(found: Found, precision: Precision, local_rank: int, here: int) -> list[str]:
@@ -122,7 +122,8 @@ def _unusable(found: Found) -> list[str]:
         last = len(found.listed) - 1
         return [
             f"{VISIBLE}={found.visible}: names no GPU of this machine, which has {gpus}: 0"
-            f"{f' to {last}' if last else ''}; name some of them, or nothing to train on the CPU"
+            f"{f' to {last}' if last else ''}; name some of them, or leave it empty to train on "
+            "the CPU"
         ]
     return [
         f"device: PyTorch {found.build} cannot use this machine's {gpus}: {found.reason}; update "
@@ -142,7 +143,7 @@ def left_alone(found: Found) -> list[str]:
     elif found.kind is None:
         reason = (
             f"PyTorch {found.build} is a build without CUDA, although the driver lists "
-            f"{found.listed[0]}; make setup takes one with it"
+            f"{found.listed[0]}; make setup installs one with CUDA"
         )
     else:
         reason = f"{VISIBLE} is empty"
@@ -170,7 +171,7 @@ def different(names: list[str]) -> str | None:
     ranks = ", ".join(f"rank {names.index(each)} has {each}" for each in others)
     return (
         f"device: the GPUs of this job differ: rank 0 has {names[0]}, {ranks}; every step waits "
-        f"for the slowest, and the least memory is what counts; choose alike ones by {VISIBLE}"
+        f"for the slowest, and the smallest memory is the limit; choose equal GPUs with {VISIBLE}"
     )
 
 

@@ -158,11 +158,11 @@ class Heartbeat:
         process, beats = self._watched
         beat = self._read(process)
         if beat is not None and gone_here(beat):
-            return f"{name(beat)} ended without a word"
+            return f"{name(beat)} ended without an error message"
         beat = None if beats is None else self._read(beats)
         if beat is None or self._silence.seconds(beat, time.monotonic()) < SILENT_HOST_SECONDS:
             return None
-        return f"{name(beat)} has not been heard of for {SILENT_HOST_SECONDS:g} s"
+        return f"{name(beat)} has sent no heartbeat for {SILENT_HOST_SECONDS:g} s"
 
     def _end_as_orphan(self) -> None:
         gone = self._launcher is not None and has_ended(self._launcher)
@@ -202,7 +202,8 @@ class Heartbeat:
         first_line = str(error).strip().splitlines()[0].rsplit("] ", 1)[-1]
         if self._store is None:
             return TrainingFailure(
-                f"rank {self._rank} lost the others before step 1: {first_line}; {self._standing()}"
+                f"rank {self._rank} lost the other ranks before step 1: {first_line}; "
+                f"{self._standing()}"
             )
         try:
             told = self._told()
@@ -210,16 +211,17 @@ class Heartbeat:
                 told = self._tell_all(self._describe(self._losses()))
         except (DistError, RuntimeError):
             told = (
-                f"step {self.step}: the meeting point {self._meeting[0]}:{self._meeting[1]} is "
-                f"gone, and with it the host of rank 0; {self._standing()}"
+                f"step {self.step}: the rendezvous store at "
+                f"{self._meeting[0]}:{self._meeting[1]} on the host of rank 0 cannot be reached; "
+                f"{self._standing()}"
             )
-        return TrainingFailure(f"{told} (rank {self._rank} heard: {first_line})")
+        return TrainingFailure(f"{told} (seen by rank {self._rank}: {first_line})")
 
     def bereaved(self) -> TrainingFailure | None:
         """The loss of a rank of this host, if it is why torch's agent terminates this rank."""
         until = time.monotonic() + 2 * BEAT_SECONDS
         while self._store is not None and time.monotonic() < until:
-            gone = [f"{name(beat)} ended without a word" for beat in self._read_all()
+            gone = [f"{name(beat)} ended without an error message" for beat in self._read_all()
                     if gone_here(beat)]  # fmt: skip
             if gone:
                 return TrainingFailure(self._tell_all(self._describe(gone)))
@@ -242,7 +244,9 @@ class Heartbeat:
         Silent ranks of this host are killed: they may be stopped, and would not handle a signal.
         """
         before = self._read_all()
-        gone = [f"{name(beat)} ended without a word" for beat in before if gone_here(beat)]
+        gone = [
+            f"{name(beat)} ended without an error message" for beat in before if gone_here(beat)
+        ]
         if gone:
             return gone
         time.sleep(SILENT_SECONDS)
@@ -251,10 +255,13 @@ class Heartbeat:
         silent = [beat for beat in silent if beat.rank != self._rank]
         if silent:
             end_here(silent)
-            return [f"{name(beat)} no longer answers" for beat in silent]
+            return [f"{name(beat)} no longer responds" for beat in silent]
         most = max(beat.collectives for beat in now.values())
         behind = [b for b in now.values() if b.collectives < most or b.step < self.step]
-        return [f"{name(beat)} did not come, it was last at {beat.place}" for beat in behind]
+        return [
+            f"{name(beat)} did not join the collective; it was last at {beat.place}"
+            for beat in behind
+        ]
 
     def _read_all(self) -> list[Beat]:
         found = (self._read(rank) for rank in range(self._world))
@@ -266,7 +273,7 @@ class Heartbeat:
         return Beat(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _describe(self, losses: list[str]) -> str:
-        what = " and ".join(losses) or "all ranks still run, but cannot reach each other"
+        what = " and ".join(losses) or "all ranks still run but cannot reach each other"
         return f"step {self.step}: {what}; {self._standing()}"
 
     def _dump(self) -> None:

@@ -74,8 +74,8 @@ def cutting(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[s
     if lost:
         raise FinetuneError(
             f"transformers {transformers.__version__}: transformers.distributed.mixin has no "
-            f"{', '.join(lost)}, by which models are divided ({axes.words()}); use a version that "
-            "has it (5.23), or fsdp_full_shard"
+            f"{', '.join(lost)}, which dividing a model ({axes.words()}) needs; use a "
+            "version that has it (5.23), or fsdp_full_shard"
         )
     before = {name: getattr(mixin, name) for name in NAMES}
 

@@ -247,7 +247,7 @@ class Stage(nn.Module):
         if not self.last:
             if hidden.dtype != step.dtype:
                 raise TrainingFailure(
-                    f"stage {self.index} computes {hidden.dtype}, and the next one was told "
+                    f"stage {self.index} outputs {hidden.dtype}, but the next stage expects "
                     f"{step.dtype}; use a backend without a pipeline for this model"
                 )
             return hidden

@@ -138,7 +138,7 @@ class Reader:
             if bool(seen[place].any()):
                 raise FinetuneError(
                     f"the checkpoint holds elements of {name} ({key}) twice: a file of another "
-                    "checkpoint lies in its state/"
+                    "checkpoint is in its state/"
                 )
             values[place], seen[place] = read, True
         return values, seen
@@ -146,8 +146,8 @@ class Reader:
 
 def _lacking(what: str, name: str, key: str) -> FinetuneError:
     return FinetuneError(
-        f"the checkpoint holds no {what} of {name} ({key}): it is of another model or adapter, or "
-        "a rank's file is missing"
+        f"the checkpoint holds no {what} of {name} ({key}): it belongs to another model or "
+        "adapter, or a rank's file is missing"
     )
 
 

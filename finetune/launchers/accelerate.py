@@ -213,12 +213,12 @@ def _run(
         raise kinds.get(told["status"], TrainingFailure)(*told["problems"])
     if code and heard:
         raise Interrupted(
-            f"interrupted by {heard[0]}; no process said that it saved: continue with --resume auto"
+            f"interrupted by {heard[0]}; no process reported a save: continue with --resume auto"
         )
     if code == ARGUMENTS_REFUSED:
         raise FinetuneError(
-            "`accelerate launch` does not know these flags; its answer is above; those of this "
-            "command: finetune launch --help"
+            "`accelerate launch` does not accept these flags; its message is above; for the flags "
+            "of this command: finetune launch --help"
         )
     if code:
         raise TrainingFailure(f"`accelerate launch` ended with status {code}; its output is above")
@@ -244,10 +244,10 @@ def lost_worker(report: str) -> str | None:
     if lost:
         rank, code, pid = min(lost, key=aborted.__contains__)
         who = f"rank {rank} (process {pid} on {socket.gethostname()})"
-        return f"{who} ended without a word, by {_name_of(-code)}"
+        return f"{who} was killed by {_name_of(-code)}"
     alone = FAILED_ALONE.search(report)
     if alone is not None and alone[1] != "SIGTERM":
-        return f"the process that trained ended without a word, by {alone[1]}"
+        return f"the training process was killed by {alone[1]}"
     return None
 
 
