@@ -103,8 +103,12 @@ def _train(folder: Path, case: Case, steps: int) -> dict[str, Any]:
     if not base.exists():
         torch.manual_seed(0)
         config = AutoConfig.for_model(**case.config)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # the CPU needs minutes
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(base)
+        del model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     alone = case.backend == "single"
     processes = 1 if alone else max(1, torch.cuda.device_count())
     count = max(64, steps * processes * case.tokens // 200)

@@ -161,6 +161,14 @@ def warm_python() -> str:
     return Warm(TRAINING, environment(ROOT)).python
 
 
+@functools.cache
+def gpus_are_here() -> bool:
+    """Whether PyTorch sees a GPU: its libraries cannot be forked, so that every process is cold."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 LIGHT = {"list", "show", "plan", "init", "import", "--version", "--help"}
 """Commands that import little."""
 
@@ -183,7 +191,7 @@ def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
         cold: bool = False,
     ) -> Finished:
         light = not words or words[0] in LIGHT
-        python = sys.executable if cold or light else warm_python()
+        python = sys.executable if cold or light or gpus_are_here() else warm_python()
         command = [python, "-m", "finetune", *map(str, words)]
         if words[:1] in (("train",), ("launch",)) and not plot:
             command.append("--no-plot")
@@ -222,7 +230,12 @@ def run_command(
 def start(words: list[str], cache: Path, warm: bool = False, **env: str) -> "subprocess.Popen[str]":
     """Start the command line without waiting for it; with `warm`, its imports are already done."""
     return subprocess.Popen(
-        [warm_python() if warm else sys.executable, "-m", "finetune", *words],
+        [
+            warm_python() if warm and not gpus_are_here() else sys.executable,
+            "-m",
+            "finetune",
+            *words,
+        ],
         cwd=cache,
         env=environment(cache) | env,
         stdin=subprocess.DEVNULL,

@@ -143,11 +143,11 @@ def forward(
     return Pass(loss, seen, network.config.num_hidden_layers, elsewhere)
 
 
-def built(settled: Plan) -> tuple[Any, torch.nn.Module]:
+def built(settled: Plan, device: str = "cuda") -> tuple[Any, torch.nn.Module]:
     """The network of a plan on the GPU, alone and as it is trained."""
     fields = dict(settled.recipe.model.config or {})
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    with torch.device("cuda"):
+    with torch.device(device):
         network = AutoModelForCausalLM.from_config(
             config,
             attn_implementation=implementation(settled.recipe, config),
