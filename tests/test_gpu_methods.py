@@ -1,4 +1,4 @@
-"""Each method on a GPU, next to the same recipe on the CPU; and what is done with a run after it."""
+"""Each method on a GPU, next to the same recipe on the CPU, and what is done with a run later."""
 
 import json
 import sys
