@@ -211,7 +211,7 @@ def test_an_export_tells_what_is_wrong_with_its_place(
     (tmp_path / "x/mine.txt").write_text("mine")
     for marker in ("{", "[]", '{"files": 5}', "\udfff"):
         (tmp_path / "x/export.json").write_bytes(marker.encode("utf-8", "surrogatepass"))
-        with pytest.raises(FinetuneError, match="holds files that no export wrote"):
+        with pytest.raises(FinetuneError, match="holds files not written by an export"):
             export(run, tmp_path / "x")
     with pytest.raises(OSError, match="File name too long") as long:
         export(run, tmp_path / ("a" * 300))

@@ -204,9 +204,9 @@ def test_a_random_initialisation_is_exported_from_the_stored_initial_adapter(tmp
     model = trained_adapter(base, **fields)
     now = logits(model)
     save_checkpoint(run, 10, model)
-    with pytest.raises(FinetuneError, match="cannot be computed again"):
+    with pytest.raises(FinetuneError, match="cannot be recomputed"):
         export(run, tmp_path / "out")
-    with pytest.raises(FinetuneError, match="cannot be computed again"):
+    with pytest.raises(FinetuneError, match="cannot be recomputed"):
         load(run)
     disturb_back(model)
     model.save_pretrained(run.root / "initial_adapter")
@@ -368,7 +368,7 @@ def test_a_folder_with_other_files_is_never_touched(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    with pytest.raises(FinetuneError, match=r"no export wrote \(thesis.txt\)"):
+    with pytest.raises(FinetuneError, match=r"not written by an export \(thesis.txt\)"):
         export(trained.run, out)
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
@@ -380,7 +380,7 @@ def test_an_earlier_export_is_replaced_unless_something_was_added_to_it(tmp_path
     assert (out / "model.safetensors").exists()
     assert not (out / "adapter_config.json").exists()
     (out / "model.gguf").write_text("mine")
-    with pytest.raises(FinetuneError, match=r"no export wrote \(model.gguf\)"):
+    with pytest.raises(FinetuneError, match=r"not written by an export \(model.gguf\)"):
         export(trained.run, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]
 

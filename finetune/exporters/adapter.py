@@ -39,8 +39,8 @@ def check(source: Source) -> LoraConfig:
         return config
     if source.initial is None and str(config.init_lora_weights).lower() not in RECOMPUTED:
         raise FinetuneError(
-            f"adapter.init_lora_weights: '{config.init_lora_weights}' cannot be computed "
-            "again, and the run did not store it"
+            f"adapter.init_lora_weights: '{config.init_lora_weights}' cannot be "
+            "recomputed, and the run did not store it"
         )
     return _twice_the_rank(config)
 
@@ -87,7 +87,9 @@ def _write_adapter(
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     written = tensor_shapes(folder / ADAPTER_WEIGHTS)
     if written != {name: list(tensor.shape) for name, tensor in tensors.items()}:
-        raise TrainingFailure(f"{folder / ADAPTER_WEIGHTS}: read back other tensors than written")
+        raise TrainingFailure(
+            f"{folder / ADAPTER_WEIGHTS}: the tensors read back differ from those written"
+        )
 
 
 def _initial_tensors(

@@ -70,22 +70,24 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
         TrainingFailure: prompts have other token ids, or logits differ by more than rounding.
     """
     if source.recipe.scores is not None:
-        return "it gives scores, and no logits of tokens"
+        return "it outputs scores, not token logits"
     if kind == "gguf":
-        return "a GGUF file is not loaded here"
+        return "GGUF files are not loaded for a check"
     if not is_loadable(folder):
         return "it is not a folder that transformers or PEFT loads"
     if source.base is not None and kind == "adapter":
-        return f"its base is called {source.base}, which is not loaded for a check"
+        return f"its base {source.base} (--base) is not loaded for a check"
     if source.recipe.model.trust_remote_code:
-        return "code that came with the model is not run for a check"
+        return "custom code of a model is not run for a check"
     samples = list(_samples(source.recipe, rows))
     asked = [prompt for prompt, _ in samples]
     if not asked:
         return "the run's data has no readable prompts on this machine"
     needed, free = _bytes_needed(source), psutil.virtual_memory().available
     if needed > free:
-        return f"loading it needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+        return (
+            f"loading it needs about {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} are free"
+        )
     trained = load(source.run, source.step)
     chat = load_chat(trained.tokenizer, None)
     ids = [_fitting(trained, chat.prompt(prompt)) for prompt in asked]
@@ -118,7 +120,7 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
     if checked.prompts_equal < checked.rows:
         raise TrainingFailure(
             f"{folder.name}: {checked.rows - checked.prompts_equal} of {checked.rows} prompts have "
-            "other token ids than in training"
+            "different token ids than in training"
         )
     if exact and not checked.logits <= TOLERANCE:
         raise TrainingFailure(
@@ -136,7 +138,8 @@ def check_lines(checked: Checked | Mapping[str, Any] | str) -> list[str]:
         return [f"It was not compared with the trained model: {checked}."]
     lines = [
         f"Compared with the trained model on {checked.rows} rows of its run:",
-        f"- {checked.prompts_equal} prompts have the token ids of training in plain transformers;",
+        f"- {checked.prompts_equal} prompts have the same token ids in plain transformers as in "
+        "training;",
         f"- logits differ by at most {checked.logits:.1e} of the largest, distributions by "
         f"{checked.kl:.1e} nats (KL);",
         f"- {checked.answers_equal} greedy answers of up to {ANSWER} tokens are equal"
@@ -155,7 +158,7 @@ def _offer(source: Source, kind: Kind) -> str | None:
     if source.adapter is None or stored != "nf4" or kind != "merged" or source.merge_into:
         return None
     return (
-        "The adapter was trained on weights in NF4 and is merged into those before quantization; "
+        "The adapter was trained on NF4 weights but merged into the weights before quantization; "
         "`--merge-into nf4` merges it into the weights that it was trained on."
     )
 

@@ -93,16 +93,18 @@ def export(
     )
     name = format or _usual(source, merge or merge_into is not None)
     if merge_into is not None and (source.adapter is None or name in ("adapter", "vllm")):
-        raise FinetuneError(f"--merge-into: --format {name} merges no adapter; leave it away")
+        raise FinetuneError(
+            f"--merge-into: --format {name} does not merge an adapter; remove this flag"
+        )
     if merge_into is not None and source.recipe.model.quantization != merge_into:
         raise FinetuneError(
             f"--merge-into {merge_into}: the run trained on a base with quantization="
-            f"{source.recipe.model.quantization}; leave it away"
+            f"{source.recipe.model.quantization}; remove this flag"
         )
     if source.recipe.scores is not None and name in GENERATING:
         raise FinetuneError(
-            f"--format {name}: it holds models that write text, and this one gives scores; use "
-            f"{_usual(source, merge)}"
+            f"--format {name}: this format is for models that generate text, and this one outputs "
+            f"scores; use {_usual(source, merge)}"
         )
     write: Exporter = extensions.find("--format", name, EXPORTERS)
     if name in CHECKS:
@@ -114,7 +116,7 @@ def export(
         if kind != "gguf":
             end = turn_end(source.tokenizer)
             saved_tokenizer(source.tokenizer, end).save_pretrained(folder)
-        checked = check(source, folder, kind, check_rows) if check_rows else "not asked for"
+        checked = check(source, folder, kind, check_rows) if check_rows else "not requested"
         commands = serve_commands(source, folder, kind)
         lines = check_lines(checked)
         write_card(run, folder, kind=kind, step=source.step, serve=commands, checked=lines)
@@ -149,8 +151,8 @@ def _refuse_foreign(to: Path) -> None:
     if there - ours:
         some = ", ".join(sorted(there - ours)[:3])
         raise FinetuneError(
-            f"{to}: holds files that no export wrote ({some}); "
-            "name another folder, or move them away"
+            f"{to}: holds files not written by an export ({some}); "
+            "name another folder, or move them"
         )
 
 
@@ -179,7 +181,9 @@ def _replacing(to: Path) -> Iterator[Path]:
         named = error.filename if isinstance(error, OSError) else None
         if named is not None and not Path(named).is_relative_to(scratch):
             raise FinetuneError(f"{named}: {error.strerror}") from None
-        raise TrainingFailure(f"{to}: could not be written: {error}; nothing was left") from error
+        raise TrainingFailure(
+            f"{to}: could not be written: {error}; partial files were removed"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         if old.exists():

@@ -163,8 +163,8 @@ def check_ids(source: Source, vocabulary: Path) -> None:
             place = next((n for n, (one, other) in enumerate(pairs) if one != other), 0)
             near = slice(max(0, place - 2), place + 4)
             raise FinetuneError(
-                "--format gguf: llama.cpp would read other token ids than training did: from token "
-                f"{place} of a prompt {got[near]} where training has {wanted[near]}; export it as "
+                "--format gguf: llama.cpp would tokenize differently than training: from token "
+                f"{place} of a prompt, {got[near]} instead of {wanted[near]}; export it as "
                 "merged, and serve it with `finetune serve` or vLLM"
             )
 
@@ -177,7 +177,7 @@ def _convert(checkout: Path, folder: Path, target: Path, *words: str) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     _run([*command, *words], f"{checkout / CONVERTER} failed", env)
     if not target.is_file():
-        raise TrainingFailure(f"{checkout / CONVERTER}: it wrote no {target.name}")
+        raise TrainingFailure(f"{checkout / CONVERTER}: it did not write {target.name}")
 
 
 def _run(command: list[str], told: str, env: dict[str, str] | None = None) -> None:

@@ -282,7 +282,7 @@ def _with_adapter(
     }
     unused = [key for key, name in others.items() if name not in known]
     if unused:
-        raise FinetuneError(*(f"{adapter}: nothing in the base takes {name}" for name in unused))
+        raise FinetuneError(*(f"{adapter}: the base has no module for {name}" for name in unused))
     trained = {name: tensors[key].float() for key, name in names.items() if key in tensors}
     tied = _aliases(model)
     for name, value in trained.items():

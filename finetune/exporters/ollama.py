@@ -69,7 +69,7 @@ def write(source: Source, folder: Path) -> Kind:
     template = go_template(tokenizer)
     kind = gguf.write(source, folder)
     (weights,) = folder.glob("*.gguf")
-    assert source.generation is not None, "a score head writes no text"
+    assert source.generation is not None, "a score head does not generate text"
     ids = all_ends(source.generation.eos_token_id)
     stops = [str(tokenizer.convert_ids_to_tokens(id)) for id in ids]
     text = modelfile(weights.name, template, stops, gguf.context_of(source))
@@ -101,7 +101,7 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """
     if tokenizer.chat_template is None:
         return None
-    told = "--format ollama: the chat template does more than to put texts round each message"
+    told = "--format ollama: the chat template does more than add text around each message"
     try:
         parts = _parts(tokenizer)
         template = None if parts is None else _written(parts)

@@ -65,7 +65,7 @@ class Weights:
         free = shutil.disk_usage(folder).free
         if free < self.total + SPARE:
             raise FinetuneError(
-                f"{folder.parent}: the disk has {free / 2**30:.1f} GiB free, and the weights "
+                f"{folder.parent}: the disk has {free / 2**30:.1f} GiB free, but the weights "
                 f"need {self.total / 2**30:.1f} GiB; name a folder on another disk"
             )
         self._files: dict[str, BinaryIO] = {}

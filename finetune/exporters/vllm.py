@@ -49,18 +49,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def problems(config: dict[str, Any], tensors: Iterable[str]) -> list[str]:
     """Reasons why vLLM (0.32) would reject an adapter, or serve it incorrectly."""
-    found = [f"vLLM takes no adapter with {name}" for name in REFUSED if config.get(name)]
+    found = [f"vLLM does not support adapters with {name}" for name in REFUSED if config.get(name)]
     if config.get("bias", "none") != "none":
-        found.append(f"vLLM takes no adapter with bias={config['bias']}")
+        found.append(f"vLLM does not support adapters with bias={config['bias']}")
     whole = set(config.get("modules_to_save") or ()) - SERVED_WHOLE
     if whole:
-        found.append(f"vLLM takes no trained modules_to_save ({', '.join(sorted(whole))})")
+        found.append(f"vLLM does not support trained modules_to_save ({', '.join(sorted(whole))})")
     if largest_rank(config) > RANKS[-1]:
-        found.append(f"vLLM takes ranks up to {RANKS[-1]}, not {largest_rank(config)}")
+        found.append(f"vLLM supports ranks up to {RANKS[-1]}, got {largest_rank(config)}")
     parts = (".lora_A.", ".lora_B.", ".lora_embedding_A", ".lora_embedding_B", ".score.")
     others = [name for name in tensors if not any(part in name for part in parts)]
     if others and not found:
-        found.append(f"vLLM takes no {others[0]} in an adapter")
+        found.append(f"vLLM does not support {others[0]} in an adapter")
     return found
 
 

@@ -296,8 +296,8 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
 def needs_initial(adapter: Path, config: LoraConfig) -> FinetuneError:
     """The error for an initialization that changed the base and cannot be recomputed."""
     return FinetuneError(
-        f"{adapter}: the initialisation '{config.init_lora_weights}' changed the base weights "
-        f"and cannot be computed again; the run lacks initial_adapter/"
+        f"{adapter}: the initialization '{config.init_lora_weights}' changed the base weights "
+        f"and cannot be recomputed; the run lacks initial_adapter/"
     )
 
 
