@@ -43,6 +43,9 @@ from finetune.serving.bodies import Chat
 from finetune.serving.requests import ChatRequest
 
 ASKED = [{"role": "user", "content": "What is kept?"}]
+IS_JSON = {"content-type": "application/json"}
+NINES = b"9" * 5000
+"""More digits than Python converts."""
 TOOL = {"type": "function", "function": {"name": "look"}}
 
 
@@ -63,6 +66,10 @@ def running(folder: Path, *words: str, **env: str) -> Iterator[tuple[str, "subpr
         if "serving" not in line:
             raise AssertionError(line + process.communicate()[1])
         yield line.split(" at ")[1].split("/v1")[0], process
+        end_tree(process.pid)
+        said = process.communicate()[1]
+        assert "Traceback" not in said, said
+        assert "Task was destroyed" not in said, said
     finally:
         if process.poll() is None:
             end_tree(process.pid)
@@ -84,8 +91,19 @@ def post(server: Server, body: Any, path: str = "chat/completions") -> httpx.Res
     return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
 
 
+def sent(
+    server: Server, body: bytes | str, headers: dict[str, str] | None = None
+) -> httpx.Response:
+    url = f"{server.url}/v1/chat/completions"
+    return httpx.post(url, content=body, headers=IS_JSON | (headers or {}), timeout=60)
+
+
 def message_of(reply: httpx.Response) -> str:
-    return reply.json()["error"]["message"]
+    (error,) = reply.json().values()
+    assert (set(error), error["type"]) == (
+        {"message", "type", "param", "code"}, "invalid_request_error",
+    )  # fmt: skip
+    return error["message"]
 
 
 def wanted(server: Server, base: bool = False, most: int = 24) -> str:
@@ -207,6 +225,10 @@ def test_what_may_begin_a_stop_text_is_held_back():
     for piece in ("a", "E", "N", "x", "E", "ND", "b"):
         cut.feed(piece)
     assert (passed, cut.text, cut.found) == (["a", "ENx"], "aENx", True)
+    long = UntilStop(["y" * 5_000_000], passed.append)  # in time that does not grow with it
+    for _ in range(500):
+        long.feed("x")
+    assert long.text == "x" * 500
     open_end = UntilStop(["END"], passed.append)
     open_end.feed("xEN")
     open_end.flush()
@@ -235,29 +257,53 @@ BAD = {
     "a long prompt": ({"messages": [{"role": "user", "content": "x" * 500}]}, "leave no room"),
     "a variable": ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
     "a temperature": ({"temperature": "hot"}, "temperature: "),
+    "a misspelt variable": (
+        {"chat_template_kwargs": {"thinking": 1}},
+        "chat_template_kwargs: the chat template does not read 'thinking'",
+    ),
+    "a variable of the data": ({"chat_template_kwargs": {"tools": []}}, "is set by the data"),
+    "a yes for a number": ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
+    "many stop texts": ({"stop": ["x"] * 10_000}, "stop: List should have at most 16 items"),
+    "an empty stop text": ({"stop": ""}, 'stop.0: String should have at least 1 character, got ""'),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud83d"}]}, "surrogate"),
     "a nested body": ({"messages": [{"role": "user", "content": [[[]]]}]}, "messages[0]"),
 }
 
 
 @pytest.mark.parametrize(("fields", "told"), BAD.values(), ids=BAD.keys())
 def test_a_request_that_cannot_be_honoured_is_refused_by_name(server, fields, told):
-    reply = post(server, {"messages": ASKED, **fields})
+    reply = sent(server, json.dumps({"messages": ASKED, **fields}))
     assert reply.status_code == 400
     assert told in message_of(reply)
 
 
+def test_errors_of_routes_have_the_shape_of_the_api(server):
+    for method, path, status in (
+        ("PUT", "chat/completions", 405), ("POST", "models", 405), ("GET", "embeddings", 404),
+    ):  # fmt: skip
+        reply = httpx.request(method, f"{server.url}/v1/{path}", headers=IS_JSON, content=b"{}"[:0])
+        assert (reply.status_code, message_of(reply)) == (
+            status, f"{method} /v1/{path}: there is no such route",
+        )  # fmt: skip
+
+
 def test_the_server_outlives_bodies_that_are_not_requests(server):
-    url = f"{server.url}/v1/chat/completions"
-    for body in (b'{"messages": [', b"\xff\xfe", b"null", b"[" * 100_000, b""):
-        reply = httpx.post(url, content=body, headers={"content-type": "application/json"})
-        assert reply.status_code in (400, 422), (body[:20], reply.text)
-    large = httpx.post(
-        url, content=b"x" * 100_000_000, headers={"content-type": "application/json"}, timeout=60
-    )
-    assert large.status_code == 413
-    assert httpx.post(url, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
-    other = {"host": "evil.example", "content-type": "application/json"}
-    assert httpx.post(url, content=b"{}", headers=other).status_code == 400
+    for body in (
+        b'{"messages": [',
+        b"\xff\xfe",
+        b"null",
+        b"[" * 100_000,
+        b"",
+        b'{"seed": %s}' % NINES,
+    ):
+        reply = sent(server, body)
+        assert reply.status_code == 400
+        assert "the body" in message_of(reply), body[:20]
+    assert "got NaN" in message_of(sent(server, b'{"messages": [{}], "temperature": NaN}'))
+    assert sent(server, b"x" * 100_000_000).status_code == 413
+    assert sent(server, b"{}", {"content-type": "text/plain"}).status_code == 415
+    assert "host: got" in message_of(sent(server, b"{}", {"host": "evil.example"}))
+    assert "'\ud83d'" in message_of(sent(server, b'{"messages": [{}], "model": "\\ud83d"}'))
     assert post(server, {"messages": ASKED, "model": "tunde"}).status_code == 404
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "requests": 0}
 
@@ -271,9 +317,10 @@ def test_a_full_queue_refuses_and_clients_that_hang_up_free_it(server):
     assert len({reply.json()["choices"][0]["text"] for reply in replies if reply.is_success}) == 1
     host = server.url.removeprefix("http://")
     body = json.dumps({**slow, "stream": True})
-    for _ in range(3):
+    for length in (len(body), len(body), len(body) + 1):  # the last one sends no complete body
         connection = http.client.HTTPConnection(host)
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        headers = IS_JSON | {"content-length": str(length)}
+        connection.request("POST", "/v1/completions", body, headers)
         connection.close()
     deadline = time.monotonic() + 30
     while httpx.get(f"{server.url}/health").json()["requests"]:

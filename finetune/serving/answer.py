@@ -52,6 +52,8 @@ class Answer:
     """`stop`, or `length` if the answer was truncated."""
 
 
+UNLIKELY = -9999.0
+"""Log-probability of impossible tokens in OpenAI's API, as JSON has no infinity."""
 WITHOUT_LIMIT = 512
 """Maximum tokens of an answer if neither the request nor the model has a limit."""
 
@@ -119,7 +121,7 @@ class Growing:
 
 
 def _likely(id: int, logits: torch.Tensor, count: int) -> Token:
-    logs = logits.float().log_softmax(-1)
+    logs = logits.float().log_softmax(-1).clamp_min(UNLIKELY)
     best = logs.topk(min(count, len(logs)))
     pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return Token(id, logs[id].item(), pairs)
@@ -208,7 +210,7 @@ class UntilStop:
             (
                 length
                 for stop in self.stops
-                for length in range(1, len(stop))
+                for length in range(1, min(len(stop), len(self._held) + 1))
                 if self._held.endswith(stop[:length])
             ),
             default=0,

@@ -3,29 +3,30 @@
 import asyncio
 import contextlib
 import json
-import secrets
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.serving.answer import Answer, Question
 from finetune.serving.bodies import Chat, Completion, Reply
+from finetune.serving.guard import Guard
 from finetune.serving.models import Served
-from finetune.serving.prompts import chat_question, text_question
+from finetune.serving.problems import Json, about_field, problem
+from finetune.serving.prompts import chat_text, question_of
 from finetune.serving.requests import ChatRequest, TextRequest
 from finetune.serving.scheduler import Job, Scheduler
 
 PAGE = Path(__file__).parent / "page.html"
-LARGEST_BODY = 8 * 2**20
-"""Maximum bytes of a request."""
+Pieces = asyncio.Queue[str | None]
 
 
 class Answers:
@@ -45,14 +46,15 @@ class Answers:
             )
         return self.models[name or self.first]
 
-    def begin(self, served: Served, question: Question, pieces: "asyncio.Queue[str]") -> Job:
-        """Submit a question, whose text is put into `pieces` as it is generated.
+    def begin(self, served: Served, question: Question, pieces: Pieces) -> Job:
+        """Submit a question, whose text is put into `pieces` as it is generated, with None last.
 
         Raises:
             HTTPException: status 429 if the queue is full.
         """
         if self.taken >= self.places:
-            raise HTTPException(429, f"{self.taken} requests are waiting; ask again later")
+            text = f"{self.taken} requests are waiting; ask again later"
+            raise HTTPException(429, text, {"Retry-After": "1"})
         loop = asyncio.get_running_loop()
 
         def write(text: str) -> None:
@@ -60,47 +62,16 @@ class Answers:
 
         def leave(answer: "Future[Answer]") -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._leave)
+                loop.call_soon_threadsafe(self._leave, pieces)
 
         job = self.scheduler.submit(served, question, write)
         self.taken += 1
         job.answer.add_done_callback(leave)
         return job
 
-    def _leave(self) -> None:
+    def _leave(self, pieces: Pieces) -> None:
         self.taken -= 1
-
-
-class LimitBody:
-    """Rejects a body larger than `LARGEST_BODY` before it is read completely."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            return await self.app(scope, receive, send)
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > LARGEST_BODY:
-                text = f"the request has more than {LARGEST_BODY:,} bytes"
-                return await problem(413, text)(scope, receive, send)
-            if not message.get("more_body"):
-                break
-        given = False
-
-        async def again() -> Any:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        return await self.app(scope, again, send)
+        pieces.put_nowait(None)
 
 
 def build_app(
@@ -130,26 +101,16 @@ def build_app(
 
     app = FastAPI(title="finetune", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.answers = answers
-    app.add_middleware(LimitBody)
-    if local:
-        app.add_middleware(
-            TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", "::1"]
-        )
+    app.add_middleware(Guard, key=key, local=local)
 
-    @app.middleware("http")
-    async def check_key(request: Request, go_on: Any) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        right = key is None or secrets.compare_digest(given.encode(), key.encode())
-        if request.url.path.startswith("/v1") and not right:
-            return problem(401, "send the server's key as 'Authorization: Bearer KEY'")
-        kind = request.headers.get("content-type", "")
-        if request.method == "POST" and not kind.startswith("application/json"):
-            return problem(415, f"content-type: got '{kind}', expected application/json")
-        return await go_on(request)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        return problem(error.status_code, str(error.detail))
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: Request, error: StarletteHTTPException) -> Response:
+        text = str(error.detail)
+        if error.status_code in (404, 405) and text == HTTPStatus(error.status_code).phrase:
+            text = f"{request.method} {request.url.path}: there is no such route"
+        elif error.status_code == 400 and error.__cause__ is not None:  # raised by FastAPI
+            text = f"the body cannot be read as JSON: {error.__cause__}"
+        return problem(error.status_code, text, error.headers)
 
     @app.exception_handler(FinetuneError)
     async def unusable(request: Request, error: FinetuneError) -> Response:
@@ -157,7 +118,11 @@ def build_app(
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return problem(400, "\n".join(_told(each) for each in error.errors()))
+        return problem(400, "\n".join(map(about_field, error.errors())))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return problem(500, f"{type(error).__name__}: {error}")
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -178,33 +143,17 @@ def build_app(
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
         served = answers.find(asked.model)
-        question = chat_question(served, asked)
+        prompt = chat_text(served, asked)
+        question = await run_in_threadpool(question_of, served, asked, prompt)
         return await _reply(answers, request, served, question, Chat(served, asked))
 
     @app.post("/v1/completions")
     async def complete(asked: TextRequest, request: Request) -> Response:
         served = answers.find(asked.model)
-        question = text_question(served, asked)
+        question = await run_in_threadpool(question_of, served, asked, asked.completion)
         return await _reply(answers, request, served, question, Completion(served, asked))
 
     return app
-
-
-def problem(status: int, text: str) -> JSONResponse:
-    """An error response in the format of OpenAI's API."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": text, "type": kind, "param": None, "code": None}
-    headers = {"Retry-After": "1"} if status == 429 else None
-    return JSONResponse({"error": error}, status, headers)
-
-
-def _told(error: Mapping[str, Any]) -> str:
-    place = ".".join(str(part) for part in error["loc"][1:])
-    if error["type"] == "extra_forbidden":
-        return f"{place}: this server has no such field, and leaving it out may change the answer"
-    if error["type"] == "json_invalid":
-        return f"the body is not valid JSON: {error['ctx']['error']} at character {place}"
-    return f"{place}: {error['msg']}"
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -214,7 +163,7 @@ def _model(name: str) -> dict[str, Any]:
 async def _reply(
     answers: Answers, request: Request, served: Served, question: Question, reply: Reply
 ) -> Response:
-    pieces: asyncio.Queue[str] = asyncio.Queue()
+    pieces = Pieces()
     job = answers.begin(served, question, pieces)
     if reply.asked.stream:
         return StreamingResponse(_events(job, pieces, reply), media_type="text/event-stream")
@@ -223,28 +172,23 @@ async def _reply(
         while not (await asyncio.wait([answer], timeout=0.5))[0]:
             if await request.is_disconnected():
                 raise HTTPException(499, "the client has hung up")
-        return JSONResponse(reply.whole(answer.result()))
+        return Json(reply.whole(answer.result()))
     except (RuntimeError, MemoryError) as error:  # torch raises them when out of memory
         return problem(500, f"{type(error).__name__}: {error}")
     finally:
         job.cancelled.set()
 
 
-async def _events(job: Job, pieces: "asyncio.Queue[str]", reply: Reply) -> AsyncIterator[str]:
+async def _events(job: Job, pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
     """Server-sent events of an answer, which is cancelled if the client disconnects."""
-    answer = asyncio.wrap_future(job.answer)
     try:
         for event in reply.opening():
             yield _event(event)
-        while not answer.done() or not pieces.empty():
-            piece = asyncio.ensure_future(pieces.get())
-            await asyncio.wait([piece, answer], return_when=asyncio.FIRST_COMPLETED)
-            if not piece.done():
-                piece.cancel()
-            elif not reply.at_once:
-                yield _event(reply.piece(piece.result()))
+        while (piece := await pieces.get()) is not None:
+            if not reply.at_once:
+                yield _event(reply.piece(piece))
         try:
-            for event in reply.closing(answer.result()):
+            for event in reply.closing(job.answer.result()):
                 yield _event(event)
         except Exception as error:  # the status is already sent: report in an event
             yield _event(json.loads(bytes(problem(500, f"{type(error).__name__}: {error}").body)))

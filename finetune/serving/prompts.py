@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from finetune.data.chat.chat_templates import check_variables
 from finetune.data.formats import read_row
 from finetune.data.samples import Completion, Conversation
 from finetune.data.values import RowProblem
@@ -11,13 +12,17 @@ from finetune.serving.models import Served
 from finetune.serving.requests import ChatRequest, TextRequest
 
 
-def chat_question(served: Served, asked: ChatRequest) -> Question:
-    """The conversation of a request as token ids, with the generation prompt.
+def chat_text(served: Served, asked: ChatRequest) -> str:
+    """The conversation of a request as text, with the generation prompt.
+
+    The time of the chat template is limited in the main thread only.
 
     Raises:
-        FinetuneError: a message is invalid, or the template rejects the conversation.
+        FinetuneError: a message is invalid, the template rejects the conversation, or does not read
+            a variable.
     """
-    if served.chat.template is None:
+    chat = served.chat
+    if chat.template is None:
         raise FinetuneError("the model has no chat template; ask /v1/completions")
     row: dict[str, Any] = {"messages": asked.messages}
     if asked.tools and asked.tool_choice != "none":
@@ -33,22 +38,31 @@ def chat_question(served: Served, asked: ChatRequest) -> Question:
         raise FinetuneError(
             "messages: the last one is the assistant's; /v1/completions continues a text"
         )
-    return _question(asked, served.chat.prompt(sample))
+    if sample.template_kwargs:
+        used = chat.tool_template if sample.tools and chat.tool_template else chat.template
+        check_variables([used], sample.template_kwargs, "chat_template_kwargs")
+    return chat.prompt_text(sample)
 
 
-def text_question(served: Served, asked: TextRequest) -> Question:
-    if isinstance(asked.prompt, list):
-        return _question(asked, asked.prompt)
-    return _question(asked, served.chat.prompt(Completion(asked.prompt, "")))
+def question_of(
+    served: Served, asked: ChatRequest | TextRequest, prompt: str | Completion | list[int]
+) -> Question:
+    """The question of a request.
 
+    It may run in any thread: a megabyte of text takes a second to tokenize.
 
-def _question(asked: ChatRequest | TextRequest, ids: list[int]) -> Question:
+    Args:
+        prompt: The rendered text, a completion's prompt, or token ids.
+
+    Raises:
+        FinetuneError: the text cannot be tokenized.
+    """
     return Question(
-        ids=ids,
+        ids=prompt if isinstance(prompt, list) else served.chat.prompt(prompt),
         most=asked.most,
         temperature=asked.temperature,
         top_p=asked.top_p,
         seed=asked.seed,
-        stops=asked.stops,
+        stops=asked.stop or (),
         likelihoods=asked.likelihoods,
     )

@@ -2,13 +2,25 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+from finetune.data.samples import Completion
+
+Stops = Annotated[
+    Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None,
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[Ids, Tag("ids")],
+    Discriminator(lambda given: "ids" if isinstance(given, list) else "text"),
+]
+STRICT = ConfigDict(extra="forbid", strict=True)
+"""No unknown fields, and no conversions such as from `true` to 1."""
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     include_usage: bool = False
 
@@ -16,7 +28,7 @@ class StreamOptions(BaseModel):
 class Request(BaseModel):
     """Fields of both kinds of requests. Fields with one allowed value are not supported."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     model: str | None = None
     """Name of a model; by default the trained model."""
@@ -27,7 +39,8 @@ class Request(BaseModel):
     """Greedy by default; OpenAI's default is 1."""
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: str | Stops | None = None
+    stop: Stops = None
+    """A text, or a list of texts."""
     n: Literal[1] | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -35,16 +48,6 @@ class Request(BaseModel):
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @model_validator(mode="after")
-    def _has_text_to_stop_at(self) -> "Request":
-        if self.stop == "":
-            raise ValueError("stop: an empty text stops nothing")
-        return self
 
 
 class ChatRequest(Request):
@@ -69,12 +72,17 @@ class ChatRequest(Request):
 
 
 class TextRequest(Request):
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: Prompt
     """A text, or token ids."""
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @property
+    def completion(self) -> Completion | list[int]:
+        """The prompt to tokenize, or its token ids."""
+        return self.prompt if isinstance(self.prompt, list) else Completion(self.prompt, "")
 
     @property
     def most(self) -> int | None:

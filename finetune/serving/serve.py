@@ -40,6 +40,7 @@ def serve(
         import uvicorn
 
         from finetune.serving.app import build_app
+        from finetune.serving.connection import Impatient
     except ImportError as error:
         raise FinetuneError(f"finetune serve needs {error.name}: {install('serve')}") from None
     from finetune.serving.models import open_models
@@ -51,7 +52,9 @@ def serve(
         app = build_app(models, rows=rows, queue=queue, key=key, local=host in LOCAL)
         print(f"serving {', '.join(models)} at {url}/v1, chat page at {url}/", flush=True)
         print(f"up to {rows} answers at once; Ctrl-C ends it", flush=True)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(
+            app, http=Impatient, log_level="warning", timeout_graceful_shutdown=5
+        )
         uvicorn.Server(config).run(sockets=[taken])
 
 

@@ -94,23 +94,27 @@ class Chat:
             case Completion():
                 return self._completion(sample, train_on)
             case Text():
-                ids = self._closed(self._opened(self._tokens(sample.text).ids))
+                ids = self._closed(self._text(sample).ids)
                 return Row(ids, [True] * len(ids), self._bos_notes(ids))
             case Preference() | Judged() | Labelled():
                 raise FinetuneError("render the sequences of a sample, not what is said of them")
 
     def scored(self, sample: Sample) -> Row:
         """Ids that serving passes to a scoring model, with the last marked; no EOS after a text."""
-        row = self.render(sample, "all") if not isinstance(sample, Text) else self._text(sample)
+        row = self._text(sample) if isinstance(sample, Text) else self.render(sample, "all")
         if not row.ids:
             raise FinetuneError("the text is empty, so it has no token to score")
         return Row(row.ids, [False] * (len(row.ids) - 1) + [True], row.notes)
 
-    def prompt(self, sample: Conversation | Completion) -> list[int]:
-        """Token ids of a prompt: the messages and the header of the model's turn."""
+    def prompt(self, sample: Conversation | Completion | str) -> list[int]:
+        """Token ids of a prompt: the messages and the header of the model's turn, or their text."""
         if isinstance(sample, Completion):
             return self._opened(self._tokens(sample.prompt).ids)
-        return self._tokens(self._turns(sample).mark(sample, add_generation_prompt=True).text).ids
+        return self._tokens(sample if isinstance(sample, str) else self.prompt_text(sample)).ids
+
+    def prompt_text(self, sample: Conversation) -> str:
+        """The rendered text of a prompt, which `prompt` tokenizes."""
+        return self._turns(sample).mark(sample, add_generation_prompt=True).text
 
     @property
     def stop_ids(self) -> list[int]:
@@ -414,12 +418,9 @@ class Chat:
 
     def _tokenised(self, texts: list[str]) -> list[Tokens]:
         found = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+            texts, add_special_tokens=False, return_attention_mask=False,
+            return_token_type_ids=False, verbose=False,
+        )  # fmt: skip
         assert found.encodings is not None  # it is a fast tokenizer
         return list(map(Tokens, found["input_ids"], found.encodings))
 
