@@ -280,6 +280,13 @@ def test_one_line_says_why_a_machine_with_an_accelerator_trains_on_its_cpu(
     assert apple.endswith("because nothing of this toolkit has run on PyTorch's mps")
 
 
+def test_the_gpu_of_a_process_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread cannot be moved to `cuda`, which names no GPU."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    named = [torch.device("cuda"), torch.device("cuda", 1), torch.device("cpu")]
+    assert [str(device.numbered(each)) for each in named] == ["cuda:3", "cuda:1", "cpu"]
+
+
 def test_processes_that_hold_a_gpu_are_named() -> None:
     answer = "GPU-1, 4711, /opt/app/server, 60000 MiB\nGPU-1, 12, python, 500 MiB\nnonsense\n"
     users = device.users_of(answer, own=12)

@@ -24,6 +24,7 @@ from finetune import backend as backends
 from finetune.data.collate import MicroBatch
 from finetune.distributed import workarounds
 from finetune.distributed.compare import Compare, comparing, wrapped_by
+from finetune.distributed.device import numbered
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.loss_scale import LossScale, announce_fp16, autocasting
 from finetune.distributed.parameters import local, moment_elements
@@ -167,7 +168,8 @@ class Engine(Ranks):
 
     @property
     def device(self) -> torch.device:
-        return self.accelerator.device
+        """Device of this process; a GPU with its number."""
+        return numbered(self.accelerator.device)
 
     # The model -----------------------------------------------------------------------------------
 

@@ -52,6 +52,13 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
+def numbered(device: torch.device) -> torch.device:
+    """The device with its number: Accelerate names the GPU of a single process `cuda`."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def look(local_rank: int) -> Found:
     """Inspect the GPUs that a process of this machine can use."""
     kind = "hip" if torch.version.hip is not None else "cuda" if torch.version.cuda else None
