@@ -68,7 +68,7 @@ def test_init_writes_a_file_that_is_found_by_its_name(finetune: Finetune, tmp_pa
     assert catalog.from_fields(json.loads(shown.stdout)) == origin
     again = finetune("init", "mine", cwd=tmp_path)
     assert again.status == 2
-    assert again.stderr.startswith("error: recipes/mine.yaml: is there already")
+    assert again.stderr.startswith("error: recipes/mine.yaml: already exists")
     assert catalog.load(tmp_path / "recipes/mine.yaml") == origin
 
 
@@ -431,18 +431,20 @@ def test_import_prints_what_became_of_each_key_and_writes_it_into_the_file(
 ) -> None:
     done = finetune("import", "llama.yml", "--processes", "2", cwd=folder)
     assert done.status == 0, done.output
-    assert "no counterpart  neftune_noise_alpha  nothing is added to embeddings" in done.stdout
-    assert "assumed         batch.rows=16: rows of a step over all processes, assumed 2" in (
+    assert (
+        "no counterpart  neftune_noise_alpha  noise on embeddings is not supported" in done.stdout
+    )
+    assert "assumed         batch.rows=16: rows of a step over all processes, assumed to be 2" in (
         done.stdout
     )
     text = (folder / "recipes/llama.yaml").read_text()
-    assert "# no counterpart neftune_noise_alpha nothing is added to embeddings" in text
+    assert "# no counterpart neftune_noise_alpha noise on embeddings is not supported" in text
     expected, _, _ = importers.import_recipe(Path(folder / "llama.yml"), 2)
     loaded = catalog.load(folder / "recipes/llama.yaml")
     assert loaded.batch == expected.batch
     again = finetune("import", "llama.yml", cwd=folder)
     assert again.status == 2
-    assert "is there already" in again.stderr
+    assert "already exists" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -450,12 +452,12 @@ def test_import_prints_what_became_of_each_key_and_writes_it_into_the_file(
     [
         ("a: [", "f.yml: cannot be read as YAML: "),
         ("- 1", "f.yml: expected keys and values, got list"),
-        ("lr: 3", "f.yml: expected one of two kinds of file: it has neither base_model (of axolo"),
+        ("lr: 3", "f.yml: not a configuration that can be imported: it has neither base_model"),
         (
             "base_model: m\nrl: grpo",
             "f.yml: rl: grpo: supervised fine-tuning, pretraining and rl of",
         ),
-        ("base_model: m\nadapter: oft", "f.yml: adapter: oft: adapters here are lora and qlora"),
+        ("base_model: m\nadapter: oft", "f.yml: adapter: oft: expected lora or qlora"),
         ("base_model: m\nlearning_rate: fast", "f.yml: optim.lr: Input should be a valid number"),
         ("base_model: m\ndatasets: d", "f.yml: datasets: expected a list, got d"),
         (
@@ -464,10 +466,13 @@ def test_import_prints_what_became_of_each_key_and_writes_it_into_the_file(
         ),
         (
             "model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",
-            "f.yml: pref_loss: kto_pair: the losses of pairs that are imported are sigmoid",
+            "f.yml: pref_loss: kto_pair: expected one of sigmoid",
         ),
-        ("model_name_or_path: m\nfinetuning_type: freeze", "f.yml: finetuning_type: freeze: here"),
-        ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: its dataset_info.json"),
+        (
+            "model_name_or_path: m\nfinetuning_type: freeze",
+            "f.yml: finetuning_type: freeze: expected lora or full",
+        ),
+        ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: no dataset_info.json"),
     ],
 )
 def test_what_cannot_be_imported_is_said_with_its_file_and_key(
@@ -544,7 +549,7 @@ def test_methods_of_preferences_are_imported(
     assert (source.source.removeprefix(f"{folder}/"), source.format) == (where, name)
     assert dict(source.columns) == columns
     assert not {key for key, (kind, _) in said.items() if kind == "no counterpart"}
-    assert not any(told == "no field here means this" for _, told in said.values())
+    assert not any(told == "no recipe field corresponds to it" for _, told in said.values())
 
 
 def test_a_file_that_is_not_there_is_said(finetune: Finetune, tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def import_recipe(path: Path, processes: int = 1) -> tuple[Recipe, Translation, 
     found = [key for key in KINDS if key in source]
     if len(found) != 1:
         names = " nor ".join(f"{key} (of {kind})" for key, (kind, _) in KINDS.items())
-        raise FinetuneError(f"{path}: expected one of two kinds of file: it has neither {names}")
+        raise FinetuneError(
+            f"{path}: not a configuration that can be imported: it has neither {names}"
+        )
     kind, translate = KINDS[found[0]]
     job = Translation({k: v for k, v in source.items() if v is not None}, processes)
     try:

@@ -15,37 +15,37 @@ ATTENTION = {
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
 NOT_NEEDED = {
-    "tokenizer_type": "the tokenizer's own files say it",
+    "tokenizer_type": "read from the tokenizer's files",
     "tokenizer_use_fast": "the fast tokenizer is used",
-    "is_llama_derived_model": "config.json says it",
-    "is_mistral_derived_model": "config.json says it",
-    "is_qwen_derived_model": "config.json says it",
-    "is_falcon_derived_model": "config.json says it",
+    "is_llama_derived_model": "read from config.json",
+    "is_mistral_derived_model": "read from config.json",
+    "is_qwen_derived_model": "read from config.json",
+    "is_falcon_derived_model": "read from config.json",
     "dataset_prepared_path": "prepared rows are cached by their content",
-    "dataset_processes": "as many processes as help are used",
-    "dataset_num_proc": "as many processes as help are used",
+    "dataset_processes": "the number of processes is chosen automatically",
+    "dataset_num_proc": "the number of processes is chosen automatically",
     "dataset_keep_in_memory": "rows are memory-mapped",
-    "pad_to_sequence_len": "padding changes nothing of what is learned",
-    "eval_sample_packing": "an evaluation has the layout of the training",
+    "pad_to_sequence_len": "padding does not affect training",
+    "eval_sample_packing": "evaluation uses the same batch layout as training",
     "sample_packing_eff_est": "packs are counted, not estimated",
     "sample_packing_group_size": "all rows are packed together",
     "sample_packing_bin_size": "a pack has no limit of documents",
     "total_num_tokens": "tokens are counted",
-    "batch_flattening": "batch.padding_free=auto lays rows side by side",
+    "batch_flattening": "batch.padding_free=auto concatenates rows",
     "lora_fan_in_fan_out": "PEFT sets it for each layer",
     "lora_mlp_kernel": "fused kernels are on (kernels)",
     "lora_qkv_kernel": "fused kernels are on (kernels)",
     "lora_o_kernel": "fused kernels are on (kernels)",
     "lora_on_cpu": "`finetune export --merge` merges on the CPU",
-    "flash_attn_cross_entropy": "kernels.head=chunked never holds all logits",
+    "flash_attn_cross_entropy": "kernels.head=chunked never materializes all logits",
     "flash_attn_rms_norm": "kernels.norm=fused",
     "flash_attn_fuse_mlp": "kernels.activation=fused",
     "device_map": "the backend places the model",
     "max_memory": "the backend places the model",
-    "torch_compile": "kernels.pointwise=auto compiles what gains",
-    "torch_compile_backend": "kernels.pointwise=auto compiles what gains",
+    "torch_compile": "kernels.pointwise=auto compiles where it is faster",
+    "torch_compile_backend": "kernels.pointwise=auto compiles where it is faster",
     "debug": "see `finetune inspect`",
-    "strict": "every key is checked here",
+    "strict": "every key is always checked",
 }
 
 
@@ -71,7 +71,9 @@ def translate(job: Translation, folder: Path) -> None:
     job.move("cosine_min_lr_ratio", "optim.min_lr")
     trainer.evaluation_and_saving(job)
     for key, path in (("evals_per_epoch", "evaluation.every"), ("saves_per_epoch", "saving.every")):
-        told = f"{shown(job.get(key))} an epoch: set {path} to steps (`finetune plan` counts them)"
+        told = (
+            f"{shown(job.get(key))} per epoch: set {path} to a number of steps, see `finetune plan`"
+        )
         job.say(key, "not needed" if job.get(key) == 0 else "no counterpart", told)
     job.move("early_stopping_patience", "evaluation.patience")
     trainer.precision(job)
@@ -80,9 +82,9 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.backend(job, folder)
     for key, told in NOT_NEEDED.items():
         job.say(key, "not needed", told)
-    told = "tokens are the tokenizer's own; model.add_tokens adds others"
+    told = "the tokenizer's special tokens are used; model.add_tokens adds others"
     job.say("special_tokens", "no counterpart", told)
-    told = "on_nonfinite guards against NaN; a high loss stops nothing"
+    told = "on_nonfinite handles NaN; a high loss does not stop a run"
     for key in ("loss_watchdog_threshold", "loss_watchdog_patience"):
         job.say(key, "no counterpart", told)
     trainer.the_rest(job)
@@ -103,7 +105,7 @@ def _method(job: Translation) -> None:
             job.say(key, "not needed", "supervised fine-tuning")
     if str(job.get("adapter") or "lora") not in ("lora", "qlora"):
         raise FinetuneError(
-            f"adapter: {shown(job.source['adapter'])}: adapters here are lora and qlora; leave it "
+            f"adapter: {shown(job.source['adapter'])}: expected lora or qlora; leave it "
             "out to train all weights"
         )
 
@@ -114,10 +116,10 @@ def _model(job: Translation) -> None:
     job.move("tokenizer_config", "model.tokenizer", text)
     job.move("trust_remote_code", "model.trust_remote_code")
     if job.get("base_model_config", job.get("base_model")) == job.get("base_model"):
-        job.say("base_model_config", "not needed", "config.json lies with the weights")
+        job.say("base_model_config", "not needed", "config.json is in the folder of the weights")
     kind = text(job.get("model_type"))
     causal = kind.endswith("ForCausalLM")
-    told = "config.json says it" if causal else f"{kind}: language models of config.json only"
+    told = "read from config.json" if causal else f"{kind}: the architecture in config.json is used"
     job.say("model_type", "not needed" if causal else "differs", told)
     for key, attention in ATTENTION.items():
         if job.get(key):
@@ -159,7 +161,7 @@ def _adapter(job: Translation) -> None:
     if job.get("lora_target_linear"):
         job.set("adapter.targets", "all-linear")
         job.say("lora_target_linear", "translated", "adapter.targets=all-linear")
-        told = "the names are within adapter.targets=all-linear, if they are linear layers"
+        told = "adapter.targets=all-linear includes these names if they are linear layers"
         job.say("lora_target_modules", "differs", told)
     else:
         job.say("lora_target_linear", "not needed", "it is off")
@@ -240,7 +242,7 @@ def _data(job: Translation) -> None:
     elif not size:
         job.say("val_set_size", "not needed", "nothing is held out")
     else:
-        told = f"{shown(size)} of the rows: set eval_rows to their number"
+        told = f"a fraction of the rows, {shown(size)}: set eval_rows to a number of rows"
         job.say("val_set_size", "no counterpart", told)
 
 
@@ -266,13 +268,15 @@ def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, An
     if "split" in values:
         _split(job, f"{at}.split", text(values["split"]), data)
     if "ds_type" in values:
-        job.say(f"{at}.ds_type", "not needed", "the ending of the file says it")
+        job.say(f"{at}.ds_type", "not needed", "derived from the file extension")
     _format(job, at, values, data)
     said = ("path", "data_files", "name", "split", "ds_type")
     for inner in values:
         if inner not in said and f"{at}.{inner}" not in job.outcomes:
             job.say(
-                f"{at}.{inner}", "no counterpart", f"{shown(values[inner])}: no field of a source"
+                f"{at}.{inner}",
+                "no counterpart",
+                f"{shown(values[inner])}: no field of a source corresponds to it",
             )
     return data
 
@@ -320,14 +324,14 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
                 job.say(f"{at}.{inner}", "translated", f"columns={data.get('columns', {})}")
     elif word == "alpaca":
         data["format"] = "alpaca"
-        told = "format=alpaca: the chat template writes the prompt, not '### Instruction:'"
+        told = "format=alpaca: the chat template renders the prompt, not '### Instruction:'"
         job.say(key, "differs", told)
     elif word == "oasst":
         data["format"] = "oasst"
         job.say(key, "differs", "format=oasst: the best-ranked path down each tree")
     else:
         data["format"] = text(kind)
-        told = f"{shown(kind)}: no such format; `finetune plan` names those that there are"
+        told = f"{shown(kind)}: unknown format; `finetune plan` lists the formats"
         job.say(key, "no counterpart", told)
 
 
@@ -340,11 +344,11 @@ def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str,
     columns = {column: name for column, name in columns.items() if column != name}
     if columns:
         data["columns"] = columns
-    told = "format=alpaca with its columns: the chat template writes the prompt"
+    told = "format=alpaca with its columns: the chat template renders the prompt"
     job.say(f"{at}.type", "differs", told)
     for key in kind:
         if key not in names and kind[key] is not None:
-            job.say(f"{at}.type.{key}", "no counterpart", "the chat template writes the prompt")
+            job.say(f"{at}.type.{key}", "no counterpart", "the chat template renders the prompt")
 
 
 def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
@@ -383,7 +387,11 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
     }
     for key, known in same.items():
         if key in values:
-            told = "as here" if values[key] in known else f"{shown(values[key])}: here {known[0]}"
+            told = (
+                "same behavior"
+                if values[key] in known
+                else f"{shown(values[key])}: replaced by {known[0]}"
+            )
             job.say(f"{at}.{key}", "translated" if values[key] in known else "differs", told)
     roles = values.get("roles")
     if isinstance(roles, dict):
@@ -391,5 +399,5 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
         usual |= {"system": {"system"}, "tool": {"tool"}}
         read = cast(dict[str, list[str]], roles)
         others = [r for role, words in read.items() for r in words if r not in usual.get(role, ())]
-        told = f"{', '.join(others)}: rename these roles in the data" if others else "as here"
+        told = f"{', '.join(others)}: rename these roles in the data" if others else "same names"
         job.say(f"{at}.roles", "no counterpart" if others else "translated", told)

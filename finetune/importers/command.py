@@ -13,5 +13,5 @@ def run(file: Path, output: str | None, processes: int) -> int:
     lines = explain(job)
     recipe_file.write(path, recipe, f"{path.stem}, from {file.name} of {toolkit}.", lines)
     print("\n".join(lines))
-    print(f"wrote {path}; `finetune plan {name}` says what it means")
+    print(f"wrote {path}; run `finetune plan {name}` to check it")
     return 0

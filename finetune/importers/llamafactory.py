@@ -18,20 +18,20 @@ OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
 OPENAI_TAGS |= {"assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
 
 NOT_NEEDED = {
-    "do_train": "the verb is `finetune train`",
-    "do_eval": "eval_data or eval_rows says it",
+    "do_train": "use `finetune train`",
+    "do_eval": "set by eval_data or eval_rows",
     "do_predict": "see `finetune eval`",
     "predict_with_generate": "see `finetune eval`",
-    "cache_dir": "HF_HOME says where the hub's files are kept",
+    "cache_dir": "HF_HOME sets where files of the hub are cached",
     "overwrite_cache": "prepared rows are cached by their content",
     "preprocessing_batch_size": "rows are prepared in parallel",
-    "preprocessing_num_workers": "as many processes as help are used",
+    "preprocessing_num_workers": "the number of processes is chosen automatically",
     "tokenized_path": "prepared rows are cached by their content",
     "use_fast_tokenizer": "the fast tokenizer is used",
     "low_cpu_mem_usage": "the backend places the model",
     "use_reentrant_gc": "recomputation gives equal gradients",
     "ignore_pad_token_for_loss": "padding is never trained",
-    "eval_on_each_dataset": "the loss is that of all evaluation rows",
+    "eval_on_each_dataset": "the loss is computed over all evaluation rows",
     "enable_liger_kernel": "fused kernels are on (kernels)",
     "use_unsloth_gc": "model.activation_checkpointing=offload keeps inputs in host memory",
     "print_param_status": "see `finetune inspect`",
@@ -57,7 +57,7 @@ def translate(job: Translation, folder: Path) -> None:
     job.set("batch.max_length", job.get("cutoff_len", 2048))
     job.set("batch.overlong", "truncate")
     job.move("cutoff_len", "batch.max_length")
-    job.assumed.append("batch.overlong=truncate: as the other toolkit does")
+    job.assumed.append("batch.overlong=truncate: the other toolkit's behavior")
     _packing(job)
     trainer.batch(job, "per_device_train_batch_size", 8)
     job.move("per_device_eval_batch_size", "evaluation.micro_rows")
@@ -76,19 +76,19 @@ def translate(job: Translation, folder: Path) -> None:
     for key in ("do_eval", "do_predict", "predict_with_generate"):
         job.refuse_flag(key, NOT_NEEDED[key])
     for key, told in {
-        "use_unsloth": "models are those of transformers",
-        "use_galore": "optimizers are those of optim.name",
-        "use_apollo": "optimizers are those of optim.name",
-        "use_badam": "optimizers are those of optim.name",
+        "use_unsloth": "models are loaded with transformers",
+        "use_galore": "for the available optimizers, see optim.name",
+        "use_apollo": "for the available optimizers, see optim.name",
+        "use_badam": "for the available optimizers, see optim.name",
         "use_llama_pro": "train an adapter, or all weights",
-        "shift_attn": "attention is that of the model",
-        "resize_vocab": "model.add_tokens adds rows to the model's tables",
+        "shift_attn": "the attention of the model is used",
+        "resize_vocab": "model.add_tokens resizes the embeddings",
         "upcast_layernorm": "master weights are in fp32",
         "upcast_lmhead_output": "the loss is computed in fp32",
         "streaming": "stream=true is a field of each source, and needs `first`",
         "split_special_tokens": "see `finetune inspect`",
         "use_swanlab": "trackers are tensorboard, wandb, mlflow and trackio",
-        "neftune_noise_alpha": "nothing is added to embeddings",
+        "neftune_noise_alpha": "noise on embeddings is not supported",
     }.items():
         job.refuse_flag(key, told)
     trainer.the_rest(job)
@@ -109,14 +109,14 @@ def _method(job: Translation) -> None:
         job.say("pref_loss", "translated", job.outcomes.get("stage", ("", "method=dpo"))[1])
     elif stage == "dpo":
         known = ", ".join(preferences.LLAMA_FACTORY)
-        raise FinetuneError(f"pref_loss: {loss}: the losses of pairs that are imported are {known}")
+        raise FinetuneError(f"pref_loss: {loss}: expected one of {known}")
     else:
         method = "pretrain" if stage == "pt" else "sft"
         job.set("method", method)
         job.say("stage", "translated", f"method={method}")
     kind = text(job.get("finetuning_type", "lora"))
     if kind not in ("lora", "full"):
-        raise FinetuneError(f"finetuning_type: {kind}: here lora or full weights are trained")
+        raise FinetuneError(f"finetuning_type: {kind}: expected lora or full")
 
 
 def _model(job: Translation) -> None:
@@ -139,7 +139,7 @@ def _model(job: Translation) -> None:
         job.set("model.quantization", kinds[bits])
         job.say("quantization_bit", "translated", f"model.quantization={kinds[bits]}")
     else:
-        job.say("quantization_bit", "no counterpart", f"{bits}: 4 (nf4) or 8 (int8)")
+        job.say("quantization_bit", "no counterpart", f"{bits}: expected 4 (nf4) or 8 (int8)")
     same = {
         "quantization_method": ("bnb", "bitsandbytes"),
         "quantization_type": ("nf4",),
@@ -147,7 +147,7 @@ def _model(job: Translation) -> None:
     }
     for key, known in same.items():
         given = job.get(key)
-        told = f"{shown(given)}: here NF4 with double quantisation of bitsandbytes"
+        told = f"{shown(given)}: bitsandbytes NF4 with double quantization"
         job.say(key, "translated" if given in known else "differs", told)
 
 
@@ -181,7 +181,9 @@ def _adapter(job: Translation) -> None:
             job.say(key, "not needed", "pissa_init is off")
     job.say("pissa_convert", "not needed", "an export of PiSSA is a normal LoRA adapter")
     job.move("adapter_name_or_path", "model.adapter", text)
-    job.refuse_flag("create_new_adapter", "model.adapter is trained further, no second one is made")
+    job.refuse_flag(
+        "create_new_adapter", "training continues model.adapter, without a second adapter"
+    )
 
 
 def _names(value: object) -> list[str]:
@@ -216,7 +218,7 @@ def _packing(job: Translation) -> None:
     job.set("batch.packing", pack)
     job.say("neat_packing", "translated", f"batch.packing={shown(pack)}")
     if plain and not neat:
-        told = "batch.packing=true, in which no document sees another"
+        told = "batch.packing=true, where documents do not attend to each other"
         job.say("packing", "differs", told)
     else:
         job.say("packing", "translated", f"batch.packing={shown(pack)}")
@@ -253,7 +255,7 @@ def _data(job: Translation, folder: Path) -> None:
         job.set(path, [_source(job, key, name, described, home) for name in names])
         job.say(key, "translated", f"{path}, {len(names)} sources")
     if isinstance(size := job.get("val_size"), float) and 0 < size < 1:
-        told = f"{size} of the rows: set eval_rows to their number"
+        told = f"a fraction of the rows, {size}: set eval_rows to a number of rows"
         job.say("val_size", "no counterpart", told)
     elif size:
         job.move("val_size", "eval_rows")
@@ -269,7 +271,7 @@ def _described(place: str, folder: Path) -> tuple[Mapping[str, Any], Path]:
     if home is None:
         looked = ", ".join(dict.fromkeys(str(home / INFO) for home in homes))
         raise FinetuneError(
-            f"dataset_dir: {place}: its {INFO} says what the data sets are, and is not there "
+            f"dataset_dir: {place}: no {INFO} that describes the data sets was found "
             f"(looked for {looked})"
         )
     try:
@@ -321,7 +323,7 @@ def _source(
     )
     for inner in values:
         if inner not in (*read, "tags") and values[inner] not in (None, False):
-            told = f"{shown(values[inner])}: no field of a source"
+            told = f"{shown(values[inner])}: no field of a source corresponds to it"
             job.say(f"{at}.{inner}", "no counterpart", told)
     return data
 
@@ -374,9 +376,9 @@ def _dialect(job: Translation, at: str, tags: dict[str, str]) -> str:
         same = value == known.get(tag) or value in roles.get(tag.removesuffix("_tag"), ())
         usual = value == TAGS.get(tag)  # LLaMA-Factory's default, which the data may not use
         if same:
-            job.say(f"{at}.tags.{tag}", "translated", "as here")
+            job.say(f"{at}.tags.{tag}", "translated", "same name")
         elif not usual:
-            told = f"{value}: rename it in the data to {known.get(tag, 'a role that is known')}"
+            told = f"{value}: rename it in the data to {known.get(tag, 'a supported role')}"
             job.say(f"{at}.tags.{tag}", "no counterpart", told)
     return "messages" if known is OPENAI_TAGS else "sharegpt"
 
@@ -391,12 +393,12 @@ def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
 def _mixture(job: Translation) -> None:
     strategy = text(job.get("mix_strategy", "concat"))
     if strategy == "concat":
-        job.say("mix_strategy", "translated", "every row of every source, once an epoch")
+        job.say("mix_strategy", "translated", "every row of every source once per epoch")
         job.say("interleave_probs", "not needed", "mix_strategy is concat")
         return
     shares = _names(job.get("interleave_probs", ""))
     for source, share in zip(job.fields.get("data", []), shares, strict=False):
         source["weight"] = share  # the recipe parses the number or rejects it
-    told = "weights of the sources; an epoch is as long as no row comes twice"
+    told = "weights of the sources; an epoch ends before a row would repeat"
     job.say("mix_strategy", "differs", told)
     job.say("interleave_probs", "translated", told)

@@ -82,12 +82,14 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
             if not any(each in job.source for each in theirs):
                 job.set(field, value)
                 job.assumed.append(f"{field}={value}: the other toolkit's default")
-    job.refuse_flag("cpo_alpha", "simpo here has no cross-entropy; method cpo has `sft_weight`")
-    job.refuse_flag("dpo_norm_loss", "loss_type=sigmoid_norm is normalised by length")
-    job.refuse_flag("dpo_use_weighting", "pairs weigh alike")
+    job.refuse_flag(
+        "cpo_alpha", "method simpo has no cross-entropy term; method cpo has `sft_weight`"
+    )
+    job.refuse_flag("dpo_norm_loss", "loss_type=sigmoid_norm is normalized by length")
+    job.refuse_flag("dpo_use_weighting", "all pairs have equal weight")
     job.refuse_flag("dpo_use_logits_to_keep", "logits are computed where they are needed")
-    job.refuse_flag("ref_model", "reference=start is the model as training starts")
-    job.refuse_flag("ref_model_adapters", "reference=start is the model as training starts")
+    job.refuse_flag("ref_model", "reference=start is the model before training")
+    job.refuse_flag("ref_model_adapters", "reference=start is the model before training")
     told = "log-probabilities of the reference are computed once, before the first step"
     for theirs in ("precompute_ref_log_probs", "ref_model_quantization_bit"):
         job.say(theirs, "not needed", told)
@@ -115,7 +117,7 @@ def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict
     columns = {theirs: ours for theirs, ours in columns.items() if theirs != ours}
     if columns:
         data["columns"] = columns
-    told = f"format={data['format']}: the model's own chat template writes it"
+    told = f"format={data['format']}: the model's own chat template renders it"
     job.say(f"{at}.type", "differs" if "." in text(kind) else "translated", told)
 
 

@@ -23,7 +23,7 @@ def init(name: str, origin: str) -> int:
     """`finetune init`: write a file with the fields of another recipe."""
     path = path_of(name)
     write(path, catalog.resolve(origin), f"{path.stem}, from {origin}.")
-    print(f"wrote {path}; `finetune plan {name}` says what it means")
+    print(f"wrote {path}; run `finetune plan {name}` to check it")
     return 0
 
 
@@ -42,7 +42,7 @@ def path_of(name: str) -> Path:
             f"'{name}': expected a name of letters, digits and _, or a path that ends in .yaml"
         )
     if path.exists():
-        raise FinetuneError(f"{path}: is there already; choose another name, or remove it")
+        raise FinetuneError(f"{path}: already exists; choose another name, or remove it")
     return path
 
 
@@ -57,7 +57,7 @@ def write(path: Path, recipe: Recipe, heading: str, notes: list[str] | None = No
         with path.open("x", encoding="utf-8") as file:
             file.write(render(recipe, heading, notes or []))
     except FileExistsError:
-        raise FinetuneError(f"{path}: is there already; choose another name") from None
+        raise FinetuneError(f"{path}: already exists; choose another name") from None
 
 
 def render(recipe: Recipe, heading: str, notes: list[str]) -> str:

@@ -23,7 +23,7 @@ NOT_NEEDED = {
     "logging_dir": "metrics are in the run directory",
     "logging_strategy": "every step is recorded in metrics.jsonl",
     "overwrite_output_dir": "a run directory is never overwritten; name another with --output",
-    "group_by_length": "the rows of a step are always cut into micro-batches by length",
+    "group_by_length": "the rows of a step are always divided into micro-batches by length",
     "dataloader_num_workers": "rows are prepared once and read from memory-mapped files",
     "dataloader_pin_memory": "rows are prepared once and read from memory-mapped files",
     "dataloader_prefetch_factor": "rows are prepared once and read from memory-mapped files",
@@ -33,7 +33,7 @@ NOT_NEEDED = {
     "resume_from_checkpoint": "give --resume to `finetune train` or `finetune launch`",
     "auto_resume_from_checkpoints": "give --resume auto",
     "save_safetensors": "weights are always saved as safetensors",
-    "tf32": "products in fp32 follow torch's own setting",
+    "tf32": "fp32 matrix products follow PyTorch's own setting",
     "plot_loss": "loss.png is always drawn; --no-plot turns it off",
     "include_num_input_tokens_seen": "tokens are always recorded",
     "include_tokens_per_second": "tokens per second are always recorded",
@@ -55,8 +55,8 @@ def batch(job: Translation, micro: str, default: int) -> None:
         job.set("batch.rows", whole)
         job.say("gradient_accumulation_steps", "translated", told)
         job.assumed.append(
-            f"batch.rows={whole}: rows of a step over all processes, assumed {job.processes}; "
-            "--processes says another number"
+            f"batch.rows={whole}: rows of a step over all processes, assumed to be "
+            f"{job.processes}; --processes sets another number"
         )
         return
     job.say(
@@ -74,7 +74,7 @@ def schedule(job: Translation, scheduler: str, usual: str, warmup: float) -> Non
     if name in SCHEDULES:
         job.say(scheduler, "translated", f"optim.schedule={SCHEDULES[name]}")
     else:
-        job.say(scheduler, "no counterpart", f"{name}: here optim.schedule=cosine")
+        job.say(scheduler, "no counterpart", f"{name}: replaced by optim.schedule=cosine")
     if scheduler not in job.source:
         job.assumed.append(f"optim.schedule={usual}: the other toolkit's default")
     _warmup(job, warmup)
@@ -94,7 +94,7 @@ def _warmup(job: Translation, usual: float) -> None:
     steps, share = job.get("warmup_steps"), job.get("warmup_ratio")
     if steps:
         job.move("warmup_steps", "optim.warmup")
-        job.say("warmup_ratio", "not needed", "warmup_steps comes before it")
+        job.say("warmup_ratio", "not needed", "warmup_steps takes precedence")
         return
     job.say("warmup_steps", "translated", "optim.warmup=0")
     if share is None and steps is None and usual:
@@ -116,7 +116,9 @@ def _end_of_schedule(job: Translation) -> None:
     elif not kwargs:
         job.say(key, "not needed", "it is empty")
     else:
-        job.say(key, "no counterpart", f"{shown(kwargs)}: only min_lr_rate has one (optim.min_lr)")
+        job.say(
+            key, "no counterpart", f"{shown(kwargs)}: only min_lr_rate is translated (optim.min_lr)"
+        )
 
 
 def _optimizer(job: Translation) -> None:
@@ -127,10 +129,12 @@ def _optimizer(job: Translation) -> None:
         job.say(key, "translated", f"optim.name={OPTIMIZERS[name]}")
     elif name == "paged_adamw_32bit":
         job.say(
-            key, "differs", "paged_adamw_32bit: here optim.name=adamw, whose state is not paged"
+            key,
+            "differs",
+            "paged_adamw_32bit: replaced by optim.name=adamw, whose state is not paged",
         )
     else:
-        job.say(key, "no counterpart", f"{name}: here optim.name=adamw")
+        job.say(key, "no counterpart", f"{name}: replaced by optim.name=adamw")
 
 
 def length(job: Translation, epochs: str, usual: float) -> None:
@@ -142,14 +146,14 @@ def length(job: Translation, epochs: str, usual: float) -> None:
     if _steps(job):
         job.move("max_steps", "max_steps")
     else:
-        job.say("max_steps", "not needed", "below 1: the epochs count")
+        job.say("max_steps", "not needed", "below 1: the number of epochs applies")
     job.set("seed", job.get("seed", 42))
     job.move("seed", "seed")
     if "seed" not in job.source:
         job.assumed.append("seed=42: the other toolkit's default")
-    job.say("data_seed", "not needed", "seed orders the rows too")
+    job.say("data_seed", "not needed", "seed also sets the order of rows")
     if "data_seed" in job.source and job.source["data_seed"] != job.get("seed", 42):
-        job.say("data_seed", "differs", "seed orders the rows too")
+        job.say("data_seed", "differs", "seed also sets the order of rows")
 
 
 def _steps(job: Translation) -> bool:
@@ -161,7 +165,7 @@ def evaluation_and_saving(job: Translation) -> None:
     for key, path in (("eval_steps", "evaluation.every"), ("save_steps", "saving.every")):
         value = job.get(key)
         if isinstance(value, float) and value < 1:
-            told = f"a share of the run: set {path} to a number of steps"
+            told = f"a fraction of the run: set {path} to a number of steps"
             job.say(key, "no counterpart", told)
         elif value == 0:
             job.say(key, "translated", f"{path}=null, once at the end")
@@ -176,31 +180,33 @@ def evaluation_and_saving(job: Translation) -> None:
         if word == "steps":
             job.say(key, "translated", f"{path} counts steps")
         elif word == "epoch":
-            job.say(key, "differs", f"here once, at the end; set {path} to the steps of an epoch")
+            job.say(
+                key, "differs", f"once, at the end; set {path} to the number of steps of an epoch"
+            )
         elif word in ("no", "false", "none"):
-            job.say(key, "differs", "here once, at the end of the run")
+            job.say(key, "differs", "once, at the end of the run")
         else:
-            job.say(key, "no counterpart", f"{word}: here once, at the end; or set {path}")
+            job.say(key, "no counterpart", f"{word}: once, at the end; or set {path}")
     job.move("save_total_limit", "saving.keep")
     job.refuse_flag("save_only_model", "a checkpoint always holds what resuming needs")
-    job.say("load_best_model_at_end", "not needed", "an export takes the best checkpoint")
-    job.say("metric_for_best_model", "not needed", "the loss of the evaluation")
+    job.say("load_best_model_at_end", "not needed", "an export uses the best checkpoint")
+    job.say("metric_for_best_model", "not needed", "the evaluation loss is used")
     if text(job.get("metric_for_best_model", "loss")) not in ("loss", "eval_loss"):
-        job.say("metric_for_best_model", "differs", "here the loss of the evaluation")
-    job.refuse_flag("greater_is_better", "the loss of the evaluation: lower is better")
+        job.say("metric_for_best_model", "differs", "the evaluation loss is used instead")
+    job.refuse_flag("greater_is_better", "the evaluation loss is used: lower is better")
 
 
 def precision(job: Translation) -> None:
     for key in ("bf16", "bfloat16", "pure_bf16"):
         if key in job.source:
             on = job.source[key] in (True, "auto", "full")
-            told = "bf16 is the backends' own" if on else "give --precision fp32 for fp32"
+            told = "backends train in bf16 by default" if on else "give --precision fp32 for fp32"
             job.say(key, "translated" if on else "not needed", told)
     for key in ("fp16", "float16"):
         if job.get(key):
             job.say(key, "differs", "bf16 instead, which needs no loss scaling")
         else:
-            job.say(key, "not needed", "bf16 is the backends' own")
+            job.say(key, "not needed", "backends train in bf16 by default")
 
 
 def checkpointing(job: Translation) -> None:
@@ -209,7 +215,7 @@ def checkpointing(job: Translation) -> None:
         job.move("gradient_checkpointing", "model.activation_checkpointing")
     elif value is not None:
         job.set("model.activation_checkpointing", True)
-        told = f"{shown(value)}: here model.activation_checkpointing=true"
+        told = f"{shown(value)}: replaced by model.activation_checkpointing=true"
         job.say("gradient_checkpointing", "differs", told)
     job.say("gradient_checkpointing_kwargs", "not needed", "recomputation gives equal gradients")
 
@@ -224,7 +230,7 @@ def trackers(job: Translation) -> None:
     job.set("trackers", known)
     others = [word for word in wanted if word not in TRACKERS]
     if others:
-        told = f"{', '.join(others)}: known are {', '.join(TRACKERS)}"
+        told = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
         job.say("report_to", "no counterpart", told)
     else:
         job.say("report_to", "translated", f"trackers={known}")
@@ -241,7 +247,7 @@ def backend(job: Translation, folder: Path) -> None:
         name = _fsdp(job)
     for key in ("fsdp", "fsdp_config", "fsdp_version"):
         if key not in job.outcomes:
-            job.say(key, "not needed", "FSDP2 wraps the model's layers by itself")
+            job.say(key, "not needed", "FSDP2 wraps the layers of the model automatically")
     job.set("backend", name)
 
 
@@ -273,14 +279,14 @@ def _deepspeed(job: Translation, folder: Path) -> str | None:
             (digit for digit in "123" if f"z{digit}" in word or f"zero{digit}" in word), ""
         )
         offload = "_offload" if "offload" in word or "cpu" in word else ""
-        known = "by its name: the file is not here"
+        known = "from its name, as the file was not found"
     name = f"zero{stage}{offload}"
     shipped = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
     if name not in shipped:
-        told = f"{shown(given)}: no backend is of this kind; known are {', '.join(shipped)}"
+        told = f"{shown(given)}: no such backend; known are {', '.join(shipped)}"
         job.say("deepspeed", "no counterpart", told)
         return None
-    job.say("deepspeed", "translated", f"backend={name} ({known}); its other values are ours")
+    job.say("deepspeed", "translated", f"backend={name} ({known}); its other values are not used")
     return name
 
 
@@ -298,7 +304,9 @@ def _fsdp(job: Translation) -> str:
     hybrid = any("hybrid" in str(word).lower() for word in (*words, strategy))
     told = f"backend={name}" + (", which shards over all processes" if hybrid else "")
     for key in ("fsdp", "fsdp_config"):
-        job.say(key, "differs" if hybrid else "translated", f"{told}; its other values are ours")
+        job.say(
+            key, "differs" if hybrid else "translated", f"{told}; its other values are not used"
+        )
     return name
 
 
@@ -309,7 +317,7 @@ def the_rest(job: Translation) -> None:
             job.say(key, "not needed", told)
     for key in job.source:
         if key.startswith("wandb_") or key.startswith("mlflow_") or key.startswith("comet_"):
-            told = "the tracker's own environment variables say it"
+            told = "set the tracker's own environment variables"
             if key not in job.outcomes:
                 job.say(key, "not needed", told)
         if key.startswith(("push_to_hub", "hub_")) and key not in job.outcomes:

@@ -55,7 +55,7 @@ class Translation:
         """Record every key without an outcome as one without a counterpart."""
         for key in self.source:
             if not any(said.split(".")[0] == key for said in self.outcomes):
-                self.say(key, "no counterpart", "no field here means this")
+                self.say(key, "no counterpart", "no recipe field corresponds to it")
 
 
 def shown(value: Any) -> str:
