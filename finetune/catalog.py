@@ -29,6 +29,7 @@ FREE_TO_CHANGE = {
     "batch.micro_rows", "batch.micro_tokens", "batch.padding_free",
     "model.activation_checkpointing", "model.attention", "model.pickle",
     "optim.on_nonfinite", "optim.max_skipped",
+    "on_reward_error", "reward_timeout", "sampling_rows",
 }  # fmt: skip
 """Fields that may change on resume, because they do not affect what a step computes from its rows.
 

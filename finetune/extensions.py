@@ -1,10 +1,17 @@
 """Look up code by name: built-in names, or `module:attribute` outside this package."""
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from finetune.errors import FinetuneError, did_you_mean
+
+IMPORT_SECONDS = 120.0
+"""Maximum seconds for importing a module from outside this package."""
 
 
 def find(field: str, name: str, known: Mapping[str, Any]) -> Any:
@@ -32,16 +39,24 @@ def find(field: str, name: str, known: Mapping[str, Any]) -> Any:
 
 def _load(field: str, word: str) -> Any:
     module, _, attribute = word.partition(":")
+    if not module or not attribute:
+        raise FinetuneError(f"{field}: got '{word}', expected module:attribute")
     try:
-        found: Any = importlib.import_module(module)
+        with _time_limit(IMPORT_SECONDS):
+            found: Any = importlib.import_module(module)
+    except _TooSlow:
+        raise FinetuneError(
+            f"{field}: '{word}': importing {module} did not finish within {IMPORT_SECONDS:g} s; "
+            "move what takes long, or waits, into a function"
+        ) from None
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise FinetuneError(f"{field}: '{word}': {module} needs '{error.name}'") from None
         raise FinetuneError(
             f"{field}: '{word}': there is no module '{error.name}'; install it, or put its folder "
-            "on PYTHONPATH"
+            "on PYTHONPATH" + (" and leave out '.py'" if module.endswith(".py") else "")
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         raise FinetuneError(f"{field}: '{word}': {module} cannot be imported: {why}") from error
     for part in attribute.split("."):
@@ -50,6 +65,29 @@ def _load(field: str, word: str) -> Any:
             raise FinetuneError(f"{field}: '{word}': {module} has no '{attribute}'{near}")
         found = getattr(found, part)
     return found
+
+
+class _TooSlow(BaseException):
+    """Raised inside an import; not an Exception, so that the module does not catch it."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TooSlow after `seconds`; no limit outside the main thread, which handles signals."""
+
+    def end(_: int, __: FrameType | None) -> None:
+        raise _TooSlow
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def name_of(kind: type) -> str:

@@ -83,7 +83,7 @@ def test_what_is_not_of_the_package_is_named_and_runs(toy: Path, tiny: Tiny) -> 
         (["method=toy_tuning:SHOUTED"], "'toy_tuning:SHOUTED' is not a subclass of finetune.Rec"),
         (["method=toy_tunning:Doubled"], "there is no module 'toy_tunning'; install it, or put"),
         (["data.0.format=toy_tuning:Doubled"], "'toy_tuning:Doubled' is not a finetune.data.form"),
-        (["data.0.format=toy_tuning:"], "toy_tuning has no ''"),
+        (["data.0.format=toy_tuning:"], "got 'toy_tuning:', expected module:attribute"),
         (["--launcher", "acelerate"], "--launcher: got 'acelerate', expected one of accelerate"),
     ],
 )

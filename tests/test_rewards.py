@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune import extensions
 from finetune.errors import FinetuneError
 from finetune.rewards import Reward, functions
 from finetune.rewards.builtin import exact_match, json_fields, json_valid, length, regex
@@ -33,6 +34,50 @@ def nan(completions, **_):
 
 def ends(completions, **_):
     os._exit(7)
+
+def digits(completions, **_):
+    return ["1.0" if text == "boom" else 1.0 for text in completions]
+
+def huge(completions, **_):
+    return [10 ** 400 if text == "boom" else 1 for text in completions]
+
+def large(completions, **_):
+    return [1e300 if text == "boom" else 1 for text in completions]
+
+def stops(completions, **_):
+    if "boom" in completions:
+        raise KeyboardInterrupt
+    return [1] * len(completions)
+
+def asks(completions, **_):
+    return [float(input()) if text == "boom" else 1 for text in completions]
+
+def slow(completions, calls, **_):
+    with open(calls, "a") as file:
+        file.write("x")
+    time.sleep(0.4 * len(completions))
+    return [1] * len(completions)
+
+def nothing(completions, **_):
+    return None
+
+def long(completions, **_):
+    raise ValueError("z" * 5000)
+
+async def later(completions):
+    return [1] * len(completions)
+
+def yields(completions):
+    yield 1
+
+def by_place(completions, /):
+    return [1]
+
+def unnamed(*completions):
+    return [1]
+
+class Scorer:
+    pass
 
 def number(completions, **_):
     return 3
@@ -70,6 +115,11 @@ def scored(name: str, skip: bool = False, timeout: float = 60.0, **arguments: An
         ("raises", "raises ZeroDivisionError: division by zero (bad_rewards.py:5)", [1, None, 1]),
         ("words", "returns 'much', expected a finite number or None", [1, None, 1]),
         ("nan", "returns nan, expected a finite number or None", [0.5, None, 0.5]),
+        ("digits", "returns '1.0', expected a finite number or None", [1, None, 1]),
+        ("huge", f"returns 1{59 * '0'}, expected a finite number or None", [1, None, 1]),
+        ("large", "returns 1e+300, expected a number from -1e+18 to 1e+18", [1, None, 1]),
+        ("stops", "raises KeyboardInterrupt (bad_rewards.py:35)", [1, None, 1]),
+        ("asks", "raises EOFError: EOF when reading a line (bad_rewards.py:39)", [1, None, 1]),
     ],
 )
 def test_a_reward_that_fails_is_told_with_its_completion(
@@ -90,7 +140,9 @@ def test_a_reward_that_fails_is_told_with_its_completion(
     ("name", "told"),
     [
         ("few", "returns 2 numbers for 3 completions"),
-        ("number", "returns '3', expected a list of 3 numbers"),
+        ("number", "returns 3, expected a list of 3 numbers"),
+        ("nothing", "returns None, expected a list of 3 numbers"),
+        ("long", "raises ValueError: z{300} "),
         ("ends", "ended its process with status 7"),
     ],
 )
@@ -109,6 +161,15 @@ def test_a_reward_that_hangs_is_ended_and_the_completion_named() -> None:
 
 
 @pytest.mark.usefixtures("module")
+def test_the_search_for_a_slow_completion_is_limited(tmp_path: Path) -> None:
+    """Three completions take longer than the limit together, and each of them alone does not."""
+    calls = tmp_path / "calls"
+    with pytest.raises(RewardFailure, match="all together, the first: prompt 'one', completion"):
+        scored("slow", timeout=0.7, calls=str(calls))
+    assert len(calls.read_text()) < 4  # all, and those alone that begin within 0.7 s
+
+
+@pytest.mark.usefixtures("module")
 def test_a_function_is_given_columns_and_arguments_by_their_names() -> None:
     assert scored("prints", scale=2.0) == ([[2.0, None, 6.0]], [])
 
@@ -118,6 +179,11 @@ def test_what_cannot_be_called_is_told_before_anything_is_loaded() -> None:
     rewards = [
         Reward("no_such_module:reward"), Reward("bad_rewards:rises"), Reward("exact"),
         Reward("bad_rewards:prints", arguments={"scal": 2}),
+        Reward("bad_rewards:raises", arguments={"prompts": []}), Reward("bad_rewards:later"),
+        Reward("bad_rewards:yields"), Reward("bad_rewards:by_place"), Reward("bad_rewards:unnamed"),
+        Reward("bad_rewards:Scorer"), Reward("builtins:max"), Reward("bad_rewards.py:raises"),
+        Reward("bad_rewards:"), Reward("regex", arguments={"pattern": "("}),
+        Reward("exact_match", arguments={"pattern": 3}), Reward("length", arguments={"target": 0}),
     ]  # fmt: skip
     assert functions.problems(rewards) == [
         "reward_funcs: 'no_such_module:reward': there is no module 'no_such_module'; install it, "
@@ -127,9 +193,52 @@ def test_what_cannot_be_called_is_told_before_anything_is_loaded() -> None:
         "length, or module:attribute of your own; did you mean 'exact_match'?",
         "reward_funcs: 'bad_rewards:prints' takes no argument 'scal' (it takes completions, n, "
         "scale)",
+        "reward_funcs: 'bad_rewards:raises': its `arguments` have 'prompts', which is passed to "
+        "every reward; leave it out",
+        "reward_funcs: 'bad_rewards:later' is an async function, which returns no scores; use "
+        "asyncio.run inside a plain one",
+        "reward_funcs: 'bad_rewards:yields' is a generator, because it contains yield; return a "
+        "list",
+        "reward_funcs: 'bad_rewards:by_place' takes 'completions' only by position, but arguments "
+        "are passed by name; remove /",
+        "reward_funcs: 'bad_rewards:unnamed' takes no named argument, such as completions; "
+        "arguments are passed by name",
+        "reward_funcs: 'bad_rewards:Scorer' is a class; name a function, or an instance with "
+        "__call__",
+        "reward_funcs: 'builtins:max' has no signature that Python can read; wrap it in a function "
+        "with named arguments",
+        "reward_funcs: 'bad_rewards.py:raises': there is no module 'bad_rewards.py'; install it, "
+        "or put its folder on PYTHONPATH and leave out '.py'",
+        "reward_funcs: got 'bad_rewards:', expected module:attribute",
+        "reward_funcs: 'regex': `arguments`: pattern '(' is not a regular expression: missing ), "
+        "unterminated subpattern at position 0",
+        "reward_funcs: 'exact_match': `arguments`: pattern is 3, expected a regular expression",
+        "reward_funcs: 'length': `arguments`: target is 0, expected a number of tokens, 1 or more",
     ]
     with pytest.raises(FinetuneError, match="needs 'answer', which is neither a column"):
         functions.arguments_of(Reward("exact_match"), exact_match, ["solution", "prompt"])
+
+
+MODULES = {
+    "def reward(:": "cannot be imported: SyntaxError: invalid syntax (own_broken.py, line 1)",
+    "import sys; sys.exit(3)": "cannot be imported: SystemExit: 3",
+    "import no_such_dependency": "needs 'no_such_dependency'",
+    "import time\ntry:\n    time.sleep(60)\nexcept Exception:\n    pass": (
+        "did not finish within 0.2 s; move what takes long, or waits, into a function"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", MODULES)
+def test_a_module_that_cannot_be_imported_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "own_broken.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(extensions, "IMPORT_SECONDS", 0.2)
+    (told,) = functions.problems([Reward("own_broken:reward")])
+    assert told.startswith("reward_funcs: 'own_broken:reward': ")
+    assert told.endswith(MODULES[text])
 
 
 def said(text: str) -> list[dict[str, str]]:
@@ -148,6 +257,8 @@ def test_built_in_rewards() -> None:
     assert length(texts, ids, target=10) == [1, 1, 0.5, 0]
     with pytest.raises(FinetuneError, match="is not a regular expression"):
         regex(texts, "(")
+    with pytest.raises(FinetuneError, match=r"column 'answer' is '\[1\]', expected a JSON object"):
+        json_fields(texts, ["[1]"] * 4)
 
 
 def test_the_process_of_rewards_ends_with_the_one_that_asks() -> None:
@@ -155,6 +266,7 @@ def test_the_process_of_rewards_ends_with_the_one_that_asks() -> None:
     assert process.score(COLUMNS) == ([[0, 0, 0]], [])
     child = process._process
     assert child is not None
+    assert os.getsid(child.pid) == child.pid  # out of reach of Ctrl-C in a terminal
     process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)

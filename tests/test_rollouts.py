@@ -249,6 +249,7 @@ def test_each_update_of_a_sampling_and_its_penalty_are_their_definitions(
 def test_a_training_that_learns_nothing_or_never_ends_is_warned_of_once() -> None:
     watch = Watch()
     usual = {"frac_reward_zero_std": 0.0, "entropy": 3.0, "completions/clipped_ratio": 0.1}
+    usual["reward"] = 1.0
     flat = usual | {"frac_reward_zero_std": 1.0}
     assert watch.warnings(usual) == []
     assert [watch.warnings(flat) for _ in range(4)] == [[]] * 4
@@ -259,6 +260,9 @@ def test_a_training_that_learns_nothing_or_never_ends_is_warned_of_once() -> Non
     (told,) = watch.warnings(usual | {"entropy": 0.29})
     assert told.startswith("entropy: it fell below 10% of its first value")
     assert watch.warnings(usual | {"completions/clipped_ratio": 1.0, "entropy": 0.2}) == []
+    del usual["reward"]
+    (told,) = watch.warnings(usual)
+    assert told.startswith("reward: no completion of a sampling got a score")
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
@@ -328,6 +332,30 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_trained(
     run = Run(tmp_path / "run")
     assert run.steps() == [2]
     assert len(records(train(run.root, given, resume=True), "train")) == STEPS
+
+
+def test_an_evaluation_whose_reward_fails_is_made_up_for(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    """The evaluation of the last step fails: the step is saved, and evaluated on resuming."""
+    counter = tmp_path / "calls"
+    counter.write_text("1")
+    broken = {"function": "own_rewards:breaks", "arguments": {"counter": str(counter)}}
+    given = fields(
+        tiny, data, eval_reward_funcs=[broken], num_iterations=1, evaluation={"every": 1},
+        saving={"every": 100}, max_steps=2,
+    )  # fmt: skip
+    with pytest.raises(TrainingFailure, match="raises ValueError: out of order"):
+        train(tmp_path / "run", given)
+    run = Run(tmp_path / "run")
+    assert 2 in run.steps()
+    assert [each["step"] for each in run.read_metrics("eval")] == [1]
+    again = {**given, "on_reward_error": "skip", "reward_timeout": 9.0}
+    train(run.root, again, resume=True)
+    assert [each["step"] for each in run.read_metrics("eval")] == [1, 2]
+    losses = [each["loss"] for each in run.read_metrics("eval")]
+    best = json.loads(run.best.read_text())
+    assert best == {"step": 1 + losses.index(min(losses)), "loss": min(losses)}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Decide whether a run directory is resumed, and from which checkpoint."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def claim(run: Run, plan: Plan, resume: Resume) -> int | None:
         raise FinetuneError(
             f"{run.root}: contains a run of another recipe; choose another --output. "
             f"They differ in {'; '.join(changed)}. Fields that may change: "
-            f"{', '.join(sorted(catalog.FREE_TO_CHANGE))}"
+            f"{', '.join(_free_to_change(plan.recipe))}"
             f"{_further(run)}"
         )
     newest = run.newest()
@@ -84,6 +85,12 @@ def _further(run: Run) -> str:
         f". To train its adapter further on other data, set model.adapter={run.root} and choose "
         "another --output"
     )
+
+
+def _free_to_change(recipe: Recipe) -> list[str]:
+    """Names of the fields that may change on resume, without those of other methods."""
+    own = {"backend", *(each.name for each in dataclasses.fields(recipe))}
+    return [each for each in sorted(catalog.FREE_TO_CHANGE) if each.split(".")[0] in own]
 
 
 def _changed_rows(then: dict[str, Any], now: dict[str, Any]) -> str:

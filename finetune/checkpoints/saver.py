@@ -35,6 +35,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._written: list[Saved] = []
+        self.last = 0
+        """Step of the newest checkpoint that was begun; 0 if there is none."""
         self._group: Group | None = None
         if saving.background and engine.world > 1:
             self._group = torch.distributed.new_group(backend="gloo")
@@ -46,6 +48,7 @@ class Saver:
             TrainingFailure: this checkpoint or the previous one could not be written.
         """
         self.finish()
+        self.last = progress.step
         begun = time.perf_counter()
         progress = dataclasses.replace(progress, scale=self._engine.scale.state())
         taken = checkpoint.take(self._engine)

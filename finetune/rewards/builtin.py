@@ -6,16 +6,36 @@ completion is a text, or a list with a single message that answers a conversatio
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import FinetuneError
 
 Completion = str | list[dict[str, Any]]
+QUOTED = 60
+"""Maximum characters of an answer in a message."""
 
 
 def text_of(completion: Completion) -> str:
     """The text of a completion."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse wrong arguments of a built-in reward before anything is loaded.
+
+    Raises:
+        FinetuneError: with the argument.
+    """
+    told = f"reward_funcs: '{name}': `arguments`"
+    pattern, target = arguments.get("pattern"), arguments.get("target")
+    if pattern is not None and not isinstance(pattern, str):
+        raise FinetuneError(f"{told}: pattern is {pattern!r}, expected a regular expression")
+    if pattern is not None:
+        _compiled(pattern, f"{told}: pattern ")
+    wrong = isinstance(target, bool) or not isinstance(target, int) or target < 1
+    if "target" in arguments and wrong:
+        raise FinetuneError(f"{told}: target is {target!r}, expected a number of tokens, 1 or more")
 
 
 def exact_match(
@@ -48,7 +68,7 @@ def json_fields(
     0 if a completion is not a JSON object; fields that the answer does not have lower the share.
     """
     return [
-        None if wanted is None else _share(_parsed(said), json.loads(str(wanted)))
+        None if wanted is None else _share(_parsed(said), _fields(wanted))
         for said, wanted in zip(completions, answer, strict=True)
     ]
 
@@ -77,11 +97,11 @@ def _part(text: str, pattern: str | None) -> str:
     return found[-1][0].strip() if found else ""
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compiled(pattern: str, where: str = "") -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise FinetuneError(f"'{pattern}' is not a regular expression: {error}") from None
+        raise FinetuneError(f"{where}'{pattern}' is not a regular expression: {error}") from None
 
 
 _NOT_JSON = object()
@@ -92,6 +112,15 @@ def _parsed(said: Completion) -> Any:
         return json.loads(text_of(said))
     except (ValueError, RecursionError):
         return _NOT_JSON
+
+
+def _fields(answer: Any) -> dict[str, Any]:
+    """A JSON object from the column `answer`: text, or already parsed."""
+    found = answer if isinstance(answer, dict) else _parsed(str(answer))
+    if not isinstance(found, dict):
+        shown = repr(answer if len(str(answer)) <= QUOTED else f"{str(answer)[:QUOTED]}...")
+        raise FinetuneError(f"column 'answer' is {shown}, expected a JSON object")
+    return found
 
 
 def _share(found: Any, wanted: dict[str, Any]) -> float:

@@ -11,6 +11,7 @@ from finetune import extensions
 from finetune.errors import FinetuneError
 from finetune.planner.shapes.config_files import has_score_head
 from finetune.rewards import REWARDS, Reward
+from finetune.rewards.builtin import check_arguments
 from finetune.runs.run import Run, read_object
 
 MODEL = "finetune.inference.scores:reward_model"
@@ -33,16 +34,47 @@ def function_of(reward: Reward) -> Callable[..., Any]:
         found = functools.partial(extensions.find(field, MODEL, {}), model=reward.function)
     else:
         found = extensions.find(field, reward.function, REWARDS)
+    told = f"{field}: '{reward.function}'"
     if not callable(found):
-        raise FinetuneError(f"{field}: '{reward.function}' is not a function")
+        raise FinetuneError(f"{told} is not a function")
+    wrong = _unsuitable(found)
+    if wrong:
+        raise FinetuneError(f"{told} {wrong}")
     takes, any_name = _parameters(found)
+    given = [name for name in reward.arguments if name in GIVEN]
+    if given:
+        raise FinetuneError(
+            f"{told}: its `arguments` have '{given[0]}', which is passed to every reward; leave it "
+            "out"
+        )
     unknown = [name for name in reward.arguments if name not in takes and not any_name]
     if unknown:
         raise FinetuneError(
-            f"{field}: '{reward.function}' takes no argument '{unknown[0]}' (it takes "
-            f"{', '.join(takes)})"
+            f"{told} takes no argument '{unknown[0]}' (it takes {', '.join(takes) or 'none'})"
         )
+    if reward.function in REWARDS:
+        check_arguments(reward.function, reward.arguments)
     return found
+
+
+def _unsuitable(function: Callable[..., Any]) -> str:
+    """Why a callable cannot be a reward, found without calling it; empty if it can."""
+    if inspect.isclass(function):
+        return "is a class; name a function, or an instance with __call__"
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "is an async function, which returns no scores; use asyncio.run inside a plain one"
+    if inspect.isgeneratorfunction(function):
+        return "is a generator, because it contains yield; return a list"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return "has no signature that Python can read; wrap it in a function with named arguments"
+    unnamed = [e.name for e in parameters if e.kind is e.POSITIONAL_ONLY and e.default is e.empty]
+    if unnamed:
+        return f"takes '{unnamed[0]}' only by position, but arguments are passed by name; remove /"
+    if all(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return "takes no named argument, such as completions; arguments are passed by name"
+    return ""
 
 
 def is_model(reward: Reward) -> bool:

@@ -6,12 +6,12 @@ are lines of JSON: a request has the index of the reward and its arguments, an a
 
 import dataclasses
 import json
-import math
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -24,6 +24,8 @@ STARTING_SECONDS = 120.0
 """Seconds for importing the user's modules."""
 LOADING_SECONDS = 900.0
 """Seconds for loading a reward model, before its first call."""
+LARGEST = 1e18
+"""Maximum absolute score: sums of its squares are finite, even in fp32."""
 QUOTED = 300
 """Maximum characters of a prompt or a completion in a message."""
 
@@ -55,6 +57,7 @@ class RewardProcess:
     def __init__(self, rewards: Sequence[Reward], timeout: float) -> None:
         self.rewards, self.timeout = tuple(rewards), timeout
         self._process: subprocess.Popen[bytes] | None = None
+        self._imported = False
         self._answers: queue.Queue[bytes] = queue.Queue()
 
     def score(self, columns: Columns, skip: bool = False) -> tuple[list[Scores], list[str]]:
@@ -99,21 +102,31 @@ class RewardProcess:
             return Failure(answer["problem"])
         scores = answer["scores"]
         if not isinstance(scores, list):
-            return Failure(f"returns {scores!r:.60}, expected a list of {count} numbers")
+            return Failure(f"returns {scores}, expected a list of {count} numbers")
         if len(scores) != count:
             return Failure(f"returns {len(scores)} numbers for {count} completions")
         for index, score in enumerate(scores):
             if score is None:
                 continue
-            if isinstance(score, str) or not math.isfinite(score):
+            if isinstance(score, str):
                 return Failure(f"returns {score}, expected a finite number or None", index)
+            if abs(score) > LARGEST:
+                told = f"expected a number from -{LARGEST:g} to {LARGEST:g}"
+                return Failure(f"returns {score}, {told}", index)
         return scores
 
     def _blamed(self, number: int, columns: Columns, failure: Failure) -> Failure:
-        """The failure with the index of the first completion that fails on its own."""
+        """The failure with the index of the first completion that fails on its own.
+
+        Without an index if none does, or the search takes longer than the time limit of a call.
+        """
         if failure.index is not None:
             return failure
+        self._started()
+        until = time.monotonic() + self.timeout
         for index in range(len(columns["completions"])):
+            if time.monotonic() > until:
+                break
             alone = self._call(number, _one(columns, index))
             if isinstance(alone, Failure):
                 return Failure(failure.problem, index)
@@ -158,8 +171,10 @@ class RewardProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         """The process, started if needed, after it has imported every function.
 
+        It is in a session of its own, so that Ctrl-C in a terminal reaches the training alone.
+
         Raises:
-            FinetuneError: the imports failed.
+            FinetuneError: the imports failed; RewardFailure if they succeeded before.
         """
         if self._process is not None:
             return self._process
@@ -168,6 +183,7 @@ class RewardProcess:
             interpreter.python("-c", f"{code}; serve()"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         self._answers = queue.Queue()
@@ -181,7 +197,9 @@ class RewardProcess:
         if answer is None or "problem" in answer:
             self.close()
             problem = f"reward_funcs: importing the rewards did not finish within {seconds:g} s"
-            raise FinetuneError(problem if answer is None else answer["problem"])
+            kind = RewardFailure if self._imported else FinetuneError
+            raise kind(problem if answer is None else answer["problem"])
+        self._imported = True
         return self._process
 
 

@@ -1,8 +1,8 @@
 """Run reward functions for `finetune.rewards.process`, in the process that it starts."""
 
 import json
+import math
 import os
-import sys
 import threading
 import time
 import traceback
@@ -13,17 +13,24 @@ from finetune.errors import FinetuneError
 from finetune.rewards import Reward
 from finetune.rewards.functions import arguments_of, function_of, prepare
 
+SHOWN = 300
+"""Maximum characters of a user's exception in a message."""
+
 
 def serve() -> None:
-    """Score completions from standard input until it ends; redirect stdout to stderr meanwhile."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Score completions from standard input until it ends.
+
+    Reward functions get an empty standard input, and write to standard error.
+    """
+    answers, requests = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
-    lines = iter(sys.stdin.buffer.readline, b"")
+    lines = iter(requests.readline, b"")
     first = json.loads(next(lines, b"{}"))
     threading.Thread(target=_end_with, args=(first.get("parent"),), daemon=True).start()
     try:
@@ -42,9 +49,9 @@ def serve() -> None:
             answer(scores=_scores(rewards[number], functions[number], request["columns"]))
         except FinetuneError as error:
             answer(problem="fails: " + "; ".join(error.problems))
-        except Exception as error:  # whatever a user's function raises is reported
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # by a user's function
             place = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"{type(error).__name__}: {error}"
+            told = ": ".join(filter(None, (type(error).__name__, _shown(str, error))))
             answer(problem=f"raises {told} ({os.path.basename(place.filename)}:{place.lineno})")
 
 
@@ -56,7 +63,7 @@ def _scores(reward: Reward, function: Callable[..., Any], columns: dict[str, Any
     if hasattr(found, "tolist"):  # arrays and tensors
         found = found.tolist()
     if not isinstance(found, list | tuple):
-        return repr(found)
+        return _shown(repr, found, 60)
     return [_number(each) for each in found]
 
 
@@ -64,10 +71,20 @@ def _number(value: Any) -> float | str | None:
     if value is None:
         return None
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return repr(value)[:60]
-    return number if number == number and abs(number) != float("inf") else str(number)
+        number = None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None:
+        return _shown(repr, value, 60)
+    return number if math.isfinite(number) else str(number)
+
+
+def _shown(text: Callable[[Any], str], value: Any, length: int = SHOWN) -> str:
+    """The beginning of a user's value as text."""
+    try:
+        return text(value)[:length]
+    except Exception:  # of a method of the user's class
+        return f"an unprintable {type(value).__name__}"
 
 
 def _end_with(parent: int | None) -> None:

@@ -162,6 +162,8 @@ class Watch:
         self._flat = self._flat + 1 if found["frac_reward_zero_std"] > self.FLAT else 0
         self._entropy = self._entropy or found["entropy"]
         seen = {
+            "reward: no completion of a sampling got a score, because every reward returned None: "
+            "check that the rewards find what they look for": "reward" not in found,
             f"nothing is learned: in {self._flat} samplings in a row more than {self.FLAT:.0%} of "
             "the prompts got completions of equal reward; use prompts that the model sometimes "
             "answers correctly, a finer reward, or a larger num_generations": self._flat

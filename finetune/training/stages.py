@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from finetune.checkpoints import checkpoint, handover
@@ -194,6 +194,7 @@ class Training:
 
     def _take_steps(self, feed: TakesSteps) -> bool:
         """Train to the last step or until patience runs out; returns whether it ran out."""
+        self._make_up_evaluation()
         first, stop = self.progress.step, self._patience_is_over()
         folder = self.run.profile if self.options.profile else None
         profile = profile_of(self.engine, folder, self.recorder.forecast)
@@ -226,14 +227,19 @@ class Training:
     def _step(
         self, feed: TakesSteps, measuring: contextlib.AbstractContextManager[None] | None
     ) -> StepResult:
-        """Take one step. If a reward function fails, save the progress before raising."""
         step = self.progress.step
-        try:
+        with self._saving_if_rewards_fail():
             return train_step(self.engine, feed, step, self.steps, measuring, self._noticed)
+
+    @contextlib.contextmanager
+    def _saving_if_rewards_fail(self) -> Iterator[None]:
+        """Save the progress, if that is not done, before a reward function's failure is raised."""
+        try:
+            yield
         except RewardFailure:
-            if step:
+            if self.progress.step > self.saver.last:
                 self.saver.save(self.progress, False)
-                self._finish_saving()
+            self._finish_saving()
             raise
 
     def _noticed(self) -> list[int]:
@@ -299,7 +305,8 @@ class Training:
         if self.rollouts is None:
             result = evaluate(self.engine, self.data.eval, self.pad_id)
         else:
-            result = self.rollouts.evaluate(self.data.eval)
+            with self._saving_if_rewards_fail():
+                result = self.rollouts.evaluate(self.data.eval)
         if self.answering is not None:
             result = result.with_metrics(self.answering.measure(self.engine))
         judged, best = result.judged_by(self.recipe.evaluation.best), self.progress.best_loss
@@ -312,6 +319,15 @@ class Training:
             self.progress = dataclasses.replace(self.progress, stale=self.progress.stale + 1)
         self.recorder.evaluated(self.progress.step, result, better)
         return better
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluate the step that a run resumes from, if a reward function failed there."""
+        step, every = self.progress.step, self.recipe.evaluation.every
+        if not step or self.rollouts is None or (step < self.steps and every is None):
+            return
+        known = self.on_one(lambda: {each["step"] for each in self.run.read_metrics("eval")})
+        if step not in known and self._evaluate_if_due(step == self.steps):
+            self.saver.save(self.progress, True)
 
     def _save_if_due(self, done: bool, better: bool) -> None:
         every = self.recipe.saving.every
