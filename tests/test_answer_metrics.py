@@ -72,10 +72,10 @@ def test_a_bound_is_held_by_the_interval_and_not_by_the_mean():
     assert (passed.passed, failed.passed) == (True, False)
     assert failed.said == (
         "exact>=0.8: 0.9, 95 % interval 0.5958 to 0.9821, 10 rows; the bound is inside the "
-        "interval: more rows would narrow it"
+        "interval: more rows would narrow the interval"
     )
     (few,) = judge(bounds("exact>=0.99"), {"exact": of_scores("exact", [1.0] * 10, binary=True)})
-    assert "at least 381 rows, all of them right" in few.said
+    assert "at least 381 rows, all correct" in few.said
 
 
 # --- metrics -----------------------------------------------------------------------------------

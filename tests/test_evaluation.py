@@ -250,13 +250,16 @@ def test_only_what_passes_the_gate_is_exported(run, capsys, tmp_path):
         (["--metrics", "code"], "one.jsonl row 1: it has no tests (column tests, "),
         (["--metrics", "sql"], "it names no SQLite file (column database); give --database FILE"),
         (["--require", "exact>0.8"], "--require: got 'exact>0.8', expected a measure with a bound"),
-        (["--require", "rouge1>=1"], "'rouge1' is not measured here; measured are loss, "),
-        (["--require", "forgetting<=1", "--against", "none"], "'forgetting' is not measured here"),
+        (["--require", "rouge1>=1"], "'rouge1' is not measured; measured are loss, "),
+        (["--require", "forgetting<=1", "--against", "none"], "'forgetting' is not measured"),
         (["--against", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1/models: no answer ("),
         (["--judge", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models: no answer ("),
         (["--schema", "nowhere.json"], "--schema nowhere.json: no such file"),
         (["--step", "7"], "no complete checkpoint of step 7; 30"),
-        (["--output", "."], ".: holds what no evaluation wrote; name another --output"),
+        (
+            ["--output", "."],
+            ".: exists and was not written by an evaluation; name another --output",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_named_and_leaves_nothing(run, capsys, tmp_path, words, told):

@@ -257,7 +257,7 @@ PLACES: list[tuple[str, int, str, dict[str, str]]] = [
     ("inspect RECIPE", 2, "there is no place for the cache", NOBODY),
     ("inspect RECIPE", 2, "cannot write the prepared data", {"FINETUNE_CACHE": "/proc/x"}),
     (f"{ASKED} --output /proc/x", 2, "No such file or directory", {}),
-    (f"{ASKED} --output HOME/data.jsonl", 2, "holds what no evaluation wrote", {}),
+    (f"{ASKED} --output HOME/data.jsonl", 2, "exists and was not written by an evaluation", {}),
     (ASKED, 2, "there is no place for the cache", NOBODY),
     ("eval HOME/run --data HOME/none.jsonl", 2, "no such file or folder", {}),
     ("export HOME/run --to /proc/x", 1, "could not be written", {}),

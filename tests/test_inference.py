@@ -433,7 +433,7 @@ def test_a_completion_is_asked_with_its_bare_prompt_and_needs_no_template(tmp_pa
     score = exact_match(loaded, rows, max_new_tokens=8)
     assert [example.answer for example in score.examples] == [answer.strip()] * 2
     assert score.matched == 1
-    with pytest.raises(FinetuneError, match="no chat template to ask with"):
+    with pytest.raises(FinetuneError, match="the tokenizer has no chat template; train with"):
         answers(loaded, [asked("a", "b")])
 
 
@@ -517,7 +517,7 @@ def test_a_chat_remembers_until_reset_and_ends_quietly(tmp_path, then):
     (first,) = generate(loaded, [user("hi")], 8)
     history = [*qa("hi", first), *user("and?")]
     (second,) = generate(loaded, [history], 8)
-    intro = "/reset forgets the conversation, /exit ends it\n"
+    intro = "/reset clears the conversation, /exit ends it\n"
     assert "".join(written) == f"{intro}{first}\n{second}\n{first}\n\n"
     before = len(written)
     chat(loaded, Script("/exit", "never read"), written.append, 8)
@@ -537,7 +537,7 @@ def test_a_chat_that_no_longer_fits_says_so_and_goes_on(tmp_path):
     written: list[str] = []
     chat(loaded, Script("a" * 130, "hi"), written.append, 8)
     text = "".join(written)
-    assert "leave no room in a context of 128; /reset starts anew\n" in text
+    assert "leave no room in a context of 128; /reset starts over\n" in text
     assert text.endswith(generate(loaded, [user("hi")], 8)[0] + "\n\n")
 
 

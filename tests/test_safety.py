@@ -73,7 +73,7 @@ def test_an_adapter_that_is_a_pickle_is_refused_in_words(
     assert (done.status, done.stderr) == (
         2,
         f"error: {adapter}: has no adapter_model.safetensors; adapter_model.bin is a pickle, which "
-        "is not read: save it as safetensors\n",
+        "is not loaded: save it as safetensors\n",
     )
     assert not (tmp_path / "ran").exists()
 

@@ -406,9 +406,9 @@ def test_a_result_loads_in_plain_libraries_with_the_metrics_of_training(
         shares.append(2 * right / (said.count(number) + true.count(number)))
     assert record["metrics"]["f1"] == pytest.approx(sum(shares) / len(shares))
     assert "pipeline_tag: text-classification" in (final / "README.md").read_text()
-    with pytest.raises(FinetuneError, match="it scores texts and does not answer"):
+    with pytest.raises(FinetuneError, match="it scores texts and does not generate"):
         ft.load(run)
-    with pytest.raises(FinetuneError, match="it scores texts and does not answer"):
+    with pytest.raises(FinetuneError, match="it scores texts and does not generate"):
         ft.open_model(final)
     if adapter is not None:
         merged = ft.export(run, tmp_path / "merged", merge=True)

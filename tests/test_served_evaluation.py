@@ -95,7 +95,7 @@ def test_served_models_are_asked_and_judged(url, data, capsys):
     assert found["subject"]["kind"] == "url"
     assert found["measures"]["exact"]["after"] == 0.75
     assert "loss" not in found["measures"]
-    assert found["notes"] == [f"{url}: a server gives no loss of a reference answer"]
+    assert found["notes"] == [f"{url}: a server cannot give the loss of a reference answer"]
     first = Handler.seen[0]
     assert (first["path"], first["key"], first["temperature"], first["max_tokens"]) == (
         "/v1/chat/completions", "Bearer secret", 0.0, 256,

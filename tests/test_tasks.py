@@ -55,7 +55,7 @@ def test_a_local_task_is_asked_as_generate_asks(tmp_path: Path) -> None:
     (measure,), notes = task_measures(loaded, tasks)
     assert (measure.name, measure.of_rows.tolist()) == ("words/exact_match", [1, 1, 0])
     (note,) = notes
-    assert note.startswith("chats: its numbers are left out")
+    assert note.startswith("chats: not reported")
     with switched_off(loaded) as base:
         (before,), _ = task_measures(base, tasks)
     assert before.total < measure.total

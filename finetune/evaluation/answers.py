@@ -71,9 +71,7 @@ def ask(model: Loaded | Endpoint, questions: Sequence[Question], asking: Asking)
 def _generated(loaded: Loaded, questions: Sequence[Question], asking: Asking) -> list[Answer]:
     chat = load_chat(loaded.tokenizer, None)
     if chat.template is None and any(isinstance(each, Conversation) for each in questions):
-        raise FinetuneError(
-            "the tokenizer has no chat template to ask with; train with model.chat_template"
-        )
+        raise FinetuneError("the tokenizer has no chat template; train with model.chat_template")
     prompts = [prompt_of(chat, question) for question in questions]
     scaffold = turn(loaded.tokenizer).scaffold.strip() if chat.template is not None else ""
     found = continue_ids(

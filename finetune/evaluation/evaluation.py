@@ -195,7 +195,7 @@ def evaluate(request: Request) -> Evaluation:
     everything = _rows(request, source)
     texts = all(each.is_text for each in everything)  # or there are none
     if not texts and any(each.is_text for each in everything):
-        raise FinetuneError("the rows are texts and questions; evaluate them one after the other")
+        raise FinetuneError("the rows are texts and questions; evaluate them separately")
     asked = [] if texts else spread(everything, request.limit or ANSWERED)
     metrics = choose(request.metrics, asked, request.settings) if asked else {}
     pairs = any(isinstance(each.sample, Preference) for each in everything)
@@ -263,7 +263,7 @@ def _rows(request: Request, source: Run | None) -> list[Asked]:
         return []
     if source is None:
         raise FinetuneError(
-            f"{request.subject}: not a run directory, so it says nothing of held-out rows; give "
+            f"{request.subject}: not a run directory, so its held-out rows are unknown; give "
             "--rows-of RUN, or --data FILE and --format"
         )
     return of_run(source)
@@ -291,7 +291,7 @@ def _check_gate(
     gate.check(request.require, known)
     if request.general_text is not None and against is None:
         raise FinetuneError(
-            "--general-text: forgetting is measured against another model: give --against"
+            "--general-text: forgetting is measured against another model; give --against"
         )
 
 
@@ -357,8 +357,8 @@ def _forgetting(after: RowLosses, before: RowLosses) -> Measure:
     """Increase in loss per token on general text over the other model."""
     if not np.array_equal(after.tokens, before.tokens):
         raise FinetuneError(
-            "forgetting: the tokenizers of both models cut general text into other tokens, so "
-            "their losses cannot be compared"
+            "forgetting: the tokenizers of both models split general text into different tokens, "
+            "so their losses cannot be compared"
         )
     change = np.stack([after.nll[:, 0] - before.nll[:, 0], after.tokens[:, 0]], axis=1)
     return Measure("forgetting", change, better="lower", unit="nats")
@@ -383,11 +383,13 @@ def _notes(after: Side, before: Side | None) -> list[str]:
     for side in (after, before):
         notes += side.notes if side is not None else ()
         if side is not None and is_url(side.subject.name):
-            notes.append(f"{side.subject.name}: a server gives no loss of a reference answer")
+            notes.append(
+                f"{side.subject.name}: a server cannot give the loss of a reference answer"
+            )
         elif side and side.losses is not None and not side.losses.tokens.all(axis=None):
             dropped = int((~side.losses.tokens.all(axis=1)).sum())
             notes.append(f"{dropped} rows have no trained token, or are dropped as in training")
     losses = [side.losses.tokens for side in (after, before) if side and side.losses is not None]
     if len(losses) == 2 and not np.array_equal(*losses):
-        notes.append("loss: both tokenizers cut the rows into other tokens; not compared")
+        notes.append("loss: the tokenizers split the rows into different tokens; not compared")
     return list(dict.fromkeys(notes))

@@ -31,5 +31,5 @@ def general_text(file: Path | None) -> list[Asked]:
     else:
         found = of_source(Data(str(path), "text"))
     if not found:
-        raise FinetuneError(f"--general-text {path}: holds no text")
+        raise FinetuneError(f"--general-text {path}: contains no text")
     return found

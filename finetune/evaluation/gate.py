@@ -77,8 +77,8 @@ def _judge(bound: Bound, measure: Measure) -> Verdict:
 
 def _advice(bound: Bound, measure: Measure) -> str:
     if measure.binary and measure.total == 1.0 and bound.sign == ">=" and bound.value < 1:
-        return f"at least {rows_needed(bound.value):,} rows, all of them right, would show it"
-    return "more rows would narrow it"
+        return f"at least {rows_needed(bound.value):,} rows, all correct, are needed to show it"
+    return "more rows would narrow the interval"
 
 
 def check(required: Sequence[Bound], known: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ def check(required: Sequence[Bound], known: Sequence[str]) -> None:
         FinetuneError: there are such bounds; the message lists all of them.
     """
     problems = [
-        f"--require {each}: '{each.name}' is not measured here{did_you_mean(each.name, known)}; "
+        f"--require {each}: '{each.name}' is not measured{did_you_mean(each.name, known)}; "
         f"measured are {', '.join(known)}"
         for each in required
         if each.name not in known

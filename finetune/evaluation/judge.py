@@ -74,7 +74,7 @@ def win_rate(judge: Judge, compared: Sequence[Compared]) -> Measure:
     if unread > MOST_UNREAD * len(scores):
         raise FinetuneError(
             f"--judge {judge.endpoint.url}: {unread} of {len(scores)} rows have no readable "
-            f"verdict ('Verdict: A', 'Verdict: B' or 'Verdict: tie'); ask another model than "
+            f"verdict ('Verdict: A', 'Verdict: B' or 'Verdict: tie'); use another model than "
             f"'{judge.endpoint.model}'"
         )
     kept = [score for score in scores if score is not None]

@@ -88,7 +88,7 @@ def _refuse_overlong(loaded: Loaded, columns: Sequence[Columns]) -> None:
     longest = max((len(ids) for ids, _ in columns), default=0)
     if loaded.context is not None and longest > loaded.context:
         raise FinetuneError(
-            f"a row has {longest} tokens, and the context of the model has {loaded.context}; give "
+            f"a row has {longest} tokens, but the context of the model has {loaded.context}; give "
             "shorter rows with --data"
         )
 

@@ -110,7 +110,7 @@ def of_source(data: Data) -> list[Asked]:
         if data.first is not None and len(found) >= data.first:
             break
     if not found:
-        raise FinetuneError(f"{data.source}: it has no rows to ask")
+        raise FinetuneError(f"{data.source}: it has no rows with questions")
     return found
 
 
@@ -207,7 +207,7 @@ def unasked(question: Question) -> str | None:
     if isinstance(question, Completion):
         return None
     if len(question.messages) < 2 or question.messages[-1]["role"] != "assistant":
-        return "needs a question and, at its end, an assistant message to compare with"
+        return "needs a question and a final assistant message to compare with"
     if len(question.messages) - 1 in question.untrained:
         return "its last assistant message is context only by its weight or train"
     return None
@@ -218,7 +218,7 @@ def unanswerable(question: Question) -> str | None:
     if (problem := unasked(question)) is not None:
         return problem
     if isinstance(question, Conversation) and not question.messages[-1].get("content"):
-        return "its last assistant message calls a tool and says nothing to compare with"
+        return "its last assistant message calls a tool and has no text to compare with"
     return None
 
 

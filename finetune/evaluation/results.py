@@ -40,7 +40,9 @@ def refuse_foreign(folder: Path) -> None:
     """
     there = list(folder.iterdir()) if folder.is_dir() else []
     if (folder.exists() and not folder.is_dir()) or (there and not (folder / RESULTS).is_file()):
-        raise FinetuneError(f"{folder}: holds what no evaluation wrote; name another --output")
+        raise FinetuneError(
+            f"{folder}: exists and was not written by an evaluation; name another --output"
+        )
 
 
 def write(evaluation: Evaluation, folder: Path) -> dict[str, Any]:

@@ -139,8 +139,8 @@ def _harness(loaded: Loaded, tasks: Tasks) -> tuple[Any, bool]:
     got = harness.tok_encode(text)
     if got != wanted:
         raise FinetuneError(
-            f"--tasks: the harness would ask with other tokens than training: {got[:20]} instead "
-            f"of {wanted[:20]}"
+            f"--tasks: the harness would tokenize prompts differently than training: {got[:20]} "
+            f"instead of {wanted[:20]}"
         )
     return harness, is_chat
 
@@ -151,7 +151,7 @@ def _read(found: Mapping[str, Any], is_chat: bool) -> tuple[list[Measure], list[
         kind = found["configs"][task].get("output_type")
         if is_chat and kind in OF_TEXT:
             notes.append(
-                f"{task}: its numbers are left out: {kind} of a chat scores a token that training "
+                f"{task}: not reported: {kind} of a chat scores a token that training "
                 "did not see there; use the loss above"
             )
             continue

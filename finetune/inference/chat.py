@@ -173,7 +173,7 @@ def chat(
     """
     history: list[Message] = []
     if typed:
-        write("/reset forgets the conversation, /exit ends it\n")
+        write("/reset clears the conversation, /exit ends it\n")
     while True:
         try:
             line = read("> " if typed else "").strip()
@@ -202,7 +202,7 @@ def _exchange(
     try:
         answer = stream(loaded, asked if templated else line, write, max_new_tokens, temperature)
     except FinetuneError as error:
-        write(f"{error}; /reset starts anew\n")
+        write(f"{error}; /reset starts over\n")
         return history
     write("\n")
     return [*asked, {"role": "assistant", "content": answer}]

@@ -49,8 +49,8 @@ from finetune.recipe import Recipe
 from finetune.runs.run import Run, open_run
 
 SCORES = (
-    "it scores texts and does not answer: load it with AutoModelForSequenceClassification, as its "
-    "README.md shows; how it scores held-out rows is in the run's report (eval_data, eval_rows)"
+    "it scores texts and does not generate: load it with AutoModelForSequenceClassification, as "
+    "its README.md shows; how it scores held-out rows is in the run's report (eval_data, eval_rows)"
 )
 
 Message = Mapping[str, Any]
@@ -215,7 +215,7 @@ def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
         return _opening(loaded.tokenizer) + _encode(loaded.tokenizer, asked)
     if loaded.tokenizer.chat_template is None:
         raise FinetuneError(
-            "the tokenizer has no chat template: ask with a plain prompt instead of messages, or "
+            "the tokenizer has no chat template: use a plain prompt instead of messages, or "
             "train with model.chat_template"
         )
     return _encode(loaded.tokenizer, _render(loaded.tokenizer, asked, header=True))

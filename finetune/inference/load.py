@@ -59,7 +59,7 @@ def find_checkpoint(run: Run, step: Step | None = None) -> Path:
         raise FinetuneError(f"{run.checkpoints}: no complete checkpoint; train the run first")
     best = run.best_step()
     if step == "best" and best is None:
-        raise FinetuneError(f"{run.best}: no best checkpoint was kept; ask for the last one")
+        raise FinetuneError(f"{run.best}: no best checkpoint was kept; use the last one")
     if step is None or step == "best":
         return run.checkpoint(steps[-1] if best is None else best)
     if step == "last":
@@ -319,7 +319,7 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
     config = adapter_config(adapter)
     stored = tensor_shapes(adapter / ADAPTER_WEIGHTS)
     grow(base, rows_of_adapter(base, config, stored))
-    does_not_fit = f"{adapter}: PEFT cannot put it on its base"
+    does_not_fit = f"{adapter}: PEFT cannot attach it to its base"
     with reading(does_not_fit), torch.device("meta"):  # names and shapes without values
         twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
     wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
@@ -328,7 +328,7 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
         if 0 in shape:
             problems.append(f"{name} is empty")
         elif name in wanted and shape != list(wanted[name].shape):
-            problems.append(f"{name} is {shape}, and the base needs {list(wanted[name].shape)}")
+            problems.append(f"{name} is {shape}, but the base needs {list(wanted[name].shape)}")
     if not wanted:
         problems.append("its configuration matches no module of the base")
     if problems:
@@ -339,7 +339,7 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
 def adapter_config(adapter: Path) -> LoraConfig:
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         pickled = (adapter / "adapter_model.bin").is_file()
-        instead = "; adapter_model.bin is a pickle, which is not read: save it as safetensors"
+        instead = "; adapter_model.bin is a pickle, which is not loaded: save it as safetensors"
         raise FinetuneError(f"{adapter}: has no {ADAPTER_WEIGHTS}{instead if pickled else ''}")
     with reading(f"{adapter / 'adapter_config.json'}: cannot be read"):
         config = LoraConfig.from_pretrained(str(adapter))

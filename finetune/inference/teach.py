@@ -41,9 +41,9 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
         FinetuneError: there is no teacher, it has another vocabulary, or the folder exists.
     """
     if recipe.taught_by is None:
-        raise FinetuneError(f"teacher: the recipe (method {recipe.method}) has none that could run")
+        raise FinetuneError(f"teacher: the recipe (method {recipe.method}) has no teacher to run")
     if folder.exists():
-        raise FinetuneError(f"--output {folder}: is there already; name another folder")
+        raise FinetuneError(f"--output {folder}: already exists; name another folder")
     tokenizer = load_tokenizer(recipe)
     compare_tokenizer(tokenizer, recipe.taught_by)
     model = recipe.model
@@ -56,7 +56,9 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
     )  # fmt: skip
     vocabulary = rows_needed(tokenizer)
     if not 0 < top_k <= vocabulary:
-        raise FinetuneError(f"--top-k {top_k}: expected 1 to {vocabulary}, the tokens there are")
+        raise FinetuneError(
+            f"--top-k {top_k}: expected 1 to {vocabulary}, the size of the vocabulary"
+        )
     temperature = getattr(recipe, "temperature", 1.0)
     offsets = label_offsets(data.train.documents)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ def room(served: Served, question: Question) -> int:
         raise FinetuneError("the prompt is empty")
     rows = len(loaded.tokenizer)
     if max(question.ids) >= rows:
-        raise FinetuneError(f"prompt: got token {max(question.ids)}, and there are {rows}")
+        raise FinetuneError(f"prompt: got token {max(question.ids)}, but the vocabulary has {rows}")
     if left < 1:
         raise FinetuneError(
             f"{len(question.ids)} tokens leave no room in a context of {loaded.context}"

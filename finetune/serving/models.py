@@ -71,7 +71,7 @@ def open_models(
     chat = load_chat(loaded.tokenizer, None)
     if not isinstance(loaded.model, PeftModel):
         if adapters:
-            raise FinetuneError(f"--adapter: {path} is a whole model, not an adapter on a base")
+            raise FinetuneError(f"--adapter: {path} is a complete model, not an adapter")
         return {name: Served(name, loaded, chat, None)}
     models = {name: Served(name, loaded, chat, "default")}
     for other, folder in (adapters or {}).items():
@@ -93,7 +93,7 @@ def _with_adapter(loaded: Loaded, name: str, folder: Path) -> Served:
         )
     if config.base_model_name_or_path != first.base_model_name_or_path:
         raise FinetuneError(
-            f"{folder}: an adapter of {config.base_model_name_or_path}, and not of "
+            f"{folder}: an adapter of {config.base_model_name_or_path}, not of "
             f"{first.base_model_name_or_path}"
         )
     with model.disable_adapter():

@@ -36,7 +36,7 @@ def chat_text(served: Served, asked: ChatRequest) -> str:
     assert isinstance(sample, Conversation)
     if sample.messages[-1]["role"] == "assistant":
         raise FinetuneError(
-            "messages: the last one is the assistant's; /v1/completions continues a text"
+            "messages: the last one is from the assistant; use /v1/completions to continue a text"
         )
     if sample.template_kwargs:
         used = chat.tool_template if sample.tools and chat.tool_template else chat.template

@@ -94,4 +94,4 @@ def needs_words(asked: Asked, settings: Settings) -> str | None:
     """Reason why a row has no text reference; None if it has one."""
     if asked.expected:
         return None
-    return "its answer calls a tool and says nothing" if asked.calls else "its answer is empty"
+    return "its answer calls a tool and has no text" if asked.calls else "its answer is empty"

@@ -82,7 +82,9 @@ def _unfit(asked: Asked, settings: Settings) -> str | None:
     if not database.is_file():
         return f"no such SQLite file: {database}"
     found = result(database, asked.expected)
-    return f"its own query fails on {database}: {found}" if isinstance(found, str) else None
+    return f"its reference query fails on {database}: {found}" if isinstance(found, str) else None
 
 
-SQL = Metric("queries with the result of the reference", ("sql",), _unfit, lambda *_: True, _sql)
+SQL = Metric(
+    "queries with the same result as the reference", ("sql",), _unfit, lambda *_: True, _sql
+)

@@ -179,7 +179,7 @@ def _any_call(asked: Sequence[Asked], settings: Settings) -> bool:
 
 
 JSON = Metric(
-    "JSON that parses, follows the schema, by field",
+    "valid JSON, follows the schema, accuracy by field",
     ("json", "json_fields"),
     _not_json,
     _objects,

@@ -124,14 +124,14 @@ def _short(asked: Sequence[Asked], settings: Settings) -> bool:
 
 
 EXACT = Metric(
-    "answers that are the reference",
+    "answers equal to the reference",
     ("exact", "exact_normalised"),
     needs_words,
     lambda *_: True,
     _exact,
 )
 NUMBER = Metric(
-    "the last number is that of the reference", ("number",), _no_number, _solutions, _number
+    "the last number equals the reference's", ("number",), _no_number, _solutions, _number
 )
 LABELS = Metric(
     "macro F1 of labels, confusion table", ("macro_f1",), needs_words, _few_labels, _labels
