@@ -41,6 +41,8 @@ class Case:
     """Tokens per pack; a micro-batch and a step have one pack."""
     backend: str = "single"
     """Backend, on all GPUs of the machine; sharding backends also run on one GPU."""
+    profiled: bool = False
+    """Whether an untimed step is traced, for the remarks of the page."""
     expected: str = "not stated"
     """Expected tokens per second from a roofline model."""
 
@@ -61,11 +63,18 @@ QWEN_06 = {
 }  # fmt: skip
 LLAMA_1, LLAMA_8 = llama(2_048, 8_192, 16, 32, 128_256), llama(4_096, 14_336, 32, 32, 128_256)
 CASES = (
-    Case("8B, LoRA, eager", LLAMA_8, True, pointwise="eager", expected="9,000 to 11,500"),
+    Case(
+        "8B, LoRA, eager",
+        LLAMA_8,
+        True,
+        pointwise="eager",
+        expected="9,000 to 11,500",
+        profiled=True,
+    ),
     Case("8B, LoRA, compiled", LLAMA_8, True, pointwise="compiled", expected="10,000 to 13,000"),
-    Case("0.6B, all weights", QWEN_06, tokens=16_384, expected="60,000 to 90,000"),
-    Case("1B, all weights", LLAMA_1, tokens=16_384),
     Case("8B, QLoRA", LLAMA_8, True, "nf4", expected="0.9 of LoRA"),
+    Case("0.6B, all weights", QWEN_06, tokens=16_384, expected="60,000 to 90,000", profiled=True),
+    Case("1B, all weights", LLAMA_1, tokens=16_384),
     Case("1B, all weights, fsdp_full_shard", LLAMA_1, backend="fsdp_full_shard"),
     Case("1B, all weights, zero3", LLAMA_1, backend="zero3"),
     Case("8B, LoRA, fsdp_full_shard", LLAMA_8, True, backend="fsdp_full_shard"),
@@ -125,11 +134,15 @@ def _train(folder: Path, case: Case, steps: int) -> dict[str, Any]:
     words = ["--precision", "bf16", "--no-plot", "--output", run.root]
     if not alone:
         words += ["--backend", case.backend, "--processes", str(processes)]
+    if case.profiled:
+        words.append("--profile")
     verb = "train" if alone else "launch"
     finetune(verb, saved(recipe, place), *words, cache=place / "cache")
     found = read(run, processes)
     plans = list(run.read_metrics("memory"))
+    where = run.profile / "where-rank-00000.json"
     return found | {
+        "profile_seconds": json.loads(where.read_text()) if where.is_file() else None,
         "expected": case.expected,
         "planned_step_seconds": _planned(run).get("step_seconds"),
         "peak_of_a_step_bytes": plans[0]["peak"] if plans else None,
@@ -162,7 +175,17 @@ def _result(measured: dict[str, dict[str, Any]], remarks: list[str], steps: int)
         ]
         for name, found in measured.items()
     ]
-    return Result("Known shapes", how, {"cases": dict(measured)}, [head, *rows], list(remarks))
+    parts = [
+        f"{name}, one step by kind of work: {_parts(found['profile_seconds'])}"
+        for name, found in measured.items()
+        if found["profile_seconds"]
+    ]
+    return Result("Known shapes", how, {"cases": dict(measured)}, [head, *rows], remarks + parts)
+
+
+def _parts(seconds: dict[str, float]) -> str:
+    largest = sorted(seconds.items(), key=lambda each: -each[1])
+    return ", ".join(f"{kind} {1e3 * each:.0f} ms" for kind, each in largest if each > 0)
 
 
 def _or_none(value: Any, told: Callable[[Any], str]) -> str:

@@ -66,7 +66,7 @@ def test_a_shape_is_measured_beside_its_plan_and_kept_when_the_next_fails(tmp_pa
     tiny = shapes.llama(64, 128, 2, 8, 2_000)
     wrong = {**tiny, "vocab_size": 8}  # less than its tokenizer has
     cases = (
-        shapes.Case("tiny, LoRA", tiny, True, tokens=256, expected="none"),
+        shapes.Case("tiny, LoRA", tiny, True, tokens=256, profiled=True, expected="none"),
         shapes.Case("wrong", wrong, True, tokens=256),
     )
     published: list[Result] = []

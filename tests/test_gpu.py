@@ -304,20 +304,24 @@ def test_what_a_gpu_trained_loads_without_one(tiny: Tiny, tmp_path: Path, merge:
         assert any(value.count_nonzero() for name, value in stored.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("window", "places"),
+    [(None, (0, 1, 90, 173, 300)), (7, (0, 1, 90, 173, 300)), (None, (0, 2_100))],
+)
 def test_the_kernel_of_packed_documents_computes_what_a_cpu_does_one_by_one(
-    window: int | None,
+    window: int | None, places: tuple[int, ...], size: int
 ) -> None:
     torch.manual_seed(0)
-    shapes = ((1, 8, 300, 64), (1, 2, 300, 64), (1, 2, 300, 64))
-    inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
-    ends = torch.tensor([0, 1, 90, 173, 300], dtype=torch.int32)
+    inputs = [torch.randn(1, heads, places[-1], size, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    ends = torch.tensor(places, dtype=torch.int32)
+    longest = int(ends.diff().max())
     results: list[list[torch.Tensor]] = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         there = [each.to(device, dtype).requires_grad_() for each in inputs]
         mixed, _ = attend(
             nn.Module(), *there, None, sliding_window=window,
-            cu_seq_lens_q=ends.to(device), max_length_q=127,
+            cu_seq_lens_q=ends.to(device), max_length_q=longest,
         )  # fmt: skip
         mixed.square().sum().backward()
         grads = [each.grad for each in there]

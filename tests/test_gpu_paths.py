@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import os
 import re
@@ -66,18 +67,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, int]]]
     against_varlen.cache_clear()
 
 
-def attended(dtypes: tuple[torch.dtype, ...], size: int = 64, window: int | None = None) -> Names:
-    """Attention over three documents of 300 tokens, 8 heads and 2 key heads, on a GPU."""
+def attended(
+    dtypes: tuple[torch.dtype, ...],
+    size: int = 64,
+    window: int | None = None,
+    ends: tuple[int, ...] = (0, 90, 210, 300),
+) -> Names:
+    """Attention over documents with 8 heads and 2 key heads, on a GPU."""
     heads = (8, 2, 2)
     given = [
-        torch.empty(1, count, 300, size, dtype=dtype, device="cuda")
+        torch.empty(1, count, ends[-1], size, dtype=dtype, device="cuda")
         for count, dtype in zip(heads, dtypes, strict=True)
     ]
-    ends = torch.empty(4, dtype=torch.int32, device="cuda")
+    there = torch.empty(len(ends), dtype=torch.int32, device="cuda")
     with Names() as names:
         attend(
-            nn.Module(), *given, None, sliding_window=window, cu_seq_lens_q=ends,
-            max_length_q=120, document_ends=(0, 90, 210, 300),
+            nn.Module(), *given, None, sliding_window=window, cu_seq_lens_q=there,
+            max_length_q=max(b - a for a, b in itertools.pairwise(ends)), document_ends=ends,
         )  # fmt: skip
     return names
 
@@ -109,6 +115,25 @@ def test_query_and_key_in_fp32_beside_a_value_in_bf16_reach_the_one_kernel(
     torch.set_autocast_enabled("cuda", True)
     names = attended((torch.float32, torch.float32, torch.bfloat16))
     assert len(names.of("_varlen_attn")) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "ends", "window", "varlen"),
+    [
+        ((9, 0), (0, 2_048), None, 0),
+        ((9, 0), (0, 2_047), None, 1),
+        ((9, 0), (0, 2_048, 4_096), None, 1),
+        ((9, 0), (0, 2_048), 512, 1),
+        (AMPERE, (0, 2_048), None, 1),
+    ],
+)
+def test_a_long_document_alone_has_the_attention_of_pytorch_on_hopper(
+    gpu: dict[str, tuple[int, int]], capability: tuple[int, int], ends: tuple[int, ...],
+    window: int | None, varlen: int,
+) -> None:  # fmt: skip
+    gpu["capability"] = capability
+    names = attended((torch.bfloat16,) * 3, window=window, ends=ends)
+    assert len(names.of("_varlen_attn")) == varlen
 
 
 @pytest.mark.parametrize(
@@ -177,8 +202,10 @@ def test_flash_attention_3_is_used_where_it_is_installed(
     assert packed_attention.use_flash_3(place, dropped=False) is None
     (tmp_path / "flash_attn_interface.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
+    packed_attention._has_flash_3.cache_clear()
     assert packed_attention.use_flash_3(place, dropped=True) is None
     told = packed_attention.use_flash_3(place, dropped=False)
+    packed_attention._has_flash_3.cache_clear()
     assert (told is None, asked) == ((False, ["FA3"]) if capability == (9, 0) else (True, []))
 
 

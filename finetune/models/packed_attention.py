@@ -38,6 +38,10 @@ VARLEN_FROM = (8, 0)
 """Minimum compute capability (Ampere) of PyTorch 2.13's variable-length flash kernel."""
 LARGEST_HEAD = 256
 """Maximum head size of that kernel."""
+HOPPER = 9
+"""Major compute capability of GPUs with their own attention kernels."""
+ALONE_FROM = 2_048
+"""Minimum tokens of a single document that uses PyTorch's attention on Hopper."""
 SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Capabilities with too little shared memory for its backward pass with heads of 193 to 224
 (torch 2.13)."""
@@ -175,10 +179,12 @@ def attend(
     window = sliding_window if windowed else None
     # Sinks, and values of another size than keys, are computed by PyTorch.
     known = s_aux is None and query.shape[-1] == value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is None and not dropout and known and _has_varlen(query):
+        if len(cu_seq_lens_q) == 2 and window is None and _is_faster_alone(query):
+            return _causal(query, key, value, 0.0, scale, None).transpose(1, 2), None
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed.unsqueeze(0), None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     longest = 0
     if known and not dropout:
         longest = cpu.longest_served(query, max_length_q, window, softcap)
@@ -292,6 +298,16 @@ def _has_varlen(query: torch.Tensor) -> bool:
     return against_varlen(query.device, query.shape[-1]) is None
 
 
+def _is_faster_alone(query: torch.Tensor) -> bool:
+    """Whether PyTorch's attention of one document is faster than the variable-length kernel.
+
+    On Hopper it is cuDNN's. From `ALONE_FROM` tokens on, its forward and backward pass takes about
+    half the time of FlashAttention 2 (H100, torch 2.11).
+    """
+    hopper = _capability(query.device)[0] == HOPPER
+    return hopper and query.shape[2] >= ALONE_FROM and not _has_flash_3()
+
+
 @functools.cache
 def against_varlen(device: torch.device, head_size: int) -> str | None:
     """Why a GPU has no variable-length kernel for a head size; None if it has one."""
@@ -312,13 +328,17 @@ def use_flash_3(device: torch.device, dropped: bool) -> str | None:
 
     PyTorch 2.13 includes version 2 and can call version 3, which does not support dropout.
     """
-    installed = importlib.util.find_spec("flash_attn_interface") is not None
-    if device.type != "cuda" or not installed or dropped or torch.version.hip is not None:
+    if device.type != "cuda" or not _has_flash_3() or dropped or torch.version.hip is not None:
         return None
-    if _capability(device)[0] != 9:
+    if _capability(device)[0] != HOPPER:
         return None
     torch.nn.attention.activate_flash_attention_impl("FA3")
     return "model.attention: uses FlashAttention 3, which is installed"
+
+
+@functools.cache
+def _has_flash_3() -> bool:
+    return importlib.util.find_spec("flash_attn_interface") is not None
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
