@@ -301,7 +301,7 @@ def test_every_missing_file_is_told_at_once_and_the_plan_beside(
         told = errors(finetune(verb, recipe, *flags, cwd=tmp_path))
         divides = "use batch.rows=6 or 8"
         assert told[0] == (
-            "batch.rows: 7 does not divide into micro-batches of 2 rows on 1 processes "
+            "batch.rows: 7 does not divide into micro-batches of 2 rows on 1 process "
             f"(2 x 1 = 2); {divides}"
         )
         if verb == "launch":

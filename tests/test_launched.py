@@ -22,6 +22,17 @@ from finetune.process import error_report, rendezvous
         ["python", "/bin/accelerate-launch", "--config-file", "a-b.yaml"],
         ["python", "-m", "accelerate.commands.launch", "--config_file", "a-b.yaml"],
         ["python", "/lib/accelerate/commands/launch.py", "--config_file=a-b.yaml"],
+        [
+            "python",
+            "-X",
+            "dev",
+            "-W",
+            "ignore",
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            "a-b.yaml",
+        ],
     ],
 )
 def test_every_spelling_of_accelerate_launch_is_known(command: list[str]) -> None:

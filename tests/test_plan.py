@@ -608,10 +608,16 @@ def test_hybrid_sharding_has_a_mesh_of_copies_and_shards() -> None:
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        ("  parallelism_config_dp_shard_size: 3", "2 x 3 processes, but num_processes is 4"),
+        (
+            "  parallelism_config_dp_shard_size: 3",
+            "dp_replicate 2 x dp_shard 3 = 6 processes, but num_processes is 4",
+        ),
         ("  parallelism_config_dp_shard_size: two", "got 'two', expected a whole number"),
         ("  parallelism_config_dp_shard_sise: 2", "unknown key; did you mean 'parallelism_config"),
-        ("  parallelism_config_tp_size: 2", "expected MULTI_GPU with axes that divide"),
+        (
+            "  parallelism_config_tp_size: 2",
+            "expected MULTI_GPU (also on CPUs) with axes that divide",
+        ),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(lines: str, problem: str, tmp_path: Path) -> None:

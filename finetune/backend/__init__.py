@@ -178,7 +178,11 @@ def _key_problems(config: dict[str, Any]) -> list[str]:
             elif key in OURS:
                 problems.append(f"{prefix}{key}: {OURS[key]}; remove it")
             elif key not in known:
-                problems.append(f"{prefix}{key}: unknown key{did_you_mean(str(key), known)}")
+                full = prefix.replace(".", f"_{key}")  # Accelerate repeats the section's name
+                hint = (
+                    f"; did you mean '{full}'?" if full in known else did_you_mean(str(key), known)
+                )
+                problems.append(f"{prefix}{key}: unknown key{hint}")
     return problems
 
 
@@ -250,7 +254,7 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
             "distributed_type: MULTI_GPU, where parallelism_config_dp_shard_size shards with FSDP2"
         )
     if axes.any:
-        copies, shard = (_data_size(environment, axis) for axis in ("REPLICATE", "SHARD"))
+        copies, shard = (model_axes.size_of(environment, key) for key in model_axes.DATA)
         return Backend(
             engine="mesh",
             shard="params" if shard > 1 else "none",
@@ -291,11 +295,7 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
 def _shard_size(environment: Mapping[str, str]) -> int | None:
     if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return None
-    return _data_size(environment, "SHARD")
-
-
-def _data_size(environment: Mapping[str, str], axis: str) -> int:
-    return int(environment.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1"))
+    return model_axes.size_of(environment, "dp_shard")
 
 
 def divided(
@@ -428,17 +428,13 @@ def _refuse_other_product(arrived: Backend) -> None:
     """Raise FinetuneError unless the product of the axis sizes is the number of processes."""
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return
-    copies, shard = (_data_size(os.environ, axis) for axis in ("REPLICATE", "SHARD"))
+    copies, shard = (model_axes.size_of(os.environ, key) for key in model_axes.DATA)
     if arrived.engine == "ddp" and shard > 1:
         raise FinetuneError(
             f"parallelism_config: {shard} processes should share one copy of the model, but "
             "neither FSDP nor an axis that divides the model was passed on, so each process would "
             "keep a complete copy; use accelerate launch --config_file FILE, or finetune launch"
         )
-    divided = f" x {arrived.axes.words()}" if arrived.axes.any else ""
-    if copies * shard * arrived.axes.processes != world():
-        raise FinetuneError(
-            f"parallelism_config: {copies} copies x {shard} processes{divided}, but {world()} "
-            "were started; give --parallelism_config_dp_replicate_size and "
-            "--parallelism_config_dp_shard_size with that product, or use finetune launch"
-        )
+    problem = model_axes.product_problem(arrived.axes, copies, shard, world())
+    if problem is not None:
+        raise FinetuneError(problem)

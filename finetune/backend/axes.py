@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
-from finetune.errors import did_you_mean
+from finetune.errors import FinetuneError, did_you_mean
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 
@@ -13,7 +13,8 @@ SCHEDULES: tuple[Schedule, ...] = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroB
 """Supported schedules of `torch.distributed.pipelining`, with torch's names."""
 
 SECTION = "parallelism_config"
-DATA_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
+DATA = ("dp_replicate", "dp_shard")
+DATA_KEYS = {f"{SECTION}_{key}_size" for key in DATA}
 KEYS = {
     "pp": "pipeline",
     "cp": "context",
@@ -105,26 +106,33 @@ def problems_of_sizes(section: Mapping[str, Any]) -> Iterator[str]:
             yield f"{SECTION}.{name}: got {size!r}, expected a whole number of at least 1"
     schedule = section.get(f"{SECTION}_{SCHEDULE}", "1F1B")
     if schedule not in SCHEDULES:
-        yield (
-            f"{SECTION}.{SECTION}_{SCHEDULE}: got {schedule!r}"
-            f"{did_you_mean(str(schedule), SCHEDULES)}, expected one of {', '.join(SCHEDULES)}"
-        )
+        yield f"{SECTION}.{SECTION}_{SCHEDULE}: {_not_a_schedule(schedule)}"
+
+
+def _not_a_schedule(got: object) -> str:
+    known = {each.lower(): each for each in SCHEDULES}
+    meant = known.get(str(got).lower())
+    hint = f"; did you mean '{meant}'?" if meant else did_you_mean(str(got), SCHEDULES)
+    return f"got {got!r}, expected one of {', '.join(SCHEDULES)}{hint}"
 
 
 def mesh_problems(config: dict[str, Any]) -> list[str]:
     """Problems of a file's section: sizes must be integers with the product `num_processes`."""
     sizes = cast(dict[str, Any], config[SECTION])
     problems = list(problems_of_sizes(sizes))
-    divided = not problems and _divides(sizes)
-    if config.get("distributed_type") != "FSDP" and not (problems or divided):
+    if problems:
+        return problems
+    divided = _divides(sizes)
+    if config.get("distributed_type") != "FSDP" and not divided:
         return [
             "parallelism_config: valid only with distributed_type: FSDP or axes that divide the "
             "model (tp, pp, sp, cp, ep)"
         ]
-    if divided and config.get("distributed_type") not in ("MULTI_GPU", "MULTI_CPU"):
+    if divided and config.get("distributed_type") != "MULTI_GPU":
         problems.append(
-            f"distributed_type: got {config.get('distributed_type')}, expected MULTI_GPU with "
-            "axes that divide the model; parallelism_config_dp_shard_size shards it with FSDP2"
+            f"distributed_type: got {config.get('distributed_type')!r}, expected MULTI_GPU (also "
+            "on CPUs) with axes that divide the model; parallelism_config_dp_shard_size shards "
+            "it with FSDP2"
         )
     for key in sorted(DATA_KEYS):
         size = sizes.get(key, 1 if divided else None)
@@ -138,19 +146,24 @@ def mesh_problems(config: dict[str, Any]) -> list[str]:
             "for one process per copy, use ddp"
         )
     if not problems:
-        problems += _expert_problems(sizes)
-        counted = [
-            *sorted(DATA_KEYS),
-            *(f"parallelism_config_{a}_size" for a in ("pp", "cp", "sp", "tp")),
-        ]
-        factors = [sizes[key] for key in counted if key in sizes]
-        processes = config.get("num_processes", 2)
-        if math.prod(factors) != processes:
-            problems.append(
-                f"parallelism_config: {' x '.join(map(str, factors))} processes, but num_processes "
-                f"is {processes}; the product must be equal to it"
-            )
+        problems += [*_expert_problems(sizes), *_product_problems(sizes, config)]
     return problems
+
+
+def _product_problems(sizes: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    """Problem of sizes whose product is not the number of processes of the file."""
+    processes = config.get("num_processes", 2)
+    if type(processes) is not int or processes < 1:
+        return  # a problem of its own
+    axes = ("dp_replicate", "dp_shard", "pp", "cp", "sp", "tp")
+    factors = {axis: sizes.get(f"{SECTION}_{axis}_size", 1) for axis in axes}
+    product = math.prod(factors.values())
+    if product != processes:
+        named = [f"{axis} {size}" for axis, size in factors.items() if size > 1]
+        yield (
+            f"parallelism_config: {' x '.join(named)} = {product} processes, but num_processes is "
+            f"{processes}; use num_processes: {product}, or sizes whose product is {processes}"
+        )
 
 
 def _expert_problems(sizes: Mapping[str, Any]) -> list[str]:
@@ -177,17 +190,64 @@ def experts_problem(experts: int, tensor: int, shard: int) -> str | None:
     )
 
 
+def product_problem(axes: Axes, copies: int, shard: int, started: int) -> str | None:
+    """Why the sizes that reached a process do not fit the number of processes; None if they do."""
+    each = axes.processes
+    if copies * shard * each == started:
+        return None
+    if axes.any and started % each:
+        instead = f"start {' or '.join(map(str, multiples(each, started)))}"
+    elif copies * shard * each == 1:
+        instead = (
+            "Accelerate drops the sizes of pp and ep, which are read from the file if the launcher "
+            "is known: start with accelerate launch --config_file FILE, or finetune launch"
+        )
+    else:
+        instead = (
+            "give --parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size "
+            f"whose product is {started // each}, or use finetune launch"
+        )
+    divided = f" x {axes.words()}" if axes.any else ""
+    return (
+        f"parallelism_config: {copies} copies x {shard} processes{divided}, but {started} were "
+        f"started; {instead}"
+    )
+
+
+def multiples(unit: int, near: int) -> list[int]:
+    """The multiples of `unit`, of at least one unit, on both sides of `near`."""
+    below = near - near % unit
+    return [each for each in (below, below + unit) if each]
+
+
 def _divides(sizes: Mapping[str, Any]) -> bool:
     return any(sizes.get(f"{SECTION}_{key}_size", 1) > 1 for key in KEYS)
 
 
 def from_variables(environment: Mapping[str, str]) -> Axes:
-    """The axes of a process, from the environment variables set by its launcher."""
-    sizes = {
-        field: int(environment.get(_variable(f"{key}_size"), "1")) for key, field in KEYS.items()
-    }
+    """The axes of a process, from the environment variables set by its launcher.
+
+    Raises:
+        FinetuneError: a size is not a whole number of at least 1, or the schedule is unknown.
+    """
+    sizes = {field: size_of(environment, key) for key, field in KEYS.items()}
     schedule = environment.get(_variable(SCHEDULE), "1F1B")
-    return Axes(**sizes, schedule=schedule)  # type: ignore[arg-type]
+    if schedule not in SCHEDULES:
+        raise FinetuneError(f"{_variable(SCHEDULE)}: {_not_a_schedule(schedule)}")
+    return Axes(**sizes, schedule=schedule)
+
+
+def size_of(environment: Mapping[str, str], key: str) -> int:
+    """The size of an axis in the environment of a process, by its key; 1 if it is not set.
+
+    Raises:
+        FinetuneError: it is not a whole number of at least 1.
+    """
+    name = _variable(f"{key}_size")
+    size = environment.get(name, "1")
+    if not size.isdecimal() or int(size) < 1:
+        raise FinetuneError(f"{name}: got {size!r}, expected a whole number of at least 1")
+    return int(size)
 
 
 def _variable(key: str) -> str:

@@ -72,7 +72,7 @@ class Engine(Ranks):
         if attempt := rendezvous.restarts():
             workarounds.meet_apart_from_earlier_attempts(attempt)
         self.settle_libraries()
-        rendezvous.announce_wait()
+        rendezvous.announce_wait(timeout)
         self.accelerator = Accelerator(
             # ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides the argument, not the plugin (1.15).
             gradient_accumulation_plugin=GradientAccumulationPlugin(

@@ -99,16 +99,11 @@ class MeshEngine(Native):
             return outcome  # type: ignore[return-value]
         if all(each == everybody[0] for each in everybody):
             raise FinetuneError(*everybody[0])
+        where = self.plan.mesh.where
         named = zip(range(self.world), everybody, strict=True)
         raise FinetuneError(
-            *(f"rank {rank} ({self._where(rank)}): {each}" for rank, of in named for each in of)
+            *(f"rank {rank} ({where(rank)}): {each}" for rank, of in named for each in of)
         )
-
-    def _where(self, rank: int) -> str:
-        """Position of a rank on the mesh, such as `pipeline 1, tensor 0`."""
-        sizes = self.plan.mesh.summary()
-        place = self.plan.mesh.place(rank)
-        return ", ".join(f"{axis} {at}" for axis, at in place.items() if sizes.get(axis, 1) > 1)
 
     # The model -----------------------------------------------------------------------------------
 

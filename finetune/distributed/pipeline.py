@@ -134,7 +134,7 @@ class PipelineEngine(MeshEngine):
         scalar = torch.empty(1, dtype=torch.float32, **meta)
         number = torch.empty(1, dtype=torch.int64, device="meta")
         built = [
-            _Marked(
+            MarkedStage(
                 stage,
                 stage.index,
                 stage.total,
@@ -191,20 +191,34 @@ class PipelineEngine(MeshEngine):
         return writes and id(parameter) not in self.elsewhere(self.model), offsets
 
 
-class _Marked(PipelineStage):
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raise the error of a pass itself, which torch 2.13 wraps in a RuntimeError.
+
+    Errors of memory, of a lost rank and of a user are recognized by their types and texts.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
+class MarkedStage(PipelineStage):
     """A stage that marks its passes in a profile, without the waits before them."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *words: Any, **named: Any) -> Any:
         self.submod.at = fwd_chunk_id
-        with record_function(f"{PASS} {self.stage_index} forward {fwd_chunk_id}"):
+        with _unwrapped(), record_function(f"{PASS} {self.stage_index} forward {fwd_chunk_id}"):
             return super().forward_one_chunk(fwd_chunk_id, *words, **named)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *words: Any, **named: Any) -> Any:
-        with record_function(f"{PASS} {self.stage_index} backward {bwd_chunk_id}"):
+        with _unwrapped(), record_function(f"{PASS} {self.stage_index} backward {bwd_chunk_id}"):
             return super().backward_one_chunk(bwd_chunk_id, *words, **named)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *words: Any, **named: Any) -> Any:
-        with record_function(f"{PASS} {self.stage_index} weights {bwd_chunk_id}"):
+        with _unwrapped(), record_function(f"{PASS} {self.stage_index} weights {bwd_chunk_id}"):
             return super().backward_weight_one_chunk(bwd_chunk_id, *words, **named)
 
 

@@ -18,6 +18,7 @@ import psutil
 
 from finetune import backend as backends
 from finetune import catalog
+from finetune.backend.axes import KEYS, SCHEDULE, SECTION
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.launchers.job import Job, machines
 from finetune.planner import Plan
@@ -39,6 +40,16 @@ RECORDED_COLLECTIVES = 500
 ARGUMENTS_REFUSED = 2
 """Exit status of `accelerate launch` itself for invalid arguments."""
 
+OWN = {
+    "--config_file": "--backend FILE",
+    "--num_processes": "--processes N",
+    **{f"--{SECTION}_{key}_size": f"--{field} N" for key, field in KEYS.items()},
+    f"--{SECTION}_{SCHEDULE}": "--schedule NAME",
+    f"--{SECTION}_dp_shard_size": "--shard-size N (hsdp), or --processes N",
+    f"--{SECTION}_dp_replicate_size": "--processes N",
+}
+"""Flags of `accelerate launch` that a plan sets -> the option of `finetune launch` to use."""
+
 REPORT = re.compile(r"^Traceback \(most recent call last\)|torch/distributed/elastic/")
 """Start of the report of torch's agent, or of `accelerate launch` itself."""
 
@@ -55,11 +66,19 @@ def run(job: Job) -> None:
     """Run a job with `accelerate launch`.
 
     Raises:
-        FinetuneError: a process rejected its arguments; nothing was trained.
+        FinetuneError: a flag contradicts the plan, or a process rejected its arguments; nothing was
+            trained.
         TrainingFailure: the processes ended with an error.
         Interrupted: stopped by SIGTERM, SIGINT or SIGHUP; training progress is saved.
     """
     flags = list(job.flags)
+    names = [each.partition("=")[0].replace("-", "_").replace("__", "--", 1) for each in flags]
+    if twice := [
+        f"{name}: finetune launch sets it from the plan; use {OWN[name]}"
+        for name in names
+        if name in OWN
+    ]:
+        raise FinetuneError(*twice)
     if job.max_restarts:
         flags = ["--max_restarts", str(job.max_restarts), *flags]
     if job.precision is not None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.backend import Backend, names
-from finetune.backend.axes import Axes, experts_problem
+from finetune.backend.axes import Axes, experts_problem, multiples
 from finetune.planner.experts import expert_count
 from finetune.planner.limits import fields_of
 from finetune.planner.mesh import mesh_of
@@ -142,10 +142,10 @@ def _of_pipeline(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
             f"{', '.join(PIPELINE)}; use fsdp_full_shard"
         )
     if count < parts:
-        yield (
-            f"{name}: {count} layers do not fill {axes.pipeline} stages x {axes.chunks} parts; use "
-            "fewer stages"
-        )
+        most = count // axes.chunks
+        instead = f"at most {most} stages" if most > 1 else "a backend without a pipeline"
+        several = f" x {axes.chunks} parts ({axes.schedule})" if axes.chunks > 1 else ""
+        yield (f"{name}: {count} layers do not fill {axes.pipeline} stages{several}; use {instead}")
 
 
 def _does_not_divide(axis: str, size: int, count: int, what: str) -> str:
@@ -160,9 +160,10 @@ def _processes(backend: Backend, processes: int) -> Iterator[str]:
     if problem is not None:
         yield f"--experts {found.experts}: {problem}"
     if found.processes != processes:
+        fitting = multiples(backend.axes.processes, processes)
         yield (
             f"processes: {processes} are not a multiple of {backend.axes.words()} "
-            f"({backend.axes.processes} processes)"
+            f"({backend.axes.processes} processes); use {' or '.join(map(str, fitting))}"
         )
     elif backend.shard == "none" and found.replicate > 1:
         wider = f"{backend.name}_fsdp"
@@ -234,15 +235,16 @@ def _of_batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]
         return
     data = mesh_of(backend, processes).data
     count = math.ceil(math.ceil(batch.rows / recipe.most_micro_rows) / data)
+    unit = axes.pipeline * recipe.most_micro_rows * data
     if count < axes.pipeline:
         yield (
-            f"batch.rows: {count} micro-batches per step for {axes.pipeline} stages, which leaves "
-            f"stages without work; use batch.rows={axes.pipeline * recipe.most_micro_rows * data}"
+            f"batch.rows: {count} micro-batch{'es' * (count > 1)} per step for {axes.pipeline} "
+            f"stages, which leaves stages without work; use batch.rows={unit}"
         )
     elif axes.chunks > 1 and count % axes.pipeline:
         yield (
             f"batch.rows: {count} micro-batches do not divide into rounds of {axes.pipeline} for "
-            f"{axes.schedule}; use a multiple"
+            f"{axes.schedule}; use a multiple of {unit} rows, or 1F1B"
         )
     if axes.chunks > 1 and backend.shard != "none":
         yield f"parallelism_config_pp_schedule: {axes.schedule} with FSDP2 is untested; use 1F1B"

@@ -63,6 +63,11 @@ class Mesh:
             rank, found[axis] = divmod(rank, size)
         return found
 
+    def where(self, rank: int) -> str:
+        """Position of a process as text, such as `pipeline 1, tensor 0`; empty if it is alone."""
+        place = self.place(rank)
+        return ", ".join(f"{axis} {place[axis]}" for axis in AXES if getattr(self, axis) > 1)
+
     def summary(self) -> dict[str, int]:
         """Sizes of the data axes, and of the other axes that are larger than 1."""
         sizes = (*zip(AXES, self.sizes, strict=True), ("experts", self.experts))

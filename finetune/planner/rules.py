@@ -110,12 +110,13 @@ def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         choices = " or ".join(str(value) for value in (below, above) if value)
         yield (
             f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {ways} "
-            f"{_readers(backend)} ({micro} x {ways} = {unit}); use batch.rows={choices}"
+            f"{_readers(backend, ways)} ({micro} x {ways} = {unit}); use batch.rows={choices}"
         )
 
 
-def _readers(backend: Backend) -> str:
-    return "groups of processes" if backend.axes.any else "processes"
+def _readers(backend: Backend, count: int) -> str:
+    several = count > 1
+    return f"group{'s' * several} of processes" if backend.axes.any else f"process{'es' * several}"
 
 
 def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:

@@ -57,6 +57,11 @@ def spans(count: int, axes: Axes) -> list[range]:
     return [range(starts[part], starts[part + 1]) for part in range(parts)]
 
 
+def span_words(span: range) -> str:
+    """A range of layers as text, such as `0 to 19`."""
+    return f"{span.start}" if len(span) == 1 else f"{span.start} to {span.stop - 1}"
+
+
 def order(stage: int, axes: Axes, count: int) -> list[Task]:
     """The ordered tasks of one stage for `count` micro-batches."""
     if axes.schedule == "ZBVZeroBubble":

@@ -11,6 +11,8 @@ OF_A_LAUNCH = (
 )  # fmt: skip
 """Variables with which the processes of a job find each other."""
 LOUD = ("DeepSpeed", "accelerate", "bitsandbytes", "torch.distributed", "transformers")
+REPEATED = "torch.distributed.pipelining.schedules"
+"""Prints a complete schedule if a pass raises an error, which is reported anyway (torch 2.13)."""
 
 
 def quiet() -> None:
@@ -24,6 +26,7 @@ def quiet() -> None:
     for name in LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
         logging.getLogger(name).addFilter(_is_error)
+    logging.getLogger(REPEATED).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|peft|deepspeed)\b")
 

@@ -1,5 +1,6 @@
 """Read the launcher's environment variables: rank, world size, address of the rendezvous."""
 
+import datetime
 import os
 import sys
 from pathlib import Path
@@ -42,12 +43,13 @@ def started(named: bool) -> int | None:
     )
 
 
-def announce_wait() -> None:
+def announce_wait(timeout: datetime.timedelta) -> None:
     """Print on stderr that this process waits for the others, if no launcher monitors them."""
     if world() > 1 and not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
         host, port = meeting_point()
         print(
-            f"rank {rank()} of {world()}: waiting for the other processes at {host}:{port}",
+            f"rank {rank()} of {world()}: waiting for the other processes at {host}:{port}, for "
+            f"at most {timeout.total_seconds() / 60:g} min (--timeout)",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
@@ -122,7 +124,7 @@ def launch_words(command: list[str]) -> list[str] | None:
     Recognizes `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch` and
     this package's own module; each accepts flags with dashes or underscores.
     """
-    for place, word in enumerate(command[:4]):
+    for place, word in enumerate(command):
         name, before = Path(word).name, Path(command[place - 1]).name if place else ""
         if (
             name in ("accelerate-launch", "accelerate.commands.launch", "finetune.process.loopback")

@@ -82,7 +82,7 @@ def mesh(axes: Axes, shape: Mesh, layers: int, sent: Mapping[str, float], per_no
             first = stage * shape.processes // axes.pipeline
             last = first + shape.processes // axes.pipeline - 1
             yield text(left + room - 6, top + 24, f"ranks {first} to {last}", "value tiny")
-            held = ", ".join(span_words(spans[number]) for number in numbers)
+            held = ", ".join(schedules.span_words(spans[number]) for number in numbers)
             ends = ["embedding"] * (0 in numbers) + ["head"] * (len(spans) - 1 in numbers)
             yield text(left + 14, top + 40, f"layers {held}")
             yield text(left + 14, top + 54, " + ".join(ends))
@@ -94,11 +94,6 @@ def mesh(axes: Axes, shape: Mesh, layers: int, sent: Mapping[str, float], per_no
 
     rows = -(-axes.pipeline // line)
     return drawing(WIDTH, rows * high, parts(), "which process holds what")
-
-
-def span_words(span: range) -> str:
-    """A range of layers as text, such as `0 to 19`."""
-    return f"{span.start}" if len(span) == 1 else f"{span.start} to {span.stop - 1}"
 
 
 def _processes(

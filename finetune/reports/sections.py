@@ -223,12 +223,10 @@ def _processes(run: Run, history: History) -> list[Table]:
     sizes = {axis: plan.get("mesh", {}).get(axis, 1) for axis in AXES}
     mesh, rows = Mesh(**sizes), list[tuple[Cell, ...]]()
     for rank, peak in enumerate(counted.peaks):
-        place = mesh.place(rank)
-        at = ", ".join(f"{axis} {place[axis]}" for axis in AXES if sizes[axis] > 1)
         planned = counted.planned[rank] if counted.planned else None
         ratio = f"{peak / planned:.2f}" if planned else None
         told = units.size(planned) if planned else None
-        rows.append((rank, at, told, units.size(peak), ratio))
+        rows.append((rank, mesh.where(rank), told, units.size(peak), ratio))
     columns = ("rank", "place", "planned", "measured", "measured / planned")
     return [Table(rows, columns)]
 

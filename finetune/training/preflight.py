@@ -194,7 +194,7 @@ def _as_named(launched: backends.Backend, name: str | None) -> backends.Backend:
     asked = backends.load(name)
     if asked.shard_size is not None and launched.shard_size is not None:
         asked = dataclasses.replace(asked, shard_size=launched.shard_size)
-    if asked.axes.any and launched.axes.any:
+    if asked.axes.sizes.keys() == launched.axes.sizes.keys():  # sizes may differ from the file
         asked = dataclasses.replace(asked, axes=launched.axes)
     differing = [each for each in asked.same_as(launched) if not each.startswith("precision")]
     if differing:

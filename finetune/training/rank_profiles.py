@@ -8,7 +8,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from finetune.distributed.pipeline import PASS
-from finetune.planner.mesh import AXES, Mesh
+from finetune.planner.mesh import Mesh
 
 Interval = tuple[float, float]
 """Start and end, in microseconds."""
@@ -81,7 +81,7 @@ def table(found: Sequence[Shares], mesh: Mesh, expected: float) -> list[str]:
         found: shares in the order of ranks.
         expected: the bubble by the formula.
     """
-    places = [_place(mesh, rank) for rank in range(len(found))]
+    places = [mesh.where(rank) for rank in range(len(found))]
     wide = max(len("place"), *map(len, places))
     lines = [f"  {'rank':>4}  {'place':{wide}}  computes  exchanges     waits"]
     for rank, each in enumerate(found):
@@ -99,9 +99,3 @@ def table(found: Sequence[Shares], mesh: Mesh, expected: float) -> list[str]:
             f"by the formula {expected:.1%}"
         )
     return lines
-
-
-def _place(mesh: Mesh, rank: int) -> str:
-    """The position of a rank in the mesh, such as `pipeline 1, tensor 0`."""
-    place = mesh.place(rank)
-    return ", ".join(f"{axis} {place[axis]}" for axis in AXES if getattr(mesh, axis) > 1)

@@ -36,6 +36,7 @@ from finetune.runs import units
 from finetune.runs.environment import TRACKERS, versions
 from finetune.runs.manifest import damage
 from finetune.runs.run import Run
+from finetune.training.options import Options
 from finetune.training.recorder import Recorder
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class Job(Protocol):
     resumed: int | None
     base: str | None
     recorder: Recorder
+    options: Options
 
     def on_one(self, work: Callable[[], T]) -> T: ...
 
@@ -67,6 +69,8 @@ def make_sure(job: Job) -> str:
     """
     engine, saving = job.engine, job.plan.recipe.saving
     ranks = agree(checkpoint.gather(engine, identity(job.plan, job.data, job.base)))
+    if engine.world > 1:
+        ranks += f"; each waits at most {job.options.timeout_minutes:g} min for the others"
     size, left = checkpoint_bytes(engine, len(job.tokenizer)), job.steps - job.progress.step
     lines = {
         "ranks": ranks,

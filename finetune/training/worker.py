@@ -126,8 +126,10 @@ class Worker:
         return self.run
 
     def _out_of_memory(self, error: Exception) -> TrainingFailure:
-        forecast, step = self.training.forecast, self.heartbeat.step
-        failure = out_of_memory(error, self.engine, forecast, step, self.run.standing())
+        engine, forecast, step = self.engine, self.training.forecast, self.heartbeat.step
+        failure = out_of_memory(
+            error, engine.plan, engine.rank, engine.device, forecast, step, self.run.standing()
+        )
         self.heartbeat.tell(str(failure))
         return failure
 

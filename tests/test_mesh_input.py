@@ -1,0 +1,294 @@
+"""Wrong sizes of axes, in files, on command lines and in processes: each is refused once."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
+
+import finetune as ft
+from finetune import backend as backends
+from finetune.backend.axes import Axes, product_problem
+from finetune.distributed.pipeline import MarkedStage
+from finetune.errors import FinetuneError
+from finetune.launchers import accelerate
+from finetune.launchers.job import Job
+from finetune.planner import Plan, plan
+from finetune.planner.estimate import hardware
+from finetune.planner.estimate.forecast import Facts, forecast
+from finetune.planner.mesh import Mesh
+from finetune.recipe import Data, Model
+from finetune.runs.run import Run
+from finetune.training.out_of_memory import out_of_memory
+from finetune.training.preflight import check_here
+
+SECTION = "parallelism_config"
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320,
+}  # fmt: skip
+RECIPE = (
+    ft.SFT(model=Model(config=LLAMA, tokenizer="x"))
+    .with_data(Data("rows.jsonl", "messages"))
+    .with_batch(rows=8, micro_rows=2, max_length=64)
+)
+
+WHOLE = "expected a whole number of at least 1"
+SCHEDULES = "expected one of GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("tp_size: 2", "tp_size: 0", f"{SECTION}.{SECTION}_tp_size: got 0, {WHOLE}"),
+        ("tp_size: 2", "tp_size: -2", f"{SECTION}.{SECTION}_tp_size: got -2, {WHOLE}"),
+        ("tp_size: 2", "tp_size: 1.5", f"{SECTION}.{SECTION}_tp_size: got 1.5, {WHOLE}"),
+        ("tp_size: 2", "tp_size: two", f"{SECTION}.{SECTION}_tp_size: got 'two', {WHOLE}"),
+        ("tp_size: 2", "tp_size:", f"{SECTION}.{SECTION}_tp_size: got None, {WHOLE}"),
+        (
+            f"{SECTION}_tp_size: 2",
+            "tp_size: 2",
+            f"{SECTION}.tp_size: unknown key; did you mean '{SECTION}_tp_size'?",
+        ),
+        (
+            f"{SECTION}_tp_size: 2",
+            f"{SECTION}_pp_size: 2\n  {SECTION}_pp_schedule: 1f1b",
+            f"{SECTION}.{SECTION}_pp_schedule: got '1f1b', {SCHEDULES}; did you mean '1F1B'?",
+        ),
+        (
+            "tp_size: 2",
+            f"tp_size: 4\n  {SECTION}_dp_shard_size: 2",
+            f"{SECTION}: dp_shard 2 x tp 4 = 8 processes, but num_processes is 2; use "
+            "num_processes: 8, or sizes whose product is 2",
+        ),
+        ("num_processes: 2", "num_processes: two", f"num_processes: got 'two', {WHOLE}"),
+        (
+            "MULTI_GPU",
+            "MULTI_CPU",  # Accelerate would start one process and give it no sizes
+            "distributed_type: got 'MULTI_CPU', expected MULTI_GPU (also on CPUs) with axes that "
+            "divide the model; parallelism_config_dp_shard_size shards it with FSDP2",
+        ),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_one_problem(
+    old: str, new: str, problem: str, tmp_path: Path
+) -> None:
+    path, text = tmp_path / "mine.yaml", (ROOT / "accelerate_configs/tp.yaml").read_text()
+    path.write_text(text.replace(old, new))
+    with pytest.raises(FinetuneError) as refusal:
+        backends.load(str(path))
+    assert refusal.value.problems == (f"{path}: {problem}",)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        ("TP_SIZE", "two", f"got 'two', {WHOLE}"),
+        ("PP_SIZE", "1.5", f"got '1.5', {WHOLE}"),
+        ("DP_SHARD_SIZE", "0", f"got '0', {WHOLE}"),
+        ("PP_SCHEDULE", "gpipe", f"got 'gpipe', {SCHEDULES}; did you mean 'GPipe'?"),
+    ],
+)
+def test_a_wrong_variable_of_a_process_is_refused(variable: str, value: str, problem: str) -> None:
+    """torch finds a schedule in any case, and the plan counts in-flight micro-batches by name."""
+    name = f"PARALLELISM_CONFIG_{variable}"
+    given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
+    with pytest.raises(FinetuneError, match=re.escape(f"{name}: {problem}")):
+        backends.from_environment(given | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("axes", "shard", "started", "instead"),
+    [
+        (Axes(tensor=2), 1, 3, "start 2 or 4"),
+        (Axes(pipeline=2, tensor=2), 2, 3, "start 4"),
+        (Axes(), 1, 2, "Accelerate drops the sizes of pp and ep, which are read from the file if"),
+        (Axes(tensor=2), 4, 4, "give --parallelism_config_dp_replicate_size and --parallelism_"),
+        (Axes(tensor=2), 2, 4, None),
+    ],
+)
+def test_sizes_that_do_not_fit_the_processes_say_what_does(
+    axes: Axes, shard: int, started: int, instead: str | None
+) -> None:
+    problem = product_problem(axes, 1, shard, started)
+    if instead is None:
+        assert problem is None
+    else:
+        assert problem is not None
+        assert f", but {started} were started; {instead}" in problem
+
+
+@pytest.mark.parametrize(
+    ("backend", "processes", "sizes", "rows", "problem"),
+    [
+        ("tp", 3, {}, 8, "processes: 3 are not a multiple of tensor 2 (2 processes); use 2 or 4"),
+        (
+            "pp", None, {"pipeline": 7}, 14,
+            "--pipeline 7: 6 layers do not fill 7 stages; use at most 6 stages",
+        ),
+        (
+            "pp", None, {"pipeline": 4, "schedule": "Interleaved1F1B"}, 8,
+            "--pipeline 4: 6 layers do not fill 4 stages x 2 parts (Interleaved1F1B); use at most "
+            "3 stages",
+        ),
+        (
+            "pp", None, {}, 2,
+            "batch.rows: 1 micro-batch per step for 2 stages, which leaves stages without work; "
+            "use batch.rows=4",
+        ),
+        (
+            "pp", None, {"schedule": "Interleaved1F1B"}, 6,
+            "batch.rows: 3 micro-batches do not divide into rounds of 2 for Interleaved1F1B; use "
+            "a multiple of 4 rows, or 1F1B",
+        ),
+        (
+            "tp", None, {}, 7,
+            "batch.rows: 7 does not divide into micro-batches of 2 rows on 1 group of processes "
+            "(2 x 1 = 2); use batch.rows=6 or 8",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_divide_is_one_problem_with_what_does(
+    backend: str, processes: int | None, sizes: dict[str, Any], rows: int, problem: str
+) -> None:
+    machine, count = backends.divided(backends.load(backend), processes, sizes)
+    with pytest.raises(FinetuneError) as refusal:
+        plan(RECIPE.with_batch(rows=rows), machine, count)
+    assert refusal.value.problems == (problem,)
+
+
+def test_another_backend_than_the_launched_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes may differ from the file's, axes may not."""
+    for name in [each for each in os.environ if each.startswith("PARALLELISM_CONFIG")]:
+        monkeypatch.delenv(name)
+    given = {
+        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_PP_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0",
+    }  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(FinetuneError, match="--backend tp: accelerate launch started another one"):
+        check_here(RECIPE, "tp")
+
+
+def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
+    """It would be the last of two, and the plan would be of other processes."""
+    flags = ("--num-processes", "4", "--parallelism_config_tp_size=4", "--config_file", "x.yaml")
+    job = Job(plan(RECIPE, "tp"), Run(tmp_path / "run"), False, None, (), flags, 0)
+    with pytest.raises(FinetuneError) as refusal:
+        accelerate.run(job)
+    assert refusal.value.problems == (
+        "--num_processes: finetune launch sets it from the plan; use --processes N",
+        "--parallelism_config_tp_size: finetune launch sets it from the plan; use --tensor N",
+        "--config_file: finetune launch sets it from the plan; use --backend FILE",
+    )
+
+
+# Out of memory.
+
+FACTS = Facts(64, False, 128, 512.0, 64.0, True, False, True, 64)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "rank", "where", "layers"),
+    [
+        ("pp", {}, 0, "pipeline 0", "stage 0 of 2 holds the embedding, layers 0 to 2"),
+        ("pp", {}, 1, "pipeline 1", "stage 1 of 2 holds layers 3 to 5, the head"),
+        (
+            "pp", {"pipeline": 3, "schedule": "Interleaved1F1B"}, 2, "pipeline 2",
+            "stage 2 of 3 holds layers 2 and 5, the head",
+        ),
+        ("pp_tp", {}, 3, "pipeline 1, tensor 1", "stage 1 of 2 holds layers 3 to 5, the head"),
+    ],
+)  # fmt: skip
+def test_a_stage_that_runs_out_of_memory_is_named_with_its_layers_and_what_to_move(
+    backend: str, sizes: dict[str, Any], rank: int, where: str, layers: str
+) -> None:
+    told = told_of(settled_on(backend, sizes), rank)
+    at = f"step 3: out of memory on cpu of rank {rank} ({where}), which had used up to "
+    assert told.startswith(at)
+    assert f": Tried to allocate 2.00 GiB; {layers}; " in told
+    # The first of four stages keeps four micro-batches of half as many layers: nothing is gained.
+    moves = " move layers to other processes with --pipeline 4 (-" in told
+    assert moves == (rank in (1, 3))
+
+
+def test_changes_that_a_division_refuses_are_not_suggested() -> None:
+    """8-bit moments and a head in chunks do not run under tensor parallelism."""
+    told = told_of(settled_on("tp", {}), 1)
+    assert "rank 1 (tensor 1)" in told
+    assert "stage" not in told
+    assert "batch.micro_rows=1 (-" in told
+    assert "kernels.head" not in told
+    assert "adamw_8bit" not in told
+
+
+def settled_on(backend: str, sizes: dict[str, Any]) -> Plan:
+    machine = dataclasses.replace(backends.load(backend), precision="fp32")
+    machine, count = backends.divided(machine, None, sizes)
+    return plan(RECIPE.with_batch(rows=12), machine, count)
+
+
+def told_of(settled: Plan, rank: int) -> str:
+    """The message of an error of CUDA on a rank."""
+    machine = hardware.machine("H100-80", settled.processes)
+    predicted = forecast(settled, 5, FACTS, machine)
+    assert predicted is not None
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+    )
+    place = torch.device("cpu")
+    (told,) = out_of_memory(error, settled, rank, place, predicted, 3, "resume").problems
+    return told
+
+
+class Greedy(nn.Module):
+    """A stage whose forward or backward pass runs out of memory."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.backward, self.at = backward, 0
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        made = given * self.weight
+        if not self.backward:
+            raise torch.OutOfMemoryError("no room forwards")
+        made.register_hook(raise_memory)
+        return made
+
+
+def summed(made: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return made.sum()
+
+
+def raise_memory(_: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("no room backwards")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward: bool, tmp_path: Path) -> None:
+    """torch raises a RuntimeError in its place, with a text that names neither type nor cause."""
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", store, rank=0, world_size=1)
+    try:
+        meta = torch.empty(1, device="meta")
+        stage = MarkedStage(
+            Greedy(backward), 0, 1, torch.device("cpu"), input_args=meta, output_args=meta
+        )
+        schedule: Any = ScheduleGPipe(stage, 1, loss_fn=summed)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            schedule.step(torch.ones(1), target=torch.ones(1))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_rank_is_named_by_the_axes_that_divide() -> None:
+    assert Mesh(pipeline=2, shard=2, tensor=2).where(5) == "pipeline 1, shard 0, tensor 1"
+    assert Mesh().where(0) == ""
