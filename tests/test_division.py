@@ -444,7 +444,7 @@ def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.Monk
     monkeypatch.delattr(mixin, "initialize_distributed_mesh")
     meshes: Any = None
     with (
-        pytest.raises(FinetuneError, match=r"mixin has no initialize_distributed_mesh, by which"),
+        pytest.raises(FinetuneError, match=r"mixin has no initialize_distributed_mesh, which"),
         layers.cutting(meshes, torch.device("cpu"), Axes(tensor=2)),
     ):
         pass
