@@ -87,6 +87,12 @@ def one_line(problem: str) -> str:
     )
 
 
+def one_of(names: Sequence[str]) -> str:
+    """Names as a list in a sentence: `a, b or c`."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def did_you_mean(got: str, known: Iterable[str]) -> str:
     """The closest known word as `; did you mean 'x'?`, or an empty string."""
     close = difflib.get_close_matches(got, list(known), n=1, cutoff=0.6)

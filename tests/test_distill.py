@@ -20,6 +20,7 @@ import finetune as ft
 from finetune import catalog
 from finetune.data.order import rows_of_step
 from finetune.errors import FinetuneError
+from finetune.runs.manifest import sha256
 from finetune.runs.run import Run
 
 SIZE, STEPS, SEED = 8, 3, 0
@@ -199,6 +200,28 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_name(
         train(tmp_path / "run", fields(tiny, data, other))
 
 
+def test_a_teacher_that_cannot_teach_is_refused_by_its_own_name(
+    tiny: Tiny, data: Path, teacher: Path, tmp_path: Path
+) -> None:
+    """It has too few rows, a weight that is no number, or no weights."""
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    told = {
+        "few": r"teacher.name: the data has token \d+, but the embedding of '.*few' has 20 rows",
+        "nan": r"teacher.name: 1 tensor of '.*nan' contains NaN or infinity: lm_head.weight",
+        "none": r"teacher.name: '.*none' cannot be loaded.* set teacher.pickle=true",
+    }
+    for name in told:
+        shutil.copytree(teacher, tmp_path / name)
+    (tmp_path / "none/model.safetensors").unlink()
+    model.lm_head.weight.data[3, 5] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    model.resize_token_embeddings(20)
+    model.save_pretrained(tmp_path / "few")
+    for name, message in told.items():
+        with pytest.raises(FinetuneError, match=message):
+            train(tmp_path / f"run {name}", fields(tiny, data, tmp_path / name))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -297,11 +320,37 @@ def test_stored_log_probabilities_teach_as_the_teacher_does(
         train(tmp_path / "other", other)
     with pytest.raises(FinetuneError, match=r"at temperature 1\.0, and the recipe has 2\.0"):
         train(tmp_path / "warm", few | {"temperature": 2.0})
+    for place, told in written_wrongly(tmp_path / "few").items():
+        with pytest.raises(FinetuneError, match=f"teacher_logps: {place}: {told}"):
+            train(tmp_path / "run", few | {"teacher_logps": place})
     damaged = bytearray((tmp_path / "few/logps.npy").read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "few/logps.npy").write_bytes(damaged)
     with pytest.raises(FinetuneError, match=r"logps.npy does not match its recorded hash"):
         train(tmp_path / "damaged", few)
+
+
+def written_wrongly(folder: Path) -> dict[str, str]:
+    """Copies of stored values that are wrong although their hashes are right, with the message."""
+    ids, logps = np.load(folder / "ids.npy"), np.load(folder / "logps.npy")
+    n = len(ids)
+    wrong: dict[str, tuple[np.ndarray, np.ndarray, str]] = {
+        "k": (ids[:, :3], logps, rf"logps.npy has float16 \({n}, 6\), expected floats \({n}, 4\)"),
+        "rows": (ids[1:], logps[1:], rf"ids.npy has int32 \({n - 1}, 5\), expected integers"),
+        "ids": (ids + 1000, logps, r"ids.npy has ids beyond the \d+ tokens of the vocabulary"),
+        "nan": (ids, logps * np.float16("nan"), r"logps.npy has log-probabilities that are above"),
+    }
+    told: dict[str, str] = {}
+    for name, (some, values, message) in wrong.items():
+        other = folder.with_name(f"{folder.name} {name}")
+        shutil.copytree(folder, other)
+        np.save(other / "ids.npy", some)
+        np.save(other / "logps.npy", values)
+        about = json.loads((other / "teacher.json").read_text())
+        about["files"] = {file: sha256(other / file) for file in about["files"]}
+        (other / "teacher.json").write_text(json.dumps(about))
+        told[str(other)] = message
+    return told
 
 
 def packed_and_alone(given: dict[str, Any], folder: Path) -> list[list[dict[str, float]]]:

@@ -928,7 +928,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
     "a label of words": (
         "kto",
         {"messages": [user("Hi")], "label": "yes"},
-        "label is text, expected true or false",
+        "label is 'yes', expected true or false",
     ),
 }
 

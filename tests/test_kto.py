@@ -212,6 +212,12 @@ def test_a_step_of_one_answer_is_refused() -> None:
     )
 
 
+def test_pieces_of_an_answer_are_not_judged() -> None:
+    recipe = ft.KTO(ft.Model("m")).with_data(ft.Data("a.jsonl", "kto")).with_batch(overlong="split")
+    with pytest.raises(FinetuneError, match="kto learns from the label of a whole answer"):
+        ft.plan(recipe, "single")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "adapter"), [("ddp", None), ("fsdp_full_shard", {"r": 4}), ("zero3", None)]

@@ -133,6 +133,7 @@ def test_one_overlong_answer_drops_the_pair(tmp_path: Path) -> None:
 def test_an_overlong_answer_is_an_error_by_default(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, [*ROWS, LONG], max_length=40)
     assert "1 of 13 rows are longer than batch.max_length=40" in problem
+    assert problem.endswith("or batch.overlong to drop or truncate")
 
 
 def test_truncation_cuts_each_answer_at_its_end(tmp_path: Path) -> None:

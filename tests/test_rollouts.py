@@ -370,6 +370,10 @@ def test_an_evaluation_whose_reward_fails_is_made_up_for(
         ({"adapter": {"dropout": 0.1}}, "adapter.dropout: completions are sampled without it"),
         ({"reward_funcs": ["exact_match"]}, "needs 'answer', which is neither a column"),
         ({"max_completion_length": 40, "batch": {"max_length": 50}}, "minus 40 for the completion"),
+        (
+            {"max_completion_length": 300, "batch": {"max_length": 400}},
+            "max_completion_length: 300 tokens leave none of the model's context of 256",
+        ),
         ({"format": "messages"}, r"learns from prompts without an answer \(formats: prompts\)"),
     ],
 )

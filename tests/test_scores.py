@@ -478,6 +478,7 @@ BAD_LABELS: dict[str, tuple[str, Any, str]] = {
     ),
     "no number": ("regression", "high", "label is 'high', expected a number"),
     "not finite": ("regression", "nan", "label is nan, expected a finite number"),
+    "beyond fp32": ("regression", 1e300, r"label is 1e\+300, expected a finite number \(fp32\)"),
     "missing": ("regression", None, r"the row has 'text', 'label' \(null\)"),
 }  # fmt: skip
 

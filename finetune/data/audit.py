@@ -10,6 +10,7 @@ from finetune.data.columns import guess, told
 from finetune.data.encode import Encoded
 from finetune.data.store import Rows, digest, documents_of_rows
 from finetune.data.tally import COUNTED, Tally
+from finetune.errors import one_of
 from finetune.recipe import Data, Recipe
 
 EMPTY: dict[str, Any] = {"documents": 0}
@@ -188,22 +189,28 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def beyond_context(splits: Iterable[Rows], context: int, learned: bool) -> str | None:
+def beyond_context(
+    recipe: Recipe, splits: Iterable[Rows], context: int, learned: bool
+) -> str | None:
     """An error message if rows are longer than the model's context; None otherwise.
 
     Args:
+        recipe: Recipe, whose completions need a part of the context.
+        splits: Rows to train on and to evaluate on.
         context: Maximum tokens of a row, from the model's configuration.
         learned: Whether the model has learned positions, and none beyond the context.
     """
     lengths = np.concatenate([rows.documents.lengths[rows.members] for rows in splits])
-    longer, longest = np.count_nonzero(lengths > context), lengths.max(initial=0)
+    answer = recipe.completion_length
+    longer, longest = np.count_nonzero(lengths > context - answer), lengths.max(initial=0)
     if not longer:
         return None
     meant = "it has no positions beyond that" if learned else MEANT
+    less = f" minus {answer:,} for the completion" if answer else ""
     return (
         f"data: {longer:,} of {len(lengths):,} rows are longer than the model's context of "
-        f"{context:,} tokens, the longest {longest:,}; set batch.max_length={context}, and "
-        f"batch.overlong to drop, truncate or split; {meant}"
+        f"{context:,} tokens{less}, the longest {longest:,}; set batch.max_length={context}, and "
+        f"batch.overlong to {one_of(recipe.fits_rows_by)}; {meant}"
     )
 
 

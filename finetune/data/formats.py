@@ -34,7 +34,7 @@ from finetune.data.samples import (
     conversation_of,
     instruction_of,
 )
-from finetune.data.values import Raw, RowProblem, Unreadable, kind_of, list_of, text_of
+from finetune.data.values import Raw, RowProblem, Unreadable, kind_of, list_of, shown, text_of
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.recipe import Kind
 
@@ -252,7 +252,7 @@ def read_kto(row: Raw) -> Judged:
     wanted = {name: verdict(value) for name, value in said.items()}
     for name, value in wanted.items():
         if value is None:
-            raise RowProblem(f"{name} is {kind_of(row[name])}, expected true or false")
+            raise RowProblem(f"{name} is {shown(row[name])}, expected true or false")
     if len(set(wanted.values())) > 1:
         raise RowProblem("label and kto_tag contradict each other; keep one of them")
     there = {column for column, value in row.items() if value is not None}

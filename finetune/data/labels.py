@@ -1,11 +1,10 @@
 """Read sequences with a label: a class, several classes, or a number."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from finetune.data.samples import Conversation, Labelled, Plain
-from finetune.data.values import Raw, RowProblem, kind_of, list_of
+from finetune.data.values import Raw, RowProblem, finite, kind_of, list_of, shown
 
 SEQUENCES = ("messages", "prompt_completion", "text")
 """Formats whose rows may have a label, the most specific first."""
@@ -48,11 +47,10 @@ def class_of(value: Any, names: Sequence[str], where: str = "label") -> int:
     number = _whole(value)
     if number is not None and 0 <= number < len(names):
         return number
-    shown = ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
-    got = repr(value) if isinstance(value, str | int | float) else kind_of(value)
+    known = ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
     raise RowProblem(
-        f"{where} is {got}, expected one of the recipe's labels ({shown}) or its number, 0 to "
-        f"{len(names) - 1}"
+        f"{where} is {shown(value)}, expected one of the recipe's labels ({known}) or its number, "
+        f"0 to {len(names) - 1}"
     )
 
 
@@ -79,9 +77,7 @@ def number_of(value: Any, where: str = "label") -> float:
             raise RowProblem(f"{where} is {value!r}, expected a number") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RowProblem(f"{where} is {kind_of(value)}, expected a number")
-    if not math.isfinite(value):
-        raise RowProblem(f"{where} is {value}, expected a finite number")
-    return float(value)
+    return finite(value, where)
 
 
 def _whole(value: Any) -> int | None:

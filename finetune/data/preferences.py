@@ -21,7 +21,7 @@ from finetune.data.samples import (
     conversation_of,
     instruction_of,
 )
-from finetune.data.values import Raw, RowProblem, kind_of, list_of, text_of
+from finetune.data.values import Raw, RowProblem, finite, kind_of, list_of, shown, text_of
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -168,9 +168,9 @@ def _margin(row: Raw) -> float:
     margin = row.get("margin")
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
-        raise RowProblem(f"margin is {margin!r}, expected a finite number")
-    return float(margin)
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise RowProblem(f"margin is {shown(margin)}, expected a finite number")
+    return finite(margin, "margin")
 
 
 def _conversation(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from finetune.data.tally import Tally
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, one_of
 from finetune.recipe import Data, Recipe
 
 MOST_PROBLEMS = 10
@@ -60,7 +60,7 @@ def _kind(problem: str) -> str:
 def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterator[str]:
     """Yield problems of a complete source, of which `rows` rows are left to train on."""
     source, longest, batch = data.source, tally.longest_sample, recipe.batch
-    answer = batch.max_length - recipe.encoded_length
+    answer = recipe.completion_length
     less = f" minus {answer} for the completion" if answer else ""
     if not tally.samples:
         yield f"{source}: it has no rows"
@@ -69,7 +69,7 @@ def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterato
             f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
             f"batch.max_length={batch.max_length} tokens{less}, the longest {longest} "
             f"({tally.longest_place}); set batch.max_length={longest + answer}, or batch.overlong "
-            f"to {'drop' if recipe.takes == 'prompts' else 'drop, truncate or split'}"
+            f"to {one_of(recipe.fits_rows_by)}"
         )
     elif not rows:
         bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"

@@ -7,7 +7,6 @@ logps.npy        (labels, k + 1) fp16: their log-probabilities, and that of all 
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,10 @@ from finetune.recipe import Recipe
 from finetune.runs.manifest import sha256
 
 ABOUT, IDS, LOGPS = "teacher.json", "ids.npy", "logps.npy"
+CHECKED = 65536
+"""Labels whose values are checked at a time."""
+TOLERANCE = 1e-2
+"""Rounding of a log-probability of 0."""
 AGAIN = "create it again with finetune teach"
 
 
@@ -36,8 +39,13 @@ def label_offsets(documents: Documents) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def read(recipe: Recipe, data: Prepared) -> dict[str, TokenColumn]:
+def read(recipe: Recipe, data: Prepared, vocabulary: int) -> dict[str, TokenColumn]:
     """Load the teacher's stored values for a recipe's rows, by the name of the batch column.
+
+    Args:
+        recipe: Recipe with `teacher_logps`.
+        data: Its prepared rows.
+        vocabulary: Number of token ids.
 
     Raises:
         FinetuneError: the files are missing or damaged, or made for other rows or another
@@ -46,13 +54,15 @@ def read(recipe: Recipe, data: Prepared) -> dict[str, TokenColumn]:
     folder = Path(getattr(recipe, "teacher_logps", None) or "")
     told = f"teacher_logps: {folder}"
     try:
-        about: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        if not isinstance(about, dict) or not isinstance(about.get("files"), dict):
+            raise ValueError(f"{ABOUT} lacks the hashes of the files")
         columns = {
             name: np.load(folder / file, mmap_mode="r")
             for name, file in (("teacher_ids", IDS), ("teacher_logps", LOGPS))
         }
         hashes = {file: sha256(folder / file) for file in (IDS, LOGPS)}
-        wrong = [file for file, found in hashes.items() if about["files"][file] != found]
+        wrong = [file for file, found in hashes.items() if about["files"].get(file) != found]
     except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
         raise FinetuneError(f"{told}: cannot be read ({error}); {AGAIN}") from None
     temperature = getattr(recipe, "temperature", 1.0)
@@ -70,4 +80,28 @@ def read(recipe: Recipe, data: Prepared) -> dict[str, TokenColumn]:
     if problems:
         raise FinetuneError(*problems)
     offsets = label_offsets(data.train.documents)
+    problems = _wrong_values(*columns.values(), int(offsets[-1]), vocabulary)
+    if problems:
+        raise FinetuneError(*(f"{told}: {each}; {AGAIN}" for each in problems))
     return {name: TokenColumn(values, offsets) for name, values in columns.items()}
+
+
+def _wrong_values(ids: np.ndarray, logps: np.ndarray, labels: int, vocabulary: int) -> list[str]:
+    """What is wrong with values whose hashes are right, as another program may write them."""
+    top_k = ids.shape[1] if ids.ndim == 2 else 0
+    shapes = ((IDS, ids, "integers", top_k), (LOGPS, logps, "floats", top_k + 1))
+    kinds = {"integers": np.integer, "floats": np.floating}
+    problems = [
+        f"{file} has {each.dtype} {each.shape}, expected {kind} ({labels}, {width or 'k'})"
+        for file, each, kind, width in shapes
+        if each.shape != (labels, width) or not width or not np.issubdtype(each.dtype, kinds[kind])
+    ]
+    if problems:
+        return problems
+    for part in np.array_split(np.arange(labels), max(1, labels // CHECKED)):
+        some = slice(part[0], part[-1] + 1)
+        if ids[some].min() < 0 or ids[some].max() >= vocabulary:
+            return [f"{IDS} has ids beyond the {vocabulary} tokens of the vocabulary"]
+        if not (logps[some] <= TOLERANCE).all():  # also NaN
+            return [f"{LOGPS} has log-probabilities that are above 0 or not a number"]
+    return []

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Raw = Mapping[str, Any]
+LARGEST = 3.4e38
+"""Maximum absolute value of fp32, rounded down."""
 
 
 class RowProblem(ValueError):
@@ -45,6 +47,18 @@ def list_of(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise RowProblem(f"{where} is {kind_of(value)}, expected a list")
     return value
+
+
+def finite(value: float, where: str) -> float:
+    """A number that fp32 can hold; raises RowProblem for others."""
+    if not abs(value) <= LARGEST:  # also NaN
+        raise RowProblem(f"{where} is {value}, expected a finite number (fp32)")
+    return float(value)
+
+
+def shown(value: Any) -> str:
+    """A text or number as it is, and the kind of any other value."""
+    return f"{value!r:.60}" if isinstance(value, str | int | float) else kind_of(value)
 
 
 def kind_of(value: Any) -> str:

@@ -22,7 +22,7 @@ from finetune.inference.load import load_weights
 from finetune.kernels.divergence import LEAST
 from finetune.methods.losses import labelled
 from finetune.models.model import load_tokenizer
-from finetune.models.teacher import as_student, compare_tokenizer
+from finetune.models.teacher import as_student, compare_tokenizer, refuse_tokens_without_rows
 from finetune.models.vocabulary import rows_needed
 from finetune.planner.kernels import TILE_ENTRIES
 from finetune.recipe import Recipe
@@ -49,6 +49,7 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
     model = recipe.model
     chat = load_chat(tokenizer, model.chat_template, model.chat_template_kwargs)
     data = prepare(recipe, chat, cache("data"))
+    refuse_tokens_without_rows(recipe.taught_by, data)
     given = as_student(recipe).model
     teacher = load_weights(
         str(given.name), revision=given.revision, trust_remote_code=given.trust_remote_code,

@@ -29,6 +29,8 @@ CROSS_ATTENTION = {"encoder_attn", "crossattention", "cross_attn", "EncDecAttent
 """Names in transformers of attention to the outputs of an encoder."""
 DECODER_ONLY = "name a decoder-only language model (Llama, Qwen, Mistral, Gemma, ...)"
 """Advice for a model of another kind."""
+TEACHER = "teacher."
+"""Beginning of the names of a teacher's weights, which is a submodule of its student."""
 MOST_NAMED = 5
 """Maximum number of tensors that a message names."""
 
@@ -199,12 +201,14 @@ def _is_finite(values: torch.Tensor) -> bool:
     return bool(torch.isfinite(least) & torch.isfinite(greatest))
 
 
-def blame(names: list[str], base: str) -> str:
-    """The error message for weights that are not finite."""
+def blame(names: list[str], base: str, teacher: str | None = None) -> str:
+    """The error message for weights that are not finite: the teacher's, if there are such."""
+    given = [each.removeprefix(TEACHER) for each in names if each.startswith(TEACHER)]
+    field, names, base = ("teacher", given, str(teacher)) if given else ("model", names, base)
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     tensors, contain = ("tensor", "contains") if len(names) == 1 else ("tensors", "contain")
     return (
-        f"model.name: {len(names)} {tensors} of '{base}' {contain} NaN or infinity: "
+        f"{field}.name: {len(names)} {tensors} of '{base}' {contain} NaN or infinity: "
         f"{', '.join(names[:MOST_NAMED])}{more}; name a folder whose weights are intact"
     )
 

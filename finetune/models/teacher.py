@@ -1,9 +1,10 @@
 """Load the teacher of a distillation into its student, after comparing their vocabularies."""
 
 import dataclasses
+import re
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.data import taught
 from finetune.data.prepare import Prepared
@@ -14,7 +15,7 @@ from finetune.models.load_checks import first_line, is_of_library
 from finetune.models.packed_attention import check_layout, layout
 from finetune.models.pretrained import compute_dtype, pretrained
 from finetune.models.quantization import keep_unpacked
-from finetune.models.vocabulary import check_words
+from finetune.models.vocabulary import check_words, rows_needed
 from finetune.planner.kernels import LOGITS
 from finetune.recipe import Model, Recipe
 
@@ -67,7 +68,7 @@ def give(engine: Engine, student: PreTrainedModel, install: Any) -> None:
         try:
             teacher = pretrained(engine, as_student(recipe), compute_dtype(engine.plan))
         except FinetuneError as error:
-            told = (each.replace("model.name", "teacher.name") for each in error.problems)
+            told = (re.sub(r"\bmodel\.(name|pickle)\b", r"teacher.\1", e) for e in error.problems)
             raise FinetuneError(*told) from None
         kind = teacher.config.model_type
         if kind not in LOGITS:
@@ -94,8 +95,9 @@ def ready(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, data: Prepared) ->
     """
     if recipe.taught_by is not None:
         compare_tokenizer(tokenizer, recipe.taught_by)
+        refuse_tokens_without_rows(recipe.taught_by, data)
         return data
-    return data.with_token_columns(taught.read(recipe, data))
+    return data.with_token_columns(taught.read(recipe, data, rows_needed(tokenizer)))
 
 
 def compare_tokenizer(
@@ -124,6 +126,30 @@ def compare_tokenizer(
             "so its vocabulary cannot be compared; name a folder with tokenizer.json"
         ) from None
     refuse_other_vocabulary(tokenizer, other, str(given.name), role)
+
+
+def refuse_tokens_without_rows(given: Model, data: Prepared, role: Role = TEACHER) -> None:
+    """Refuse another model whose embedding has no row for a token of the data.
+
+    Raises:
+        FinetuneError: with the token and the number of rows.
+    """
+    try:
+        config = AutoConfig.from_pretrained(
+            given.name, revision=given.revision, trust_remote_code=given.trust_remote_code
+        )
+    except Exception as error:
+        if not is_of_library(error):
+            raise
+        return  # loading the model reports it
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    splits = [each.documents.ids for each in (data.train, data.eval) if len(each)]
+    highest = max((int(ids.max()) for ids in splits), default=-1)
+    if isinstance(rows, int) and highest >= rows:
+        raise FinetuneError(
+            f"{role.field}: the data has token {highest}, but the embedding of '{given.name}' has "
+            f"{rows} rows; {role.advice}"
+        )
 
 
 def refuse_other_vocabulary(

@@ -155,16 +155,15 @@ def _method(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
 
 def method_problems(recipe: Recipe) -> Iterator[str]:
     """Data settings that the method does not support, which no command accepts."""
-    if recipe.scores is not None and recipe.batch.overlong == "split":
-        yield (
-            f"batch.overlong: split, but {recipe.method} scores whole sequences; use drop or "
-            "truncate"
-        )
-    elif recipe.documents_per_row > 1 and recipe.batch.overlong == "split":
-        yield (
-            f"batch.overlong: split, but {recipe.method} compares the documents of a row, and "
-            "pieces of them are not comparable; use drop or truncate"
-        )
+    if recipe.batch.overlong == "split" and recipe.takes != "prompts":
+        if recipe.scores is not None:
+            why = "scores whole sequences"
+        elif recipe.takes == "judged":
+            why = "learns from the label of a whole answer"
+        else:
+            why = "compares the documents of a row, and pieces of them are not comparable"
+        if "split" not in recipe.fits_rows_by:
+            yield f"batch.overlong: split, but {recipe.method} {why}; use drop or truncate"
 
     if recipe.takes == "prompts":
         yield from _prompts(recipe)

@@ -141,6 +141,19 @@ class Recipe(Changes, metaclass=Checked):
         return self.batch.max_length
 
     @property
+    def completion_length(self) -> int:
+        """Maximum number of tokens that a sampled completion adds to a document of the data."""
+        return self.batch.max_length - self.encoded_length
+
+    @property
+    def fits_rows_by(self) -> tuple[str, ...]:
+        """Values of `batch.overlong` that shorten or drop rows and keep their meaning."""
+        if self.takes == "prompts":
+            return ("drop",)
+        parts = self.takes in ("pairs", "judged") or self.scores is not None
+        return ("drop", "truncate") if parts else ("drop", "truncate", "split")
+
+    @property
     def loss_temperature(self) -> float:
         """Temperature that divides the logits before the loss."""
         return 1.0

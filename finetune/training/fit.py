@@ -14,14 +14,18 @@ def check_context(recipe: Recipe, network: torch.nn.Module, data: Prepared) -> l
 
     Raises:
         FinetuneError: there are such rows, and `data_checks` is `refuse` or the model's position
-            embeddings are learned.
+            embeddings are learned; or completions alone exceed the context.
     """
     context = load_checks.context_length(network.config)
     if context is None:
         return []
+    if recipe.completion_length >= context:
+        raise FinetuneError(
+            f"max_completion_length: {recipe.completion_length:,} tokens leave none of the model's "
+            f"context of {context:,} for a prompt; use fewer"
+        )
     learned = load_checks.has_learned_positions(network, context)
-    context -= recipe.batch.max_length - recipe.encoded_length  # room for a sampled completion
-    problem = beyond_context((data.train, data.eval), context, learned)
+    problem = beyond_context(recipe, (data.train, data.eval), context, learned)
     if problem is None:
         return []
     if learned or recipe.data_checks == "refuse":

@@ -35,7 +35,7 @@ from finetune.methods.losses import sequence_logps
 from finetune.models import starting_adapter
 from finetune.models.adapters import reads_base
 from finetune.models.model import compute_dtype, frozen, weight_dtype
-from finetune.models.teacher import REFERENCE, compare_tokenizer
+from finetune.models.teacher import REFERENCE, compare_tokenizer, refuse_tokens_without_rows
 from finetune.planner import Plan
 from finetune.recipe import Model
 from finetune.recipe.references import BASE, START, other_model, reference_of
@@ -71,6 +71,7 @@ def with_other(
     if other is None:
         return data, ""
     engine.on_first(lambda: compare_tokenizer(tokenizer, other, REFERENCE))
+    engine.on_first(lambda: refuse_tokens_without_rows(other, data, REFERENCE))
     if not recipe.reads_reference:
         return data, ""
     given = with_reference(engine, run, data, steps, 0, fingerprint(other), resumed)

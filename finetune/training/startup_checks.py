@@ -265,8 +265,9 @@ def refuse_weights_not_finite(engine: Engine) -> None:
     of_ranks = checkpoint.gather(engine, soundness.not_finite(engine.module))
     names = sorted({name for names in of_ranks for name in names})
     if names:
-        model = engine.plan.recipe.model
-        raise FinetuneError(soundness.blame(names, model.name or "model.config"))
+        recipe = engine.plan.recipe
+        base, teacher = recipe.model.name or "model.config", recipe.taught_by
+        raise FinetuneError(soundness.blame(names, base, teacher and teacher.name))
 
 
 def rehearse(job: Job) -> str:
