@@ -40,6 +40,7 @@ from finetune.exporters.export import export
 from finetune.inference.generate import load, load_folder
 from finetune.recipe import LoRA
 from finetune.runs.run import Run, write_json
+from finetune.serving.engines import vllm_words
 
 PLAIN = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
 LORA = ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
@@ -321,6 +322,9 @@ def test_another_engine_is_started_with_the_flags_of_the_export(tmp_path, finetu
     missing = finetune("serve", out, "--engine", "llama.cpp")
     assert missing.status == 2
     assert "holds 0 GGUF files, expected one" in missing.stderr
+    (out / "adapter_config.json").write_text("{broken")
+    with pytest.raises(FinetuneError, match=r"adapter_config.json: cannot be read"):
+        vllm_words(out, "mine", "127.0.0.1", 9000)
 
 
 # --- sharing --------------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """`finetune eval` of models behind URLs, with a judge: over real HTTP."""
 
+import contextlib
+import dataclasses
 import http.server
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +15,8 @@ import pytest
 from tiny_run import save_base, tiny_llama
 
 from finetune.cli import main as cli
+from finetune.cli.eval import _line
+from finetune.errors import FinetuneError
 from finetune.evaluation.judge import Judge, win_rate
 from finetune.inference.endpoint import open_endpoint
 
@@ -39,6 +45,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.complete("I like both of them!", "stop")
             case "odd":
                 self.reply({"error": None})
+            case "parts":
+                self.complete([{"type": "text"}], "stop")
+            case "surrogate":
+                self.complete("\ud83d", "stop")
+            case "html":
+                self.send(b"<html>Bad gateway</html>")
+            case "deep":
+                self.send(b"[" * 100_000)
+            case "closes":
+                self.connection.shutdown(socket.SHUT_RDWR)
+            case "drips":
+                self.send(b" " * 40, 0.05)
             case _:
                 self.send_error(404, "no such model")
 
@@ -48,17 +66,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         second = text.split("[Answer B]\n")[1].split("\n")[0]
         return f"Verdict: {'B' if second == 'right' != first else 'A'}"
 
-    def complete(self, text: str, finish: str) -> None:
+    def complete(self, text: Any, finish: str) -> None:
         message = {"role": "assistant", "content": text}
         choice = {"message": message, "finish_reason": finish}
         self.reply({"choices": [choice], "usage": {"completion_tokens": len(text)}})
 
     def reply(self, value: Any) -> None:
-        data = json.dumps(value).encode()
+        self.send(json.dumps(value).encode())
+
+    def send(self, data: bytes, pause: float = 0.0) -> None:
+        """Send a reply; with `pause` seconds after each byte."""
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        step = 1 if pause else max(1, len(data))
+        with contextlib.suppress(ConnectionError):
+            for place in range(0, len(data), step):
+                self.wfile.write(data[place : place + step])
+                time.sleep(pause)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -124,6 +149,29 @@ def test_two_models_at_one_url_are_compared(url, data, capsys):
     assert {body["model"] for body in Handler.seen} == {"knows", "cut"}
 
 
+def test_half_characters_of_a_server_are_replaced_and_control_codes_are_not_printed(
+    url, data, capsys
+):
+    words = ["--data", str(data), "--model-name", "surrogate"]
+    assert cli.main(["eval", url, *words, "--output", "out"]) == 0
+    assert "answer   \ufffd\n" in capsys.readouterr().out
+    first = json.loads(Path("out/samples.jsonl").read_text().splitlines()[0])
+    assert first["after"] == "\ufffd"
+    assert _line("\x1b[31mred\nblue") == r"\x1b[31mred\nblue"
+
+
+def test_a_reply_that_drips_times_out(url):
+    slow = dataclasses.replace(open_endpoint(url, "drips"), timeout=0.2)
+    with pytest.raises(FinetuneError, match=r"no answer \(timed out after \d+ bytes\)"):
+        slow.chat([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("name", ["x", "http://", "http://[::1", "ftp://host/v1"])
+def test_what_is_no_url_is_named(name):
+    with pytest.raises(FinetuneError, match="expected a URL such as"):
+        open_endpoint(name)
+
+
 def test_a_judge_is_asked_in_both_orders(url):
     compared = [("q", "right", "rig"), ("q", "rig", "right"), ("q", "right", "right")]
     found = win_rate(Judge(open_endpoint(url, "judge")), compared)
@@ -154,6 +202,13 @@ def test_a_judge_says_who_wins_whoever_is_asked_about(url, data, capsys, tmp_pat
     ("words", "told"),
     [
         (["--model-name", "missing"], "status 404 no such model"),
+        (["--model-name", "html"], "the answer is not JSON"),
+        (["--model-name", "deep"], "the answer is not JSON"),
+        (["--model-name", "closes"], "no answer (Remote end closed connection"),
+        (["--model-name", "parts"], "content is list, expected text"),
+        (["--step", "3"], "is not a run; only a run has checkpoints"),
+        (["--code-samples", "3"], "several answers are only for pass@k of code"),
+        (["--judge-model", "html"], "the answer is not JSON"),
         (["--model-name", "odd"], "the reply is not a completion (KeyError: 'choices')"),
         (["--judge-model", "nonsense"], "4 of 4 rows have no readable verdict"),
         (["--judge-model", "missing"], "status 404 no such model"),

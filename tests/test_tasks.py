@@ -63,3 +63,6 @@ def test_a_local_task_is_asked_as_generate_asks(tmp_path: Path) -> None:
         find_tasks([str(task), "wrods"], None, 8, 2)
     with pytest.raises(FinetuneError, match="not a task of the harness"):
         find_tasks([str(data.with_suffix(".yaml"))], None, 8, 2)
+    task.write_text(TASK.format(data=data).replace("question}}", "no.such}}"))
+    with pytest.raises(FinetuneError, match="UndefinedError: 'no' is undefined"):
+        task_measures(loaded, find_tasks([str(task)], None, 8, 2))

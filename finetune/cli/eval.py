@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli import options
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, one_line
 
 if TYPE_CHECKING:
     from finetune.evaluation.evaluation import Request
@@ -184,5 +184,5 @@ def _example(row: dict[str, Any]) -> list[str]:
 
 
 def _line(text: str) -> str:
-    text = text.replace("\n", "\\n")
+    text = one_line(text.replace("\n", "\\n"))  # models write control characters, too
     return text if len(text) <= WIDTH else f"{text[:WIDTH]} ..."

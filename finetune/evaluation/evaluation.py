@@ -198,6 +198,11 @@ def evaluate(request: Request) -> Evaluation:
         raise FinetuneError("the rows are texts and questions; evaluate them separately")
     asked = [] if texts else spread(everything, request.limit or ANSWERED)
     metrics = choose(request.metrics, asked, request.settings) if asked else {}
+    if request.code_samples > 1 and "code" not in metrics:
+        raise FinetuneError(
+            f"--code-samples {request.code_samples}: several answers are only for pass@k of code, "
+            "and the metrics here are " + (", ".join(metrics) or "none")
+        )
     pairs = any(isinstance(each.sample, Preference) for each in everything)
     _check_gate(request, metrics, against, texts, pairs)
     if request.tasks is not None and any(each and is_url(each.name) for each in (subject, against)):

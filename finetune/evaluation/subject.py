@@ -76,13 +76,14 @@ def find_subject(
     Raises:
         FinetuneError: the name is not a run, a folder with a model, a hub name or a URL.
     """
+    path = Path(name)
+    is_run = not is_url(name) and (path / "recipe.json").is_file()
+    if step is not None and not is_run:
+        raise FinetuneError(f"--step: {name} is not a run; only a run has checkpoints")
     if is_url(name):
         return Subject(name, served=served, key=key)
-    path = Path(name)
-    if (path / "recipe.json").is_file():
+    if is_run:
         return Subject(name, run=open_run(path), step=step)
-    if step is not None:
-        raise FinetuneError(f"--step: {name} is not a run; a folder holds one model")
     if (path / "adapter_config.json").is_file():
         return Subject(name, adapter=path)
     if path.exists() and not (path / "config.json").is_file():

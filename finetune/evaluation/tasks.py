@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 
 from finetune.data.chat.render import load_chat
 from finetune.data.chat.turns import QUESTION
@@ -19,6 +21,12 @@ from finetune.version import install
 OF_TEXT = ("loglikelihood", "loglikelihood_rolling")
 """Output types with wrong results for chats: the harness moves whitespace at the end of the
 rendered prompt into the answer, where training never had it."""
+
+TASK_ERRORS = (
+    ValueError, LookupError, TypeError, AttributeError, OSError, ImportError, AssertionError,
+    TemplateError, DatasetsError,
+)  # fmt: skip
+"""Errors that the harness raises for a task whose file or data are invalid."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +110,7 @@ def task_measures(loaded: Loaded, tasks: Tasks) -> tuple[list[Measure], list[str
             gen_kwargs={"max_gen_toks": room, "do_sample": False},
             bootstrap_iters=0,
         )
-    except (ValueError, KeyError, TypeError, OSError, ImportError, AssertionError) as error:
+    except TASK_ERRORS as error:
         raise FinetuneError(f"--tasks: {type(error).__name__}: {error}") from error
     finally:
         network.generation_config.eos_token_id = None

@@ -3,7 +3,9 @@
 import dataclasses
 import http.client
 import json
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -62,7 +64,7 @@ class Endpoint:
             message = choice.get("message", {"content": choice.get("text")})
             calls = message.get("tool_calls")
             return Reply(
-                text=str(message.get("content") or ""),
+                text=_text_of(message.get("content")),
                 cut=choice.get("finish_reason") == "length",
                 tokens=int((answer.get("usage") or {}).get("completion_tokens") or 0),
                 calls=tuple(calls) if calls else None,
@@ -78,8 +80,10 @@ def open_endpoint(url: str, model: str | None = None, key: str | None = None) ->
     """An endpoint for a model of a server, by default the first model that it lists.
 
     Raises:
-        FinetuneError: without `model`: the server does not answer, or lists no model.
+        FinetuneError: not a URL; without `model`: the server does not answer, or lists no model.
     """
+    if not _has_host(url):
+        raise FinetuneError(f"got '{hide(url)}', expected a URL such as http://localhost:8000/v1")
     root = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
     root = root if root.rsplit("/", 1)[-1].startswith("v") else f"{root}/v1"
     if model is not None:
@@ -95,6 +99,20 @@ def open_endpoint(url: str, model: str | None = None, key: str | None = None) ->
 
 def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
+
+
+def _has_host(url: str) -> bool:
+    try:
+        return is_url(url) and bool(urllib.parse.urlsplit(url).hostname)
+    except ValueError:
+        return False
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message, in which unpaired surrogates are replaced: no file can hold them."""
+    if not isinstance(content, str | None):
+        raise TypeError(f"content is {type(content).__name__}, expected text")
+    return (content or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _sendable(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,15 +146,26 @@ def _exchange(
     try:
         request = urllib.request.Request(url, data, headers)
         with urllib.request.urlopen(request, timeout=timeout) as answer:
-            read = json.loads(answer.read(LONGEST))
+            read = json.loads(_read(answer, time.monotonic() + timeout))
     except urllib.error.HTTPError as error:
         said = error.read(LONGEST).decode("utf-8", "replace").strip()
         raise FinetuneError(f"{shown}: status {error.code} {error.reason}: {said[:400]}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise FinetuneError(f"{shown}: no answer ({reason}); is the server running?") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FinetuneError(f"{shown}: the answer is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{shown}: the answer is {type(read).__name__}, expected an object")
     return cast(dict[str, Any], read)
+
+
+def _read(answer: http.client.HTTPResponse, until: float) -> bytes:
+    """A body of at most `LONGEST` bytes; the timeout of a socket is only that of each part."""
+    parts, size = list[bytes](), 0
+    while size < LONGEST and (part := answer.read1(2**16)):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > until:
+            raise TimeoutError(f"timed out after {size:,} bytes")
+    return b"".join(parts)

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from finetune.errors import FinetuneError
 from finetune.exporters import vllm
-from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
+from finetune.inference.load import ADAPTER_WEIGHTS, adapter_config, tensor_shapes
 
 
 def start(engine: str, folder: Path, name: str, host: str, port: int, key: str | None) -> NoReturn:
@@ -43,7 +43,7 @@ def vllm_words(folder: Path, name: str, host: str, port: int) -> list[str]:
         if not (folder / "config.json").is_file():
             raise FinetuneError(f"{folder}: neither a model (config.json) nor an adapter")
         return ["vllm", "serve", str(folder), "--served-model-name", name, *served]
-    config = vllm.read_config(folder)
+    config = adapter_config(folder).to_dict()
     reasons = vllm.problems(config, tensor_shapes(folder / ADAPTER_WEIGHTS))
     if reasons:
         raise FinetuneError(*(f"{folder}: {each}; export it as merged" for each in reasons))

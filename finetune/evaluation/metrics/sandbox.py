@@ -1,8 +1,9 @@
 """Run model-generated code in a process with limits, and report the outcome.
 
-The process has no environment variables, an empty working directory, and limits on time, memory,
-files and processes. It has no network if the system allows namespaces. This protects against
-accidents; it is not a security boundary against attackers.
+The process has no environment variables but TMPDIR, an empty working directory, and limits on time,
+memory and files. Python code that starts processes, sends signals, opens the network or writes
+outside the directory is stopped; there is no network at all if the system allows namespaces. This
+protects against accidents; it is not a security boundary against attackers.
 """
 
 import contextlib
@@ -18,6 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 FILE_BYTES, FILES = 2**20, 32
+"""Maximum size of a file, and number of open files."""
+CHANGES = 256
+"""Maximum number of times that files or folders are created or changed."""
 PASSED = "passed"
 
 
@@ -38,20 +42,43 @@ DEFAULT = Limits()
 CHILD = """
 import json, os, resource, sys
 report = os.fdopen(int(sys.argv[1]), "w")
-cpu, memory, file, files = map(int, sys.argv[2:])
+cpu, memory, file, files, most_changes = map(int, sys.argv[2:])
+changes = 0
 code = sys.stdin.read()
 def tell(outcome):
     report.write(json.dumps(outcome)); report.flush()
 class Refused(BaseException):
     pass
-NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo",
-           "socket.gethostbyname", "socket.gethostbyaddr", "socket.__new__")
+NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg",
+           "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr")
 PROCESSES = ("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system",
              "subprocess.Popen", "pty.spawn", "_thread.start_new_thread")
+SIGNALS = ("os.kill", "os.killpg")
+CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate",
+           "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr",
+           "shutil.rmtree")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+home = os.environ["TMPDIR"] = os.path.realpath(os.getcwd())
+def outside(path):
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return False
+    found = os.path.realpath(os.fsdecode(path))
+    return found != home and not found.startswith((home + "/", "/dev/"))
 def watch(event, arguments):
-    for names, what in ((NETWORK, "opens the network"), (PROCESSES, "starts a process")):
+    global changes
+    said = None
+    if event in CHANGES or (event == "open" and arguments[2] & WRITES):
+        changes += 1
+        if any(map(outside, arguments[: 1 if event == "open" else 2])):
+            said = "writes outside its folder"
+        elif changes > most_changes:
+            said = "writes too many files"
+    for names, what in ((NETWORK, "opens the network"), (PROCESSES, "starts a process"),
+                        (SIGNALS, "sends a signal")):
         if event in names:
-            tell(what); os._exit(3)
+            said = what
+    if said:
+        tell(said); os._exit(3)
 def limit(kind, most):
     resource.setrlimit(kind, (most, most))
 limit(resource.RLIMIT_CPU, cpu)
@@ -93,8 +120,8 @@ def run(program: str, limits: Limits = DEFAULT) -> Outcome:
     Processes that it started are killed with it.
     """
     with tempfile.TemporaryDirectory(prefix="answer-") as folder, _pipe() as (read, write):
-        numbers = (write, limits.cpu, limits.memory, FILE_BYTES, FILES)
-        child = [sys.executable, "-I", "-c", CHILD, *map(str, numbers)]
+        numbers = (write, limits.cpu, limits.memory, FILE_BYTES, FILES, CHANGES)
+        child = [sys.executable, "-IB", "-c", CHILD, *map(str, numbers)]
         words = [*_without_network(), *child]
         process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
