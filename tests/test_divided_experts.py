@@ -24,8 +24,6 @@ from finetune.runs.run import Run
 
 STEPS, MIDDLE = 4, 2
 EXPERTS = 4
-EXCHANGED = 0.1
-"""Relative difference of planned and measured peaks of processes that exchange tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ def divided(work: Path) -> Run:
 def test_divided_experts_learn_what_one_process_learns(alone: Run, divided: Run) -> None:
     """Uneven rows on each process, accumulation, and the load-balancing loss by document."""
     assert_equal(alone, divided)
-    assert_planned(divided, EXCHANGED)
+    assert_planned(divided)
     held = [rank["parameters"] for rank in read(divided.realised)["ranks"]]
     whole = read(alone.realised)["ranks"][0]["parameters"]
     assert sum(held) == whole
@@ -113,14 +111,14 @@ def test_experts_and_tensor_parallel_go_on_from_shards(
     done = finetune("launch", work / "full.json", *words, "--resume")
     assert done.status == 0, done.output
     assert_equal(alone, run)
-    assert_planned(run, EXCHANGED)
+    assert_planned(run)
 
 
 @pytest.mark.slow
 def test_adapters_of_attention_beside_divided_experts(work: Path, finetune: Finetune) -> None:
     runs = [train(finetune, work, "lora", backend) for backend in ("single", "ep_fsdp")]
     assert_equal(*runs)
-    assert_planned(runs[1], EXCHANGED)
+    assert_planned(runs[1])
 
 
 MIXTURE = LLAMA | {

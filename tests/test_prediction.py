@@ -225,3 +225,28 @@ torch.distributed.destroy_process_group()
     _, second, third = json.loads(done.stdout.splitlines()[-1])
     # The second forward pass makes DDP's 16 MB of buckets anew.
     assert second == pytest.approx(third, abs=4_000_000)
+
+
+def test_a_meter_does_not_count_what_gloo_frees_late(tmp_path: Path) -> None:
+    """A thread of gloo holds the tensor of a sum for a moment after the sum has been waited for."""
+    body = """
+import sys, torch
+from finetune.training.memory_meter import Meter
+torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
+torch.distributed.all_reduce(torch.ones(1))  # gloo's threads have started
+meter = Meter(torch.device("cpu"))
+with meter.measuring(torch.nn.Linear(1, 1)):
+    for _ in range(400):
+        torch.distributed.all_reduce(torch.ones(100_000))
+print(meter.peak)
+torch.distributed.destroy_process_group()
+"""
+    done = subprocess.run(
+        [warm_python(), "-c", body, tmp_path / "store"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) == pytest.approx(400_000, abs=1_000)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.kernels import cpu
+from finetune.training.gloo_threads import released_on_time
 
 MAPS = Path("/proc/self/maps")
 _before: dict[torch.device, int] = {}
@@ -34,7 +35,8 @@ class Meter:
     On CUDA this is PyTorch's own counter. On a CPU it is what PyTorch has allocated, in its pool
     and elsewhere, minus what it had before the model was loaded, plus weights that are still mapped
     from their file. Resident memory would also count libraries, the code that oneDNN generates for
-    each shape, and freed blocks that glibc keeps. Create the meter before the model is loaded.
+    each shape, and freed blocks that glibc keeps. What gloo's threads free late does not count
+    (`gloo_threads`), so equal steps have equal peaks. Create the meter before the model is loaded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,11 +61,12 @@ class Meter:
         elif not self.counts:
             yield
         else:
-            held = allocated() - self.before + mapped(model)
-            held += 0 if other is None else mapped(other)
-            with _profile() as profiled:
-                yield
-            self.peak = held + _highest_rise(profiled)
+            outside = mapped(model) + (0 if other is None else mapped(other))
+            with released_on_time():
+                before = _totals()
+                with _profile() as profiled:
+                    yield
+            self.peak = _highest(profiled, before) - self.before + outside
 
 
 @contextlib.contextmanager
@@ -77,9 +80,11 @@ def counting(device: torch.device) -> Iterator[list[int]]:
         yield found
         found.append(torch.cuda.max_memory_allocated(device) - held)
     else:
-        with _profile() as profiled:
-            yield found
-        found.append(_highest_rise(profiled))
+        with released_on_time():
+            before = _totals()
+            with _profile() as profiled:
+                yield found
+        found.append(_highest(profiled, before) - sum(before))
 
 
 def _profile() -> profile:
@@ -88,11 +93,16 @@ def _profile() -> profile:
 
 def allocated() -> int:
     """Bytes of CPU tensors created since `cpu.keep_sizes` was called."""
+    return sum(_totals())
+
+
+def _totals() -> tuple[int, int]:
+    """`allocated` outside the pool, and in it."""
     with _profile() as profiled:
         probe = torch.empty(1)
     for _, event in _allocations(profiled):
         if event.alloc_size > 0:
-            return event.total_allocated - probe.nbytes + cpu.handed_out()
+            return event.total_allocated - probe.nbytes, cpu.handed_out()
     raise AssertionError("a tensor was made while memory was profiled")
 
 
@@ -128,18 +138,15 @@ def _allocations(profiled: profile) -> list[tuple[int, Any]]:
     return sorted(found, key=lambda each: each[0])
 
 
-def _highest_rise(profiled: profile) -> int:
-    """Peak bytes above the bytes at the start.
+def _highest(profiled: profile, before: tuple[int, int]) -> int:
+    """Peak bytes of all tensors, from the totals at the start.
 
     Reads the running totals of PyTorch and of the pool, because buffers freed by gloo's threads
     are in no profile. Only the pool's events have reserved bytes.
     """
-    rises = {True: 0, False: 0}
-    before = dict[bool, int]()
-    highest = 0
+    totals = list(before)
+    highest = sum(totals)
     for _, event in _allocations(profiled):
-        pooled = event.total_reserved > 0
-        start = before.setdefault(pooled, event.total_allocated - event.alloc_size)
-        rises[pooled] = event.total_allocated - start
-        highest = max(highest, sum(rises.values()))
+        totals[event.total_reserved > 0] = event.total_allocated
+        highest = max(highest, sum(totals))
     return highest
