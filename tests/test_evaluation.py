@@ -17,7 +17,8 @@ import finetune as ft
 from finetune import catalog
 from finetune.cli import main as cli
 from finetune.errors import FinetuneError
-from finetune.evaluation.questions import of_run, spread
+from finetune.evaluation.overlap import Overlap, overlap
+from finetune.evaluation.questions import of_run, of_source, spread
 from finetune.evaluation.subject import can_switch_off, switched_off
 from finetune.exporters.export import export
 from finetune.inference.generate import load, load_base
@@ -201,6 +202,26 @@ def test_every_source_of_eval_data_is_asked_and_trained_rows_are_counted(run, ca
     assert found["rows"]["also_trained"] == {
         "rows": 4, "prompts": 6, "first": "right.jsonl row 1",
     }  # fmt: skip
+
+
+def test_prompts_are_asked_with_their_answers_and_labels_are_not(tmp_path):
+    path, labels = tmp_path / "prompts.jsonl", tmp_path / "labels.jsonl"
+    asked = [{"role": "user", "content": "2+2="}]
+    rows = [
+        {"prompt": asked, "answer": "4"}, {"prompt": "3+3=", "answer": 6}, {"prompt": "5+5="},
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labels.write_text('{"text": "a", "label": "sad"}\n')
+    found = of_source(ft.Data(str(path), "prompts", first=2))
+    assert [(each.prompt, each.expected) for each in found] == [("2+2=", "4"), ("3+3=", "6")]
+    other = Run(tmp_path / "run")
+    source = {"source": str(path), "format": "prompts"}
+    write_json(other.recipe, {"method": "grpo", "data": [source], "reward_funcs": ["exact_match"]})
+    assert overlap(other, found) == Overlap(rows=2, prompts=2, first="prompts.jsonl row 1")
+    with pytest.raises(FinetuneError, match="row 3: column 'answer' is null, expected a text to"):
+        of_source(ft.Data(str(path), "prompts"))
+    with pytest.raises(FinetuneError, match=r"labels\.jsonl row 1: a label is not an answer to"):
+        of_source(ft.Data(str(labels), "labelled"))
 
 
 def test_a_limit_takes_rows_of_the_whole_length():

@@ -1,10 +1,11 @@
 """Read prompts that the model answers during training, with the columns that rewards read."""
 
+import dataclasses
 import json
 from typing import Any
 
 from finetune.data.chat.messages import Turns, messages_of
-from finetune.data.samples import CONVERSATION, Completion, Prompt, conversation_of
+from finetune.data.samples import CONVERSATION, Completion, Conversation, Prompt, conversation_of
 from finetune.data.values import Raw, RowProblem, kind_of
 
 ANSWER = "answer"
@@ -50,6 +51,24 @@ def read_prompt(row: Raw) -> Prompt:
         raise RowProblem(f"{name} has no message that the assistant could answer")
     conversation = conversation_of(row, Turns(messages), len(messages))
     return Prompt(conversation, columns)
+
+
+def answered(sample: Prompt) -> Conversation | Completion:
+    """The prompt with its column `answer` as the reference answer.
+
+    Raises:
+        RowProblem: there is no such text or number.
+    """
+    answer, asked = sample.columns.get(ANSWER), sample.asked
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise RowProblem(
+            f"column '{ANSWER}' is {kind_of(answer)}, expected a text to compare with; or end the "
+            "messages with one of the assistant"
+        )
+    if isinstance(asked, Completion):
+        return Completion(asked.prompt, str(answer))
+    said = {"role": "assistant", "content": str(answer)}
+    return dataclasses.replace(asked, messages=(*asked.messages, said))
 
 
 def columns_as_json(sample: Prompt) -> str:

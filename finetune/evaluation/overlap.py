@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from finetune import catalog
 from finetune.data.formats import read_row
-from finetune.data.samples import Completion, Conversation, Judged, Preference, Sample
+from finetune.data.prompts import answered
+from finetune.data.samples import (
+    Completion,
+    Conversation,
+    Judged,
+    Labelled,
+    Preference,
+    Prompt,
+    Sample,
+)
 from finetune.data.sources import find_sources
 from finetune.data.values import RowProblem
 from finetune.evaluation.questions import Asked, held_out
@@ -46,8 +55,25 @@ def keys_of(sample: Sample) -> tuple[str, str]:
             return digest(sample.prompt), digest([sample.prompt, sample.completion])
         case Judged():
             return keys_of(sample.answer)
+        case Labelled():
+            return keys_of(sample.sequence)
+        case Prompt():
+            return _keys_of_prompt(sample)
         case _:
             return digest(sample.text), digest(sample.text)
+
+
+def _keys_of_prompt(sample: Prompt) -> tuple[str, str]:
+    """Keys of the prompt with its answer; without one, the key of the question twice."""
+    try:
+        return keys_of(answered(sample))
+    except RowProblem:
+        asked = sample.asked
+    if isinstance(asked, Completion):
+        question = digest(asked.prompt)
+    else:
+        question = digest([asked.messages, asked.tools])
+    return question, question
 
 
 def named(place: str) -> str:

@@ -12,7 +12,17 @@ from finetune.data.audit import identity
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import find_format, read_row
 from finetune.data.prepare import Prepared, prepare
-from finetune.data.samples import Completion, Conversation, Preference, Sample, Text, as_kind
+from finetune.data.prompts import answered
+from finetune.data.samples import (
+    Completion,
+    Conversation,
+    Labelled,
+    Preference,
+    Prompt,
+    Sample,
+    Text,
+    as_kind,
+)
 from finetune.data.sources import SourceRow, find_source, find_sources
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
@@ -185,6 +195,13 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
     """A row to evaluate on; None if the row is skipped."""
     try:
         sample = read_row(data.format, row.value)
+        if isinstance(sample, Labelled):
+            raise RowProblem(
+                "a label is not an answer to compare with; a run that scores texts has its metrics "
+                "of held-out rows in its report (eval_data, eval_rows)"
+            )
+        if isinstance(sample, Prompt):
+            sample = answered(sample)
     except RowProblem as problem:
         if data.on_bad_row == "drop":
             return None
