@@ -385,6 +385,14 @@ def test_an_earlier_export_is_replaced_unless_something_was_added_to_it(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]
 
 
+@pytest.mark.parametrize("size", ["x", "0", "-5GB", ""])
+def test_a_shard_size_that_is_none_is_refused(tmp_path, size):
+    trained = lora_run(tmp_path)
+    with pytest.raises(FinetuneError, match=f"--shard-size: got '{size}', expected a size"):
+        export(trained.run, tmp_path / "out", shard_size=size)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("merge", [False, True])
 def test_a_disk_that_fills_up_leaves_the_earlier_export_as_it_was(tmp_path, merge):
     trained = lora_run(tmp_path)

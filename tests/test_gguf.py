@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,7 @@ def test_gguf_needs_a_checkout_and_says_how_to_get_one(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+WRITE = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write({})"
 CONVERTERS = {
     "another version": (
         "import argparse; argparse.ArgumentParser().parse_args()",
@@ -200,6 +202,12 @@ CONVERTERS = {
         "NotImplementedError: BPE pre-tokenizer was not recognized",
     ),
     "one that writes nothing": ("pass", "it did not write vocabulary.gguf"),
+    "one that writes an empty file": (WRITE.format(b""), "the package gguf cannot read"),
+    "a later format": (
+        WRITE.format(b"GGUF" + struct.pack("<IQQ", 99, 0, 0)),
+        "version 99 which we cannot handle.* --format merged needs no llama.cpp",
+    ),
+    "no tokenizer": (WRITE.format(b"GGUF" + struct.pack("<IQQ", 3, 0, 0)), "without a tokenizer"),
 }
 
 

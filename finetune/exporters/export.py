@@ -19,6 +19,7 @@ from finetune.exporters import CHECKS, EXPORTERS
 from finetune.exporters.check import CHECK_ROWS, check, check_lines
 from finetune.exporters.commands import serve_commands
 from finetune.exporters.source import Source, open_source, turn_end
+from finetune.exporters.stream import bytes_of
 from finetune.inference.load import Step
 from finetune.reports.card import Kind, write_card
 from finetune.runs.run import Run, open_run, write_json
@@ -81,6 +82,7 @@ def export(
             left.
     """
     run = run if isinstance(run, Run) else open_run(run)
+    bytes_of(shard_size)
     to = Path(to)
     to = to if to.name not in ("", "..") else to.resolve()
     _refuse_foreign(to)

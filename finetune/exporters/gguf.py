@@ -130,9 +130,9 @@ def _check_tokenizer(source: Source, checkout: Path, folder: Path) -> None:
     target = folder / "vocabulary.gguf"
     try:
         _convert(checkout, folder, target, "--vocab-only")
+        gguf_tokens.repair(target, folder)
     except TrainingFailure as error:
-        raise FinetuneError(f"--format gguf: {error}") from None
-    gguf_tokens.repair(target, folder)
+        raise FinetuneError(f"--format gguf: {error}; --format merged needs no llama.cpp") from None
     check_ids(source, target)
     target.unlink()
 

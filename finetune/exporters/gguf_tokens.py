@@ -10,7 +10,10 @@ import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from finetune.errors import TrainingFailure
+from finetune.version import install
 
 SPACE = "\u2581"
 """Symbol for a space in tokens."""
@@ -87,15 +90,13 @@ def repair(path: Path, folder: Path) -> None:
         path: GGUF file, which is changed in place.
         folder: Folder of the tokenizer, after `state_defaults`.
     """
-    from gguf import GGUFReader
-
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    fields = GGUFReader(path, "r+")
+    fields = _open(path, "r+")
     adds_bos = _field(fields, "add_bos_token")
     if adds_bos is not None:  # the converter prefers the post-processor to the configuration
         adds_bos.parts[adds_bos.data[0]][:] = config["add_bos_token"]
-    if _field(fields, "model").contents() == "llama" and is_sentence_piece(tokenizer):
+    if _kind(fields) == "llama" and is_sentence_piece(tokenizer):
         _set(_field(fields, "scores"), merge_scores(tokenizer))
         _set(_field(fields, "token_type"), added_types(tokenizer))
     fields.data.flush()
@@ -191,10 +192,33 @@ class Reader:
 
 def open_reader(path: Path) -> Reader | None:
     """A reader for a GGUF file; None if its tokenizer has another type than `llama`."""
+    fields = _open(path)
+    return Reader(fields) if _kind(fields) == "llama" else None
+
+
+def _open(path: Path, mode: Literal["r", "r+"] = "r") -> Any:
+    """Open a GGUF file.
+
+    Raises:
+        TrainingFailure: the file is damaged, or of a version that the package `gguf` cannot read.
+    """
     from gguf import GGUFReader
 
-    fields = GGUFReader(path)
-    return Reader(fields) if _field(fields, "model").contents() == "llama" else None
+    try:
+        return GGUFReader(path, mode)
+    except (ValueError, LookupError, TypeError) as error:
+        raise TrainingFailure(
+            f"the converter wrote {path.name}, which the package gguf cannot read ({error}); use "
+            f"another checkout of llama.cpp, or update the package: {install('gguf')}"
+        ) from None
+
+
+def _kind(fields: Any) -> str:
+    """Type of the tokenizer in a GGUF file."""
+    found = _field(fields, "model")
+    if found is None:
+        raise TrainingFailure("the converter wrote a GGUF file without a tokenizer")
+    return found.contents()
 
 
 def _split(part: str | int, token: str, id: int) -> Iterator[str | int]:

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 
 from finetune.errors import FinetuneError
+from finetune.runs import units
 from finetune.runs.run import write_json
 
 DTYPES = {
@@ -55,18 +56,18 @@ class Weights:
             shard_size: Maximum size of a file, such as 5GB; a larger tensor has its own file.
 
         Raises:
-            FinetuneError: the disk has too little free space.
+            FinetuneError: the disk has too little free space, or `shard_size` is not a size.
         """
         self.folder = folder
-        self.shards = list(_shards(tensors, int(convert_file_size_to_int(shard_size))))
+        self.shards = list(_shards(tensors, bytes_of(shard_size)))
         self.total = sum(tensor.nbytes for tensor in tensors.values())
         self.left = {name: shard for shard in self.shards for name in shard.places}
         self.wanted = dict(tensors)
         free = shutil.disk_usage(folder).free
         if free < self.total + SPARE:
             raise FinetuneError(
-                f"{folder.parent}: the disk has {free / 2**30:.1f} GiB free, but the weights "
-                f"need {self.total / 2**30:.1f} GiB; name a folder on another disk"
+                f"{folder.parent}: the disk has {units.size(free)} free, but the weights need "
+                f"{units.size(self.total)}; name a folder on another disk"
             )
         self._files: dict[str, BinaryIO] = {}
 
@@ -102,6 +103,21 @@ class Weights:
             file.truncate(shard.size)
             self._files[shard.name] = file
         return self._files[shard.name]
+
+
+def bytes_of(shard_size: str) -> int:
+    """Bytes of a size such as 5GB.
+
+    Raises:
+        FinetuneError: it is not a positive size.
+    """
+    try:
+        found = int(convert_file_size_to_int(shard_size))
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise FinetuneError(f"--shard-size: got '{shard_size}', expected a size such as 5GB")
+    return found
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], most: int) -> Iterator[Shard]:
