@@ -2,6 +2,7 @@
 
 import math
 import sqlite3
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from finetune.errors import FinetuneError
 from finetune.evaluation.answers import Answer
 from finetune.evaluation.gate import bounds, judge
 from finetune.evaluation.measures import Measure, difference, of_scores, rows_needed, wilson
-from finetune.evaluation.metrics import METRICS, sandbox, sql
+from finetune.evaluation.metrics import METRICS, overlap, sandbox, sql
 from finetune.evaluation.metrics.code import pass_at
 from finetune.evaluation.metrics.metric import Settings, choose, find
 from finetune.evaluation.questions import Asked
@@ -103,6 +104,15 @@ def test_macro_f1_is_the_mean_over_labels_with_its_confusion_table():
         "confusion": [[1, 1, 1], [0, 1, 0]],
     }
     assert measure.of_rows.tolist() == [1, 0, 0, 1]
+
+
+def test_a_library_without_one_that_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "rouge_score.rouge_scorer", raising=False)
+    monkeypatch.setitem(sys.modules, "nltk.stem", None)
+    overlap._reason_against.cache_clear()
+    with pytest.raises(FinetuneError, match=r"needs 'rouge-score' \(.*nltk.*\): .*\[eval\]"):
+        overlap._need("rouge_score", "rouge")
+    overlap._reason_against.cache_clear()
 
 
 def test_rouge_bleu_and_chrf_are_those_of_their_libraries():

@@ -77,7 +77,9 @@ def test_a_shape_is_measured_beside_its_plan_and_kept_when_the_next_fails(tmp_pa
     assert tiny_found["planned_step_seconds"] > 0
     assert len(published) == 2
     assert published[0].table == found.table
-    assert [remark.partition(":")[0] for remark in found.remarks] == ["wrong"]
+    named = [remark.partition(":")[0] for remark in found.remarks]
+    assert named == ["wrong", "tiny, LoRA, one step by kind of work"]
+    assert sum(tiny_found["profile_seconds"].values()) > 0
     late = shapes.measure(tmp_path, 2, published.append, cases, minutes=-1)
     assert late.remarks == [f"{case.name}: not begun, after -1 minutes" for case in cases]
 

@@ -1,6 +1,7 @@
 """ROUGE, BLEU and chrF for longer answers, computed by `rouge-score` and `sacrebleu`."""
 
-import importlib.util
+import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from finetune.evaluation.questions import Asked
 from finetune.version import install
 
 KINDS = ("rouge1", "rouge2", "rougeL")
+MODULES = {"rouge_score": ("rouge_score.rouge_scorer",), "sacrebleu": ("sacrebleu",)}
+"""Modules that are used of each library."""
 LONG = 12
 """Minimum mean number of words of the references for automatic selection."""
 
@@ -66,22 +69,33 @@ def _signature(metric: Any, said: list[str], wanted: list[str]) -> str:
     return str(metric.get_signature())
 
 
-def _need(module: str, name: str) -> None:
-    if importlib.util.find_spec(module) is None:
+def _need(library: str, name: str) -> None:
+    if (reason := _reason_against(library)) is not None:
         raise FinetuneError(
-            f"--metrics {name}: needs '{module.replace('_', '-')}': {install('eval')}"
+            f"--metrics {name}: needs '{library.replace('_', '-')}' ({reason}): {install('eval')}"
         )
+
+
+@functools.cache
+def _reason_against(library: str) -> str | None:
+    """Why a library cannot be used: it, or one that it needs, is missing; None if it can be."""
+    try:
+        for module in MODULES[library]:
+            importlib.import_module(module)
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def _is_long(asked: Sequence[Asked], settings: Settings) -> bool:
     return sum(len(each.expected.split()) for each in asked) / len(asked) >= LONG
 
 
-def _long_here(module: str) -> Any:
+def _long_here(library: str) -> Any:
     """A function that tests whether references are long and the library is installed."""
 
     def suits(asked: Sequence[Asked], settings: Settings) -> bool:
-        return _is_long(asked, settings) and importlib.util.find_spec(module) is not None
+        return _is_long(asked, settings) and _reason_against(library) is None
 
     return suits
 
