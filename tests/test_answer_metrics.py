@@ -108,7 +108,7 @@ def test_macro_f1_is_the_mean_over_labels_with_its_confusion_table():
 
 def test_a_library_without_one_that_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "rouge_score.rouge_scorer", raising=False)
-    monkeypatch.setitem(sys.modules, "nltk.stem", None)
+    monkeypatch.setitem(sys.modules, "nltk", None)
     overlap._reason_against.cache_clear()
     with pytest.raises(FinetuneError, match=r"needs 'rouge-score' \(.*nltk.*\): .*\[eval\]"):
         overlap._need("rouge_score", "rouge")
