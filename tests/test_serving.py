@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +18,6 @@ import openai
 import pytest
 import torch
 from conftest import Finetune, end_tree, start
-from openai.types.chat import ChatCompletion
 from tiny_run import (
     CHATML,
     Trained,
@@ -31,16 +29,13 @@ from tiny_run import (
     trained_adapter,
 )
 
+from finetune import catalog
 from finetune.data.chat.render import load_chat
-from finetune.data.chat.written_calls import HERMES
 from finetune.data.formats import read_row
 from finetune.exporters.export import export
 from finetune.inference.generate import generate, load, load_base, load_folder
 from finetune.recipe import LoRA
 from finetune.runs.run import Run
-from finetune.serving.answer import Answer, UntilStop
-from finetune.serving.bodies import Chat
-from finetune.serving.requests import ChatRequest
 
 ASKED = [{"role": "user", "content": "What is kept?"}]
 IS_JSON = {"content-type": "application/json"}
@@ -111,8 +106,6 @@ def wanted(server: Server, base: bool = False, most: int = 24) -> str:
     run = server.trained.run
     loaded = load(run)
     if base:
-        from finetune import catalog
-
         loaded = load_base(catalog.load(run.recipe), loaded.tokenizer)
     return generate(loaded, [ASKED], max_new_tokens=most)[0]
 
@@ -217,22 +210,6 @@ def test_an_answer_ends_before_a_stop_text(server):
             choice = reply.json()["choices"][0]
             text, reason = choice["message"]["content"], choice["finish_reason"]
         assert (text, reason) == (whole[: whole.index(stop)], "stop")
-
-
-def test_what_may_begin_a_stop_text_is_held_back():
-    passed: list[str] = []
-    cut = UntilStop(["END", "ND!"], passed.append)
-    for piece in ("a", "E", "N", "x", "E", "ND", "b"):
-        cut.feed(piece)
-    assert (passed, cut.text, cut.found) == (["a", "ENx"], "aENx", True)
-    long = UntilStop(["y" * 5_000_000], passed.append)  # in time that does not grow with it
-    for _ in range(500):
-        long.feed("x")
-    assert long.text == "x" * 500
-    open_end = UntilStop(["END"], passed.append)
-    open_end.feed("xEN")
-    open_end.flush()
-    assert open_end.text == "xEN"
 
 
 BAD = {
@@ -371,20 +348,36 @@ def test_a_key_is_asked_for(guarded):
     assert names == ["run", "second", "run-base"]
 
 
-def test_every_adapter_of_one_base_answers_for_itself(guarded):
+def test_every_adapter_of_one_base_answers_for_itself_in_turn_and_at_once(guarded):
+    """Two adapters and their base, each with the answers of a process that holds it alone."""
     url, _, run = guarded
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+    asked = [[{"role": "user", "content": text}] for text in ("What?", "What is kept?", "x" * 60)]
+    tuned = load(run)
+    alone = {
+        "run": tuned,
+        "second": load_folder(run.root.parent / "second"),
+        "run-base": load_base(catalog.load(run.recipe), tuned.tokenizer),
+    }
+    wanted = {
+        (name, place): generate(loaded, [messages], max_new_tokens=6 + 5 * place)[0]
+        for name, loaded in alone.items()
+        for place, messages in enumerate(asked)
+    }
+    assert len(set(wanted.values())) == len(wanted)
 
-    def said(name: str) -> str:
-        reply = client.chat.completions.create(model=name, messages=ASKED, max_tokens=16)
-        return reply.choices[0].message.content or ""
+    def said(key: tuple[str, int]) -> str:
+        name, place = key
+        reply = client.chat.completions.create(
+            model=name, messages=asked[place], max_tokens=6 + 5 * place, stream=True
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
 
-    own = generate(load(run), [ASKED], max_new_tokens=16)[0]
-    second = load_folder(run.root.parent / "second")
-    assert said("run") == own
-    assert said("second") == generate(second, [ASKED], max_new_tokens=16)[0]
-    assert said("run") == own  # the adapter of the request before is off again
-    assert len({said(name) for name in ("run", "second", "run-base")}) == 3
+    assert {key: said(key) for key in wanted} == wanted
+    mixed = sorted(wanted, key=lambda key: key[1])  # neighbours are of different models
+    with ThreadPoolExecutor(len(mixed)) as pool:
+        for order in (mixed, mixed[::-1]):
+            assert dict(zip(order, pool.map(said, order), strict=True)) == wanted
 
 
 def test_tools_are_rendered_as_in_training(guarded):
@@ -395,24 +388,6 @@ def test_tools_are_rendered_as_in_training(guarded):
         body = {**row, "max_tokens": 2, "tool_choice": choice}
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, headers=key, timeout=60)
         assert reply.json()["usage"]["prompt_tokens"] == length
-
-
-def test_a_written_call_becomes_one_of_the_api():
-    asked = ChatRequest(messages=ASKED, tools=[TOOL])
-    text = 'Wait.<tool_call>\n{"name": "look", "arguments": {"at": [1]}}\n</tool_call>'
-    reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).whole(
-        Answer(text, [], 3, 4, "stop")
-    )
-    (choice,) = ChatCompletion.model_validate(reply).choices
-    (call,) = choice.message.tool_calls
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Wait.")
-    assert (call.function.name, call.function.arguments) == ("look", '{"at": [1]}')
-    broken = "<tool_call>{not json}</tool_call>"
-    reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).whole(
-        Answer(broken, [], 3, 4, "stop")
-    )
-    assert reply["choices"][0]["message"]["content"] == broken
-    assert reply["choices"][0]["finish_reason"] == "stop"
 
 
 def test_the_page_compares_base_and_tuned_answers(server, tmp_path):
