@@ -56,6 +56,8 @@ def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_recipe(folder / "full.json", tiny.fields(**shared))
     attention = {"r": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     write_recipe(folder / "lora.json", tiny.fields(**shared, adapter=attention))
+    more = attention | {"dropout": 0.2, "use_dora": True}
+    write_recipe(folder / "dropout.json", tiny.fields(**shared, adapter=more))
     return folder
 
 
@@ -119,6 +121,13 @@ def test_adapters_of_attention_beside_divided_experts(work: Path, finetune: Fine
     runs = [train(finetune, work, "lora", backend) for backend in ("single", "ep_fsdp")]
     assert_equal(*runs)
     assert_planned(runs[1])
+
+
+@pytest.mark.slow
+def test_dropout_and_dora_beside_divided_experts(work: Path, finetune: Finetune) -> None:
+    """Each process drops elements of its own rows, as one process does of the same micro-batch."""
+    runs = [train(finetune, work, "dropout", backend) for backend in ("single", "ep_fsdp")]
+    assert_equal(*runs)
 
 
 MIXTURE = LLAMA | {

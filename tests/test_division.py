@@ -76,6 +76,7 @@ def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_recipe(folder / "packed.json", tiny.fields(**shared, batch={"packing": True}))
     adapter = {"r": 4, "targets": "all-linear"}
     write_recipe(folder / "lora.json", tiny.fields(**shared, adapter=adapter))
+    write_recipe(folder / "dora.json", tiny.fields(**shared, adapter=adapter | {"use_dora": True}))
     return folder
 
 
@@ -310,6 +311,16 @@ def assert_profiled(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["pp", "sp"])
+def test_dora_on_complete_layers_learns_what_one_process_learns(
+    backend: str, work: Path, finetune: Finetune
+) -> None:
+    """A stage has some of the layers, and FSDP2 gathers those of split rows."""
+    runs = [train(finetune, work, "dora", each) for each in ("single", backend)]
+    assert_equal(*runs)
+
+
+@pytest.mark.slow
 def test_a_sharded_pipeline_hands_on_what_it_computes_in_bf16(
     work: Path, finetune: Finetune
 ) -> None:
@@ -459,6 +470,8 @@ def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.Monk
         ("sp", {"init_lora_weights": "pissa"}, "'pissa' reads complete base weights"),
         ("pp", {}, ""),
         ("cp", {}, ""),
+        ("pp", {"use_dora": True}, ""),
+        ("sp", {"use_dora": True}, ""),
     ],
 )
 def test_an_adapter_that_does_not_divide_is_refused(
@@ -477,7 +490,8 @@ def test_an_adapter_that_does_not_divide_is_refused(
     ("method", "backend", "problem"),
     [
         (Classifier(labels=("a", "b")), "pp", "needs a score head"),
-        (RewardModel(), "tp", "needs a score head"),
+        (RewardModel(), "pp_tp", "needs a score head"),
+        (RewardModel(), "tp", ""),
         (Distill(teacher=Teacher("models/large")), "tp", "needs a teacher, whose head is read"),
         (GRPO(), "tp", "needs sampling, for which one process needs the complete model"),
         (KTO(), "pp", ""),

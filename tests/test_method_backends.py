@@ -38,6 +38,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
         ],
         "prompts": [{"prompt": row[0]["content"]} for row in conversations(16)],
         "messages": [{"messages": row} for row in conversations(24)],
+        "labelled": [
+            {"text": pair[answer][0]["content"], "label": "ab"[answer == "chosen"]}
+            for pair in pairs()
+            for answer in ("chosen", "rejected")
+        ],
     }
     found = {}
     for name, each in rows.items():
@@ -68,6 +73,8 @@ class Work:
             "data_checks": "report",
             "max_steps": STEPS,
         }
+        if method == "classifier":
+            given["labels"] = ["a", "b"]
         if method == "distill":
             given["teacher"] = {"name": str(self.models["teacher"])}
         if method == "rloo":

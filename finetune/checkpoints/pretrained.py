@@ -29,6 +29,8 @@ from finetune.runs.run import write_json
 
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module that it adapts."""
+DORA = ".lora_magnitude_vector.default.weight"
+"""End of the names of magnitudes, whose keys in PEFT files (0.21) end without `weight`."""
 SHARD_BYTES = 4 * 1024**3
 
 Shapes = dict[str, tuple[int, ...]]
@@ -105,7 +107,8 @@ def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
     A parameter with two names, such as tied embeddings in `modules_to_save`, has two keys.
     """
     if any(map(is_elsewhere, module.modules())):  # PEFT would not see the layers of other stages
-        return {name.replace(".default.", "."): name for name in names}
+        short = {name: name.replace(DORA, ".lora_magnitude_vector") for name in names}
+        return {each.replace(".default.", "."): name for name, each in short.items()}
     tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
     parameters = dict(module.named_parameters())
     numbers = {id(parameters[name]): tag for name, tag in tags.items() if name in parameters}

@@ -30,7 +30,9 @@ GATHERED = ("olmoe",)
 """Types in `EXPERTS` whose attention gathers column outputs, which PEFT 0.21 does not support."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linear layers of attention in the types of `EXPERTS`."""
-DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
+DROPOUTS = (
+    "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "router_jitter_noise",
+)  # fmt: skip
 """Dropout fields of model configs."""
 
 
@@ -70,7 +72,7 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     heads = fields.get("num_attention_heads") or 0
     keys = fields.get("num_key_value_heads") or heads
     dropped = [key for key in DROPOUTS if fields.get(key)]
-    if dropped:
+    if dropped and axes.processes > 1:
         yield (
             f"model: {dropped[0]}={fields[dropped[0]]} draws different random numbers on processes "
             f"that divide a model ({axes.words()}); set it to 0 in config.json"
@@ -197,7 +199,8 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             f"model.activation_checkpointing: offload is untested under {backend.name}; use true"
         )
     missing = {
-        "a score head": recipe.scores is not None,
+        "a score head, which no stage of a pipeline holds": recipe.scores is not None
+        and axes.pipeline > 1,
         "a teacher, whose head is read undivided": recipe.teaches,
         "sampling, for which one process needs the complete model": recipe.sampled is not None,
     }
@@ -259,7 +262,7 @@ def _of_batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]
 def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
     adapter = recipe.adapter
     assert adapter is not None
-    init = adapter.init_lora_weights
+    init, axes = adapter.init_lora_weights, backend.axes
     if backend.axes.experts > 1 and (named := _on_experts(adapter.targets)):
         yield (
             f"adapter.targets: '{named}' adapts experts, which {backend.name} divides: PEFT 0.21's "
@@ -273,7 +276,8 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
             "outputs, which PEFT 0.21 does not support; use ep_fsdp, or train all weights"
         )
     refused = {
-        "adapter.use_dora: DoRA needs the norm of complete rows": adapter.use_dora,
+        "adapter.use_dora: DoRA needs the norm of complete rows": adapter.use_dora
+        and axes.tensor > 1,
         "adapter.trainable_token_indices: PEFT reads complete embeddings": bool(
             adapter.trainable_token_indices
         ),
@@ -283,8 +287,10 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
         ),
         f"adapter.init_lora_weights: '{init}' reads complete base weights": isinstance(init, str)
         and init != "gaussian",
-        "adapter.dropout: several processes would drop different elements than one": adapter.dropout
-        > 0,
+        "adapter.dropout: several processes would drop different elements than one": bool(
+            adapter.dropout
+        )
+        and axes.processes > 1,
     }
     for reason, holds in refused.items():
         if holds:
