@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import shlex
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from benchmarks import (
     heads,
     kernels,
     memory,
+    merge,
     saving,
     scaling,
     serving,
@@ -22,15 +24,15 @@ from benchmarks import (
     startup,
     training,
 )
-from benchmarks.record import Circumstances, Result, write
+from benchmarks.record import ROOT, Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
 """Parts measured by default."""
 ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 """Parts measured by default on GPUs, the most important ones first."""
 PARTS = (
-    *EVERYDAY, "checks", "data", "heads", "kernels", "memory", "saving", "scaling", "serving",
-    "shapes",
+    *EVERYDAY, "checks", "data", "heads", "kernels", "memory", "merge", "saving", "scaling",
+    "serving", "shapes",
 )  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
@@ -105,6 +107,8 @@ def measure(
         case "memory":
             backends = chosen or memory.BACKENDS
             return memory.measure(scratch / "memory", backends, arguments.to / "memory.json")
+        case "merge":
+            return merge.measure(scratch / part, arguments.repeats, configurations())
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)
@@ -121,6 +125,12 @@ def measure(
             return training.measure(
                 scratch, backends, arguments.steps, arguments.gpu, arguments.runs, left
             )
+
+
+def configurations() -> Path | None:
+    """Folder of models' configurations in the test assets, for models that are only planned."""
+    folder = Path(os.environ.get("FINETUNE_ASSETS", ROOT.parent / "shared" / "assets")) / "configs"
+    return folder if folder.is_dir() else None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """A merge a module at a time gives, bit for bit, what PEFT gives with all of the model in fp32."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,19 +21,24 @@ from tiny_run import (
     tiny_llama,
     tiny_tied_qwen,
 )
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
+from benchmarks.merge import plan
 from finetune.errors import TrainingFailure
 from finetune.exporters import low_rank
 from finetune.exporters.export import export
 from finetune.exporters.merge import ADAPTER
+from finetune.exporters.source import open_source
 from finetune.models.vocabulary import grow
 from finetune.recipe import LoRA
 from finetune.runs.run import Run
@@ -171,6 +177,26 @@ def test_a_merge_has_rows_for_added_tokens(tmp_path, fields):
     out = export(run, tmp_path / "out", merge=True)
     assert json.loads((out / "config.json").read_text())["vocab_size"] == rows
     assert same(out, merged_by_peft(run, folder, rows))
+
+
+def test_a_merge_allocates_what_is_planned_and_no_more(tmp_path):
+    """The largest matrix and two buffers of rows; the base and a fp32 adapter are only mapped."""
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 1024}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    run, folder = adapter_run(tmp_path, model, **LINEAR)
+    merge = open_source(run, None, None, "5GB").merge
+    adapter = run.checkpoint(10) / "adapter" / "adapter_model.safetensors"
+    planned = plan(merge.base.network, 4, torch.bfloat16)
+    assert planned.adapter == sum(each.nbytes for each in load_file(adapter).values())
+    assert planned.matrix == 1024 * 256 * 2 + 2 * 1024 * 256 * 4
+    mapped = (folder / "model.safetensors").stat().st_size
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        for unit in merge.tensors():
+            del unit
+    events = [each for each in trace.profiler.kineto_results.events() if each.name() == "[memory]"]
+    changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    held = itertools.accumulate(size for size in changes if abs(size) != mapped)
+    assert planned.matrix <= max(held) <= planned.matrix + 64  # and the ends that are checked
 
 
 def test_a_merge_that_is_not_finite_is_refused_and_leaves_nothing(tmp_path):

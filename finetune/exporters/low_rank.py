@@ -60,6 +60,11 @@ def add_product(
     return merged
 
 
+def piece_rows(rows: int, columns: int) -> int:
+    """Rows of a piece of a matrix, of which two buffers in fp32 are allocated."""
+    return min(rows, max(1, PIECE // columns // BLOCK) * BLOCK)
+
+
 def _pieces(rows: int, columns: int) -> Iterator[slice]:
-    each = max(1, PIECE // columns // BLOCK) * BLOCK
+    each = piece_rows(rows, columns)
     return (slice(start, min(start + each, rows)) for start in range(0, rows, each))

@@ -103,6 +103,7 @@ class Merge:
                     *(f"{self.adapter}: {name} is not finite after merging" for name in broken)
                 )
             yield merged
+            del merged  # before the next unit is allocated
 
     def network(self) -> PreTrainedModel:
         """The merged model without weights: its class and its configuration."""
