@@ -237,6 +237,13 @@ def test_the_recorded_peak_is_that_of_the_allocator(tiny: Tiny, tmp_path: Path) 
     assert end["peak_memory"] <= torch.cuda.max_memory_allocated()
 
 
+def test_the_peak_of_a_step_is_planned(tiny: Tiny, tmp_path: Path) -> None:
+    """Within 5 %: each of its many small tensors takes a multiple of 512 bytes."""
+    run = train(tiny, tmp_path / "run", batch={"rows": 32, "micro_rows": 16})
+    (counted,) = run.read_metrics("memory")
+    assert counted["predicted"] == pytest.approx(counted["peak"], rel=0.05)
+
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
 def test_8_bit_adamw_trains_and_resumes(tiny: Tiny, tmp_path: Path, name: str) -> None:
     whole = train(tiny, tmp_path / "adamw")
