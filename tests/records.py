@@ -109,7 +109,7 @@ def write_run(
     """A run directory with a recipe, these records, and the checkpoints that they tell of."""
     run = Run(root)
     write_json(run.recipe, recipe)
-    metrics = Metrics(run, speaks=True, listeners=listeners)
+    metrics = Metrics(run, is_main=True, listeners=listeners)
     for record in records:
         if isinstance(record, Saved):
             write_json(run.checkpoint(record.step) / "manifest.json", {"step": record.step})

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from finetune.serving import connection, guard
-from finetune.serving.connection import Impatient
+from finetune.serving.connection import TimedConnection
 from finetune.serving.guard import Guard
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -30,7 +30,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
     config = uvicorn.Config(
-        Guard(echo, None, True), port=0, http=Impatient, lifespan="off", log_level="error"
+        Guard(echo, None, True), port=0, http=TimedConnection, lifespan="off", log_level="error"
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

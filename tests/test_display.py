@@ -156,7 +156,7 @@ def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path: Path) -> None:
 PROGRAM = (
     "import sys; from pathlib import Path; from records import whole_run, write_run\n"
     "from finetune.reports.display import Display; from finetune.runs.run import Run\n"
-    "display = Display(Run(Path(sys.argv[1])), speaks=sys.argv[2] == 'speaks')\n"
+    "display = Display(Run(Path(sys.argv[1])), is_main=sys.argv[2] == 'is_main')\n"
     "display.note('loading')\n"
     "write_run(Path(sys.argv[1]), whole_run(), listeners=(display.show,))"
 )
@@ -173,7 +173,7 @@ def child_environment() -> dict[str, str]:
 
 
 def test_a_notebooks_subprocess_prints_no_control_characters(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), "speaks"]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), "is_main"]
     answer = subprocess.run(command, capture_output=True, check=True, env=child_environment())
     assert set(range(32)) & set(answer.stdout) == {ord("\n")}
     assert b"step 10/10  100%  loss 0.4000" in answer.stdout
@@ -181,7 +181,7 @@ def test_a_notebooks_subprocess_prints_no_control_characters(tmp_path: Path) -> 
 
 
 def test_a_log_that_cannot_hold_every_character_is_still_written(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "läuft"), "speaks"]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "läuft"), "is_main"]
     environment = child_environment() | {"PYTHONIOENCODING": "ascii"}
     answer = subprocess.run(command, capture_output=True, check=True, env=environment)
     assert b"| batch   | 16 rows = 4 micro x 2 accumulation x 2 processes" in answer.stdout
@@ -196,7 +196,7 @@ def test_a_process_that_does_not_speak_prints_nothing(tmp_path: Path) -> None:
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), "speaks"]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), "is_main"]
     environment = child_environment() | {"COLUMNS": "100", "LINES": "40"}
     child = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
@@ -245,7 +245,7 @@ def test_a_failure_takes_the_bar_away_first(tmp_path: Path) -> None:
 
 def test_a_console_on_a_pipe_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    console = open_console(speaks=True)
+    console = open_console(is_main=True)
     assert not console.is_terminal
     assert console.width == 100
 

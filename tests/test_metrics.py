@@ -73,7 +73,7 @@ def test_every_kind_of_record_is_read_back_as_it_was_written(tmp_path: Path) -> 
         ),
     ]
     heard: list[Record] = []
-    metrics = Metrics(run, speaks=True, listeners=(heard.append,))
+    metrics = Metrics(run, is_main=True, listeners=(heard.append,))
     for record in records:
         metrics.write(record)
         assert len(run.metrics.read_text().splitlines()) == len(heard)  # on disk at once
@@ -99,7 +99,7 @@ def test_every_kind_of_record_is_read_back_as_it_was_written(tmp_path: Path) -> 
 
 def test_a_process_that_does_not_speak_writes_and_tells_nothing(tmp_path: Path) -> None:
     heard: list[Record] = []
-    metrics = Metrics(Run(tmp_path / "run"), speaks=False, listeners=(heard.append,))
+    metrics = Metrics(Run(tmp_path / "run"), is_main=False, listeners=(heard.append,))
     metrics.resume_at(0)
     metrics.write(START)
     assert heard == []
@@ -108,14 +108,14 @@ def test_a_process_that_does_not_speak_writes_and_tells_nothing(tmp_path: Path) 
 
 def test_a_loss_that_is_not_finite_is_strict_json(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    Metrics(run, speaks=True).write(trained(1, loss=math.nan))
+    Metrics(run, is_main=True).write(trained(1, loss=math.nan))
     assert json.loads(run.metrics.read_text(), parse_constant=pytest.fail)["loss"] is None
     assert math.isnan(read_history(run).trained[0].loss)
 
 
 def test_resuming_leaves_exactly_the_records_up_to_the_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    metrics = Metrics(run, speaks=True)
+    metrics = Metrics(run, is_main=True)
     kept = [START, trained(1), trained(2), Saved(step=2, seconds=0.1, bytes=9)]
     for record in [*kept, trained(3), Evaluated(step=3, loss=1, tokens=1, best=True, seconds=1)]:
         metrics.write(record)
@@ -136,7 +136,7 @@ def trained_at(records: list[Record], step: int) -> Record:
 @pytest.mark.parametrize("cut", [1, 20, 200])
 def test_resuming_drops_a_torn_last_line(tmp_path: Path, cut: int) -> None:
     run = Run(tmp_path)
-    metrics = Metrics(run, speaks=True)
+    metrics = Metrics(run, is_main=True)
     for step in (1, 2, 3):
         metrics.write(trained(step))
     whole = run.metrics.read_bytes()
@@ -154,20 +154,20 @@ def test_a_full_disk_is_a_training_failure_that_names_the_file(tmp_path: Path) -
     run = Run(tmp_path)
     run.metrics.symlink_to("/dev/full")  # every write to it fails with ENOSPC
     with pytest.raises(TrainingFailure, match=r"metrics\.jsonl: .*No space left on device"):
-        Metrics(run, speaks=True).write(START)
+        Metrics(run, is_main=True).write(START)
 
 
 def test_a_file_in_the_way_of_the_run_is_a_training_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingFailure, match=r"file/run/metrics\.jsonl"):
-        Metrics(Run(tmp_path / "file" / "run"), speaks=True).write(START)
+        Metrics(Run(tmp_path / "file" / "run"), is_main=True).write(START)
 
 
 def test_records_survive_a_process_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from finetune.runs.run import Run\n"
         "from finetune.runs.metrics import Metrics, Saved\n"
-        "metrics = Metrics(Run(Path(sys.argv[1])), speaks=True)\n"
+        "metrics = Metrics(Run(Path(sys.argv[1])), is_main=True)\n"
         "for step in range(3): metrics.write(Saved(step=step, seconds=0.5, bytes=7))\n"
         "print('written', flush=True); time.sleep(60)"
     )
@@ -201,7 +201,7 @@ def test_a_count_below_zero_is_an_error_that_names_it(tmp_path: Path, name: str)
 
 
 def test_the_best_evaluation_is_the_first_lowest_finite_one(tmp_path: Path) -> None:
-    metrics = Metrics(Run(tmp_path), speaks=True)
+    metrics = Metrics(Run(tmp_path), is_main=True)
     for step, loss in ((1, 3.0), (2, math.nan), (3, 1.5), (4, 1.5), (5, 2.0)):
         metrics.write(Evaluated(step=step, loss=loss, tokens=1, best=False, seconds=0.1))
     best = read_history(Run(tmp_path)).best
@@ -214,7 +214,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     recipe = {"optim": {"lr": 2e-4, "betas": [0.9, 0.999]}, "adapter": None, "data": [{"a": 1}]}
     open_trackers(accelerator, run, recipe | {"trackers": ["tensorboard"]})
-    metrics = Metrics(run, speaks=True, listeners=(track(accelerator),))
+    metrics = Metrics(run, is_main=True, listeners=(track(accelerator),))
     metrics.write(START)
     for step in (1, 2, 3):
         metrics.write(trained(step, loss=4.0 / step))

@@ -23,7 +23,7 @@ from finetune.recipe import Recipe
 from finetune.runs.run import Run, write_json
 from finetune.verification.proofs import checks, packing
 from finetune.verification.proofs.exports import Delivery, check_deliveries
-from finetune.verification.proofs.matrix import FP32, Request, crossings_of, settle
+from finetune.verification.proofs.matrix import FP32, Request, accepted_pairs, crossings_of
 from finetune.verification.proofs.proof import Check, Proof, Refused
 from finetune.verification.proofs.prove import named_backends
 from finetune.verification.proofs.runs import Trial
@@ -401,7 +401,7 @@ def test_a_recipe_that_cannot_be_trained_is_not_proved(
 def test_refused_pairs_are_listed_with_the_reason(tiny: Tiny, tmp_path: Path) -> None:
     subject = subject_of(tiny, tmp_path, optim={"name": "adamw_8bit"})
     request = Request(subject.recipe, ("ddp", "zero2"), SHAPE, tmp_path)
-    pairs, refused = settle(request, {"own": subject})
+    pairs, refused = accepted_pairs(request, {"own": subject})
     assert [pair.where for pair in pairs] == ["ddp on 2"]
     assert [(each.kind, each.backend) for each in refused] == [("own", "zero2")]
     assert "adamw_8bit quantizes its moments in blocks" in refused[0].reason
@@ -472,7 +472,7 @@ def test_a_ring_continues_the_checkpoint_of_every_backend_by_two_others(
     subject = subject_of(tiny, tmp_path)
     names = named_backends("all", subject.recipe, SHAPE)
     whole = Request(subject.recipe, names, SHAPE, tmp_path, crossings="all")
-    pairs, _ = settle(whole, {"own": subject})
+    pairs, _ = accepted_pairs(whole, {"own": subject})
     names = tuple(pair.backend for pair in pairs)
     ring = crossings_of(dataclasses.replace(whole, crossings="ring"), pairs)
     both = {(each.written.backend, each.continued.backend) for each in ring}

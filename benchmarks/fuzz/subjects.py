@@ -35,7 +35,7 @@ from finetune.inference.generate import open_model
 from finetune.inference.load import find_checkpoint, open_checkpoint
 from finetune.methods import SFT
 from finetune.models.model import load_tokenizer
-from finetune.models.starting_adapter import settle
+from finetune.models.starting_adapter import complete_adapter
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Data, Model, Recipe
 from finetune.reports.proof_page import read_proof, write_page
@@ -272,7 +272,7 @@ def _resumed(run: Run, recipe: Recipe) -> Callable[[Path], object]:
         step = claim.claim(run, plan, resume="auto")
         if step is not None:
             checkpoint.progress_of(run.checkpoint(step))
-            Metrics(run, speaks=True).resume_at(step)
+            Metrics(run, is_main=True).resume_at(step)
 
     return read
 
@@ -409,7 +409,7 @@ def _adapters(home: Path) -> Callable[[Path], object]:
     recipe = dataclasses.replace(recipe, model=model, adapter=None)
 
     def read(_: Path) -> None:
-        load_tokenizer(settle(recipe))
+        load_tokenizer(complete_adapter(recipe))
         open_model(home / "exported")
 
     return read

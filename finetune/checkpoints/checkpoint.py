@@ -39,7 +39,7 @@ from finetune.checkpoints.pretrained import (
 from finetune.distributed.base import Engine
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import is_elsewhere
-from finetune.distributed.parameters import assign, to_host, whole_shape
+from finetune.distributed.parameters import assign, to_host, unsharded_shape
 from finetune.distributed.reader import KEPT, Reader
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.runs.manifest import FORMAT, read_manifest, sealed, sha256
@@ -94,7 +94,7 @@ def take(engine: Engine) -> State:
     """Copy this rank's state to host memory; collective."""
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
-    here = {name: tuple(whole_shape(p)) for name, p in engine.trained()}
+    here = {name: tuple(unsharded_shape(p)) for name, p in engine.trained()}
     shapes = {
         name: shape for of_rank in engine.every_stage(here) for name, shape in of_rank.items()
     }
@@ -129,14 +129,14 @@ def write(
     """
     folder = run.checkpoint(progress.step)
     scratch = folder.with_name(f".{folder.name}.partial")
-    if engine.speaks:
+    if engine.is_main:
         shutil.rmtree(scratch, ignore_errors=True)
     gather(engine, None, group)  # a barrier: no rank writes before the folder is removed
     mine = attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
     _agree(engine, mine, folder, group)
     scalars = gather(engine, state.scalars, group)
     outcome: Any = None
-    if engine.speaks:
+    if engine.is_main:
         outcome = attempt(
             lambda: _complete(engine, scratch, folder, progress, tokenizer, scalars, state.shapes)
         )
@@ -163,7 +163,7 @@ def _agree(engine: Engine, mine: Any, folder: Path, group: Group | None) -> list
     causes = causes_of(outcomes)
     if not causes:
         return outcomes
-    if engine.speaks:
+    if engine.is_main:
         shutil.rmtree(folder.with_name(f".{folder.name}.partial"), ignore_errors=True)
     kept = Run(folder.parent.parent).newest()
     standing = f"step {kept} is the newest complete one" if kept else "there is no earlier one"
@@ -252,7 +252,7 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         FinetuneError: the trained parameters differ from the checkpoint's.
     """
     shapes = {name: tuple(shape) for name, shape in read_manifest(folder)["shapes"].items()}
-    here = {n: tuple(whole_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
+    here = {n: tuple(unsharded_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
     if any(map(is_elsewhere, module.modules())):  # each pipeline stage compares its own layers
         shapes = {name: shape for name, shape in shapes.items() if name in here}
     differing = sorted(

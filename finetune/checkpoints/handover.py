@@ -130,7 +130,7 @@ def network_of(model: nn.Module) -> PreTrainedModel:
     return inner.get_base_model() if hasattr(inner, "peft_config") else inner
 
 
-def settle(model: nn.Module, chat: Chat, rows: Rows) -> PreTrainedTokenizerBase:
+def set_stop_tokens(model: nn.Module, chat: Chat, rows: Rows) -> PreTrainedTokenizerBase:
     """Set the stop tokens of a model to the ends of its training data.
 
     Args:

@@ -22,7 +22,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from finetune.checkpoints.handover import base_reference, network_of, saved_config
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import is_elsewhere
-from finetune.distributed.parameters import to_host, whole_values
+from finetune.distributed.parameters import to_host, unsharded_values
 from finetune.distributed.reader import Reader
 from finetune.errors import TrainingFailure
 from finetune.runs.run import write_json
@@ -59,15 +59,15 @@ def kept_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """
     whole = engine.plan.recipe.adapter is None
     for name, buffer in persistent_buffers(engine.module):
-        if engine.writes_whole and (whole or ".modules_to_save." in name):
+        if engine.writes_unsharded and (whole or ".modules_to_save." in name):
             yield name, to_host(buffer)
     if not whole:
         return
-    elsewhere = engine.elsewhere(engine.module)
+    elsewhere = engine.counted_elsewhere(engine.module)
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad and not is_of_teacher(name):
-            values = whole_values(parameter)
-            if engine.writes_whole and id(parameter) not in elsewhere:
+            values = unsharded_values(parameter)
+            if engine.writes_unsharded and id(parameter) not in elsewhere:
                 yield name, values
 
 

@@ -113,7 +113,7 @@ def tidy(
             write_best(run, progress)
         prune(run, keep, progress.best_step)
 
-    mine = checkpoint.attempt(work) if engine.speaks else None
+    mine = checkpoint.attempt(work) if engine.is_main else None
     causes = checkpoint.causes_of(checkpoint.gather(engine, mine, group))
     if causes:
         raise TrainingFailure(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune.cli import options
 from finetune.errors import FinetuneError
-from finetune.process.signals import heeded
+from finetune.process.signals import handled_signals
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     def end(number: int, _: object) -> None:
         raise Ended(number)
 
-    for number in heeded():  # a script's background job would ignore SIGINT
+    for number in handled_signals():  # a script's background job would ignore SIGINT
         signal.signal(number, end)
     try:
         return _prove(arguments, recipe)

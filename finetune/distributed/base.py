@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ElementCounts:
     """Element counts that one rank holds between steps.
 
     Gradients are counted just before the optimizer's step, or after the first micro-batch of a step
@@ -71,7 +71,7 @@ class Engine(Ranks):
         self.plan = plan
         if attempt := rendezvous.restarts():
             workarounds.meet_apart_from_earlier_attempts(attempt)
-        self.settle_libraries()
+        self.prepare_libraries()
         rendezvous.announce_wait(timeout)
         self.accelerator = Accelerator(
             # ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides the argument, not the plugin (1.15).
@@ -98,7 +98,7 @@ class Engine(Ranks):
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
         """Arguments of `Accelerator` in addition to accumulation and precision."""
 
-    def settle_libraries(self) -> None:
+    def prepare_libraries(self) -> None:
         """Apply workarounds before Accelerate is built.
 
         Accelerate 1.15 imports DeepSpeed to check whether the model of any engine is wrapped by it.
@@ -157,12 +157,12 @@ class Engine(Ranks):
         return True
 
     @property
-    def writes_whole(self) -> bool:
+    def writes_unsharded(self) -> bool:
         """Whether this process writes unsharded state: one of the processes with equal layers."""
-        return self.speaks
+        return self.is_main
 
     @property
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the main process, which prints and writes the run's records."""
         return self.accelerator.is_main_process
 
@@ -207,7 +207,7 @@ class Engine(Ranks):
         return model
 
     @contextlib.contextmanager
-    def whole_weights(self) -> Iterator[None]:
+    def without_partitioning(self) -> Iterator[None]:
         """Context in which a model is not partitioned while it is built or loaded."""
         yield
 
@@ -231,7 +231,7 @@ class Engine(Ranks):
         with autocasting(self.accelerator, self.scale.used):
             self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
 
-    def wrap_alone(self, model: nn.Module) -> None:
+    def wrap_model(self, model: nn.Module) -> None:
         """Wrap a model without placing it on a device or preparing optimizers (for a rehearsal)."""
         self.model = self.accelerator.prepare_model(model, device_placement=False)
 
@@ -288,11 +288,13 @@ class Engine(Ranks):
             with self.unsynchronised(last):
                 self.backward(loss_of(index, self.model), last)
 
-    def look(self, batch: MicroBatch, loss_of: Callable[[int, nn.Module], torch.Tensor]) -> None:
-        """Run a forward pass of a micro-batch from `settle`, without gradients."""
+    def forward_only(
+        self, batch: MicroBatch, loss_of: Callable[[int, nn.Module], torch.Tensor]
+    ) -> None:
+        """Run a forward pass of a micro-batch from `local_batches`, without gradients."""
         loss_of(0, self.model)
 
-    def elsewhere(self, model: nn.Module) -> set[int]:
+    def counted_elsewhere(self, model: nn.Module) -> set[int]:
         """The `id`s of parameters that a process with other layers holds and counts too."""
         return set()
 
@@ -304,7 +306,7 @@ class Engine(Ranks):
         """The values of all processes with other layers, in the order of the layers."""
         return [mine]
 
-    def settle(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
+    def local_batches(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
         """The micro-batches of a step as this process computes them, without collectives."""
         return batches
 
@@ -351,16 +353,16 @@ class Engine(Ranks):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_every_rank(self, work: Callable[[], T]) -> T:
         """Run a function on every rank; on a mesh, all ranks raise the error of any rank."""
         return work()
 
     # Elements that this rank holds ---------------------------------------------------------------
 
-    def held(self) -> Held:
+    def element_counts(self) -> ElementCounts:
         """Element counts of this rank; valid after the first step."""
         parameters = sum(self.resident(parameter) for parameter in self.module.parameters())
-        return Held(parameters, self.held_gradients or 0, moment_elements(self.states()))
+        return ElementCounts(parameters, self.held_gradients or 0, moment_elements(self.states()))
 
     def resident(self, parameter: nn.Parameter) -> int:
         """Elements of a parameter in this rank's memory between steps."""

@@ -40,7 +40,7 @@ class DeepSpeed(Engine):
         plugin = _plugin(self.plan, nvme_path, cpu)
         return {"deepspeed_plugin": plugin, "kwargs_handlers": [group]}
 
-    def settle_libraries(self) -> None:
+    def prepare_libraries(self) -> None:
         without_deepspeed(False)
 
     def compare_built(self, compare: Compare) -> None:
@@ -70,7 +70,7 @@ class DeepSpeed(Engine):
         return self.model.module
 
     @contextlib.contextmanager
-    def whole_weights(self) -> Iterator[None]:
+    def without_partitioning(self) -> Iterator[None]:
         """Context in which ZeRO-3 does not partition a model while it is built or loaded.
 
         Accelerate 1.15's `zero3_init_context_manager(enable=False)` does not suffice: it leaves

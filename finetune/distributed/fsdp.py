@@ -119,7 +119,7 @@ class Fsdp(Native):
         _move_scales(self.model, self.device)
         _keep_compute_type_between_units(self.model)
 
-    def wrap_alone(self, model: nn.Module) -> None:
+    def wrap_model(self, model: nn.Module) -> None:
         self.model = fsdp2_prepare_model(self.accelerator, model)
         _keep_compute_type_between_units(self.model)
 

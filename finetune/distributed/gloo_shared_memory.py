@@ -64,7 +64,7 @@ class Boxes:
             descriptor = _memory(SLOTS * SLOT)
         except OSError as error:
             problem = f"no memory can be shared: {error.strerror}"
-        places = _of_all((_machine(), os.getpid(), descriptor, problem), group)
+        places = _all_gather_object((_machine(), os.getpid(), descriptor, problem), group)
         problems = [problem for *_, problem in places if problem]
         if len({machine for machine, *_ in places}) > 1:
             problems = ["the processes do not run on one host"]
@@ -74,7 +74,7 @@ class Boxes:
                 boxes = [_opened(process, number) for _, process, number, _ in places]
             except OSError as error:
                 problem = f"memory of another process cannot be opened: {error.strerror}"
-            problems = [each for each in _of_all(problem, group) if each]
+            problems = [each for each in _all_gather_object(problem, group) if each]
         if descriptor >= 0:
             os.close(descriptor)  # by now all ranks have opened it, or none will
         return problems[0] if problems else cls(boxes, group)
@@ -181,7 +181,7 @@ def _opened(process: int, descriptor: int) -> mmap.mmap:
         os.close(own)
 
 
-def _of_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _all_gather_object(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, mine, group=group)
     return answers

@@ -89,7 +89,7 @@ class Heartbeat:
         # A single process may outlive its shell; the parent of a rank is torch's agent.
         self._parent = os.getppid() if engine.world > 1 else None
         self._launcher = launcher
-        self._watched = watched(engine.rank, *rendezvous.among_neighbours(), engine.world)
+        self._watched = watched(engine.rank, *rendezvous.local_rank_and_count(), engine.world)
         self._silence = Silence()
         self._stopped = threading.Event()
         self._number = 0
@@ -217,7 +217,7 @@ class Heartbeat:
             )
         return TrainingFailure(f"{told} (seen by rank {self._rank}: {first_line})")
 
-    def bereaved(self) -> TrainingFailure | None:
+    def lost_local_rank(self) -> TrainingFailure | None:
         """The loss of a rank of this host, if it is why torch's agent terminates this rank."""
         until = time.monotonic() + 2 * BEAT_SECONDS
         while self._store is not None and time.monotonic() < until:

@@ -85,10 +85,10 @@ class MeshEngine(Native):
         return self.place["tensor"] == 0
 
     @property
-    def writes_whole(self) -> bool:
+    def writes_unsharded(self) -> bool:
         return not any(at for axis, at in self.place.items() if axis != "pipeline")
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_every_rank(self, work: Callable[[], T]) -> T:
         outcome, refused = None, list[str]()
         try:
             outcome = work()
@@ -123,7 +123,7 @@ class MeshEngine(Native):
             return context.register(group)
         return sequence.register(config, core, group, self.plan.mesh.tensor)
 
-    def settle(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
+    def local_batches(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
         ways = self.plan.mesh.sequence
         if ways == 1:
             return batches

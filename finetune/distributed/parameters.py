@@ -13,15 +13,15 @@ def partitioned(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "ds_id", None) is not None
 
 
-def whole_shape(parameter: nn.Parameter) -> torch.Size:
+def unsharded_shape(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", None) or parameter.shape  # ds_shape: ZeRO-3 only
 
 
-def whole_numel(parameter: nn.Parameter) -> int:
+def unsharded_numel(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", None) or parameter.numel()  # ds_numel: ZeRO-3 only
 
 
-def whole_values(parameter: nn.Parameter) -> torch.Tensor:
+def unsharded_values(parameter: nn.Parameter) -> torch.Tensor:
     """A host copy of the unsharded parameter; every rank must call this."""
     if isinstance(parameter.data, DTensor):
         return to_host(parameter.data.full_tensor())

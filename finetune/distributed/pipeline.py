@@ -68,7 +68,7 @@ class PipelineEngine(MeshEngine):
     def _roots(self, model: nn.Module) -> list[nn.Module]:
         return [*self.stages]
 
-    def elsewhere(self, model: nn.Module) -> set[int]:
+    def counted_elsewhere(self, model: nn.Module) -> set[int]:
         """The last stage's copy of a tied embedding, which the first stage counts."""
         network = layers.network_of(model)
         both = self.is_first and self.has_last
@@ -86,7 +86,7 @@ class PipelineEngine(MeshEngine):
 
     # A step --------------------------------------------------------------------------------------
 
-    def settle(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
+    def local_batches(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
         return padded(batches, pad_id)
 
     def accumulate(
@@ -102,7 +102,7 @@ class PipelineEngine(MeshEngine):
         if self.held_gradients is None:
             self.held_gradients = self.gradient_elements()
 
-    def look(self, batch: MicroBatch, loss_of: LossOf) -> None:
+    def forward_only(self, batch: MicroBatch, loss_of: LossOf) -> None:
         # A schedule with several chunks needs at least one micro-batch per stage.
         count = self.plan.mesh.pipeline if len(self.stages) > 1 else 1
         self._run([batch] * count, [0] * count, _once(loss_of), training=False)
@@ -181,14 +181,14 @@ class PipelineEngine(MeshEngine):
         torch.distributed.all_reduce(local(table.grad), group=self.ends)
 
     def _square(self, parameters: list[nn.Parameter]) -> torch.Tensor:
-        twice = self.elsewhere(self.model)
+        twice = self.counted_elsewhere(self.model)
         square = super()._square([p for p in parameters if id(p) not in twice])
         torch.distributed.all_reduce(square, group=self.mesh.get_group("pp"))
         return square
 
     def block(self, parameter: nn.Parameter) -> Block:
         writes, offsets = super().block(parameter)
-        return writes and id(parameter) not in self.elsewhere(self.model), offsets
+        return writes and id(parameter) not in self.counted_elsewhere(self.model), offsets
 
 
 @contextlib.contextmanager
@@ -301,11 +301,11 @@ class _Head:
 def _once(loss_of: LossOf) -> LossOf:
     """Compute the loss for only the first of several equal micro-batches."""
 
-    def looked(index: int, model: nn.Module) -> torch.Tensor:
+    def forward(index: int, model: nn.Module) -> torch.Tensor:
         found = loss_of(0, model) if index == 0 else None
         return torch.zeros(1) if found is None else found
 
-    return looked
+    return forward
 
 
 def _group_of_ends(mesh: Any) -> Any:

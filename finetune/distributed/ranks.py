@@ -32,18 +32,18 @@ class Ranks(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is rank 0."""
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in fp64."""
-        return self.meet(values, [])[0]
+        return self.sums_and_maxima(values, [])[0]
 
     def largest(self, values: list[int]) -> list[int]:
         """Element-wise maximum over all ranks."""
-        return self.meet([], values)[1]
+        return self.sums_and_maxima([], values)[1]
 
-    def meet(self, summed: list[float], largest: list[N]) -> tuple[list[float], list[N]]:
+    def sums_and_maxima(self, summed: list[float], largest: list[N]) -> tuple[list[float], list[N]]:
         """Element-wise sums in fp64 and maxima over all ranks, in one collective on the host.
 
         Does not synchronize with an accelerator. Integers are exact below 2**53.
@@ -83,10 +83,10 @@ class Ranks(abc.ABC):
         torch.distributed.broadcast_object_list(seen, src=0, group=self.control)
         return seen[0]
 
-    def on_first(self, work: Callable[[], T]) -> T:
+    def on_rank_0(self, work: Callable[[], T]) -> T:
         """Run a function on rank 0; every rank returns its result, or raises its error."""
         outcome: T | FinetuneError | None = None
-        if self.speaks:
+        if self.is_main:
             try:
                 outcome = work()
             except FinetuneError as error:

@@ -11,7 +11,7 @@ from finetune.evaluation.questions import (
     asked_text,
     expected_text,
     references,
-    unanswerable,
+    text_reference_problem,
 )
 from finetune.inference.generate import Loaded
 
@@ -100,7 +100,7 @@ def _answered(
     problems = [
         f"question {i}: {problem}"
         for i, question in enumerate(questions)
-        if (problem := unanswerable(question)) is not None
+        if (problem := text_reference_problem(question)) is not None
     ]
     if problems:
         raise FinetuneError(*problems)

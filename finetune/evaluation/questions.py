@@ -98,7 +98,7 @@ def references(data: Data) -> list[Question]:
     for each in found:
         problem = "a text has no answer to compare with"
         if not each.is_text:
-            problem = unanswerable(each.question)
+            problem = text_reference_problem(each.question)
         if problem is not None:
             raise FinetuneError(f"{each.place}: {problem}")
     return [each.question for each in found]
@@ -213,13 +213,13 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
         if sample is None:
             return None
     asked = Asked(sample, data.source, row.place, row.value)
-    problem = None if asked.is_text else unasked(asked.question)
+    problem = None if asked.is_text else reference_problem(asked.question)
     if problem is not None:
         raise FinetuneError(f"{row.place}: {problem}")
     return asked
 
 
-def unasked(question: Question) -> str | None:
+def reference_problem(question: Question) -> str | None:
     """Reason why a question has no reference; None if it has one."""
     if isinstance(question, Completion):
         return None
@@ -230,9 +230,9 @@ def unasked(question: Question) -> str | None:
     return None
 
 
-def unanswerable(question: Question) -> str | None:
+def text_reference_problem(question: Question) -> str | None:
     """Reason why a question has no text reference to compare with; None if it has one."""
-    if (problem := unasked(question)) is not None:
+    if (problem := reference_problem(question)) is not None:
         return problem
     if isinstance(question, Conversation) and not question.messages[-1].get("content"):
         return "its last assistant message calls a tool and has no text to compare with"

@@ -31,7 +31,7 @@ from finetune.inference.load import (
     check_adapter,
     needs_initial,
     plain_lora,
-    take_out,
+    subtract_initial,
 )
 from finetune.models.load_checks import first_line, reading, token_rows
 
@@ -167,7 +167,7 @@ class Merge:
         if not changes_base(self.config):
             return
         if self.initial is not None:
-            take_out(layer, f"{PREFIX}{path}", self.initial)
+            subtract_initial(layer, f"{PREFIX}{path}", self.initial)
             return
         any_layer: Any = layer
         trained = any_layer.lora_A[ADAPTER].weight.data, any_layer.lora_B[ADAPTER].weight.data

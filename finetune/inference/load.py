@@ -289,7 +289,7 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
         tensors = load_file(initial / ADAPTER_WEIGHTS)
         for name, layer in peft_model.named_modules():
             if isinstance(layer, LoraLayer):
-                take_out(layer, name, tensors)
+                subtract_initial(layer, name, tensors)
     return peft_model.eval()
 
 
@@ -355,7 +355,7 @@ def plain_lora(config: LoraConfig) -> LoraConfig:
     return plain
 
 
-def take_out(layer: LoraLayer, name: str, initial: dict[str, torch.Tensor]) -> None:
+def subtract_initial(layer: LoraLayer, name: str, initial: dict[str, torch.Tensor]) -> None:
     """W <- W - scale B0 A0 for a layer with an adapter, in fp32, rounded once as in PEFT.
 
     Args:

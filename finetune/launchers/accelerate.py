@@ -25,7 +25,7 @@ from finetune.planner import Plan
 from finetune.process import interpreter
 from finetune.process.error_report import STATUS_FILE
 from finetune.process.quiet import OF_A_LAUNCH
-from finetune.process.signals import heeded
+from finetune.process.signals import handled_signals
 from finetune.runs.run import Run, write_json
 
 LAUNCHER = "FINETUNE_LAUNCHER"
@@ -119,17 +119,17 @@ def begin(
         )
 
 
-def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
+def build_command(plan: Plan, words: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     """The `accelerate launch` command of a plan, which runs `finetune WORDS` in each process.
 
     It runs `finetune.process.loopback`, which binds ports to the loopback interface. The script
     `accelerate` would import its other commands and transformers, a second of CPU time.
     """
     command = interpreter.python("-m", "finetune.process.loopback")
-    command += ["--config_file", str(settled.backend.path)]
-    command += ["--num_processes", str(settled.processes)]
-    mesh, axes = settled.mesh, settled.backend.axes
-    if settled.backend.shard_size is not None or axes.any:
+    command += ["--config_file", str(plan.backend.path)]
+    command += ["--num_processes", str(plan.processes)]
+    mesh, axes = plan.mesh, plan.backend.axes
+    if plan.backend.shard_size is not None or axes.any:
         command += ["--parallelism_config_dp_replicate_size", str(mesh.replicate)]
         command += ["--parallelism_config_dp_shard_size", str(mesh.shard)]
     if axes.any:
@@ -137,7 +137,7 @@ def build_command(settled: Plan, words: Sequence[str], flags: Sequence[str] = ()
         command += ["--parallelism_config_cp_size", str(axes.context)]
         command += ["--parallelism_config_sp_size", str(axes.sequence)]
     if machines(flags) > 1:
-        command += settled.traits.several_machines
+        command += plan.traits.several_machines
     if not any(flag.startswith("--main_process_port") for flag in flags):
         command += ["--main_process_port", str(free_port())]
     return [*command, *flags, "-m", "finetune", *words]
@@ -296,7 +296,7 @@ def _started(
             (worker_alone(job.pid) or job).send_signal(number)
 
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, send) for number in heeded()} if main else {}
+    before = {number: signal.signal(number, send) for number in handled_signals()} if main else {}
     try:
         process = subprocess.Popen(
             command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace",

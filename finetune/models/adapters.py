@@ -57,7 +57,7 @@ def attach(
 ) -> PeftModel:
     """Attach an adapter, and the trained rows of its tables, to a frozen base."""
     if given is not None:
-        return _with_adapter(model, adapter, given, settled=True)
+        return _with_adapter(model, adapter, given, resolved=True)
     config = lora_config(adapter, scores=isinstance(getattr(model, "score", None), nn.Linear))
     if tokenizer is not None:
         config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
@@ -67,14 +67,14 @@ def attach(
 
 
 def _with_adapter(
-    model: PreTrainedModel, adapter: LoRA, config: LoraConfig, settled: bool = False
+    model: PreTrainedModel, adapter: LoRA, config: LoraConfig, resolved: bool = False
 ) -> PeftModel:
-    """Attach an adapter; names of a `settled` configuration are passed to PEFT unchanged."""
+    """Attach an adapter; names of a `resolved` configuration are passed to PEFT unchanged."""
     try:
         strays = list(_strays(model, adapter))
         if strays:
             raise FinetuneError(*strays)
-        chosen = config if settled else targets.settle(model, config, adapter)
+        chosen = config if resolved else targets.resolve_names(model, config, adapter)
         with warnings.catch_warnings():
             # PEFT 0.21 matches patterns with the names of modules only, not of parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.checkpoints.pretrained import adapter_keys
-from finetune.distributed.parameters import assign, whole_shape
+from finetune.distributed.parameters import assign, unsharded_shape
 from finetune.errors import FinetuneError
 from finetune.models.starting_adapter import WEIGHTS, find
 from finetune.models.vocabulary import grow, rows_of_adapter
@@ -45,7 +45,7 @@ def load_adapter(network: PeftModel, recipe: Recipe) -> None:
     keys = adapter_keys(network, list(trained))
     problems = [f"{key} is missing" for key in sorted(keys.keys() - tensors.keys())]
     for key in sorted(keys.keys() & tensors.keys()):
-        wanted, got = list(whole_shape(trained[keys[key]])), list(tensors[key].shape)
+        wanted, got = list(unsharded_shape(trained[keys[key]])), list(tensors[key].shape)
         if got != wanted:
             problems.append(f"{key} is {got}, and the base needs {wanted}")
         elif not torch.isfinite(tensors[key]).all():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from peft import PeftModel
 from torch import nn
 
-from finetune.distributed.parameters import whole_numel
+from finetune.distributed.parameters import unsharded_numel
 from finetune.errors import FinetuneError
 from finetune.models.meta import unreached
 from finetune.recipe import LoRA, Recipe
@@ -58,7 +58,7 @@ def left_out(names: list[str], model: nn.Module) -> str:
     found = _roots(layers, {_layer(name) for name in trained} - layers)
     adapted = any(".lora_" in name for name in names)
     what = f"{len(layers)} adapters" if adapted else f"{len(names)} tensors"
-    elements = sum(whole_numel(model.get_parameter(name)) for name in names)
+    elements = sum(unsharded_numel(model.get_parameter(name)) for name in names)
     return (
         f"not trained, because no gradient of a text reaches it: {grouped(found)}: "
         f"{what}, {elements:,} parameters"

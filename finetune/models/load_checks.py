@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from finetune.distributed.parameters import whole_shape
+from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError
 
 ON_CPU = "DefaultCPUAllocator"
@@ -115,7 +115,7 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     state: Any = getattr(parameter, "quant_state", None)
     if state is not None:
         return state.shape
-    return whole_shape(parameter)
+    return unsharded_shape(parameter)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.distributed.parameters import partitioned, whole_shape
+from finetune.distributed.parameters import partitioned, unsharded_shape
 from finetune.kernels.quantised import Linear4bit, Linear8bitLt
 
 ROWS = 2
@@ -150,7 +150,7 @@ def _leaves(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     return {
         name: _empty(
-            shapes.get(name) or whole_shape(p),
+            shapes.get(name) or unsharded_shape(p),
             torch.float32 if name in shapes else p.dtype,
             p.requires_grad,
         )

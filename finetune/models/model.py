@@ -121,7 +121,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     keep_unpacked(model)
     _refuse_unfit(model, recipe)
     if recipe.scores is not None and model.config.get_text_config().pad_token_id is None:
-        # Required for several rows; `scoring.settle_pad` chooses the one that is saved.
+        # Required for several rows; `scoring.set_pad_token` chooses the one that is saved.
         model.config.get_text_config().pad_token_id = 0
     given = None if recipe.model.adapter is None else continued.prepare_base(model, recipe)
     by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
@@ -167,7 +167,7 @@ def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
     plan = engine.plan
     recipe = dataclasses.replace(plan.recipe, model=chosen, adapter=None)
     try:
-        with engine.whole_weights():
+        with engine.without_partitioning():
             model = pretrained(engine, recipe, weight_dtype(plan))
     except FinetuneError as error:
         told = (each.replace("model.name", "reference") for each in error.problems)

@@ -66,7 +66,7 @@ def from_scratch(engine: Engine) -> PreTrainedModel:
         raise FinetuneError("model.config: `model_type` is missing (llama, qwen3, mistral, ...)")
     try:
         config = AutoConfig.for_model(kind, **fields)
-        with engine.whole_weights():
+        with engine.without_partitioning():
             model = scoring.auto_class(recipe.scores).from_config(
                 config,
                 attn_implementation=engine.attention(
@@ -117,7 +117,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-        unsharded = engine.whole_weights() if whole else contextlib.nullcontext()
+        unsharded = engine.without_partitioning() if whole else contextlib.nullcontext()
         with engine.loading() as words, unsharded:
             loaded = scoring.auto_class(scores).from_pretrained(
                 model.name,

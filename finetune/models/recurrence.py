@@ -22,7 +22,7 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 
 
 @dataclasses.dataclass
-class Held:
+class SharedBoundaries:
     """Document boundaries of a model's last forward pass, shared by all of its layers."""
 
     given: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -38,9 +38,9 @@ def keep_apart(model: PreTrainedModel) -> None:
     first: boundaries are recorded when the complete model is called.
     """
     kind = model.config.get_text_config().model_type
-    held = Held()
+    boundaries = SharedBoundaries()
     wanted: dict[str, type] = dict.fromkeys(RECURRENT.get(kind, ()), PerDocument)
-    wanted |= dict.fromkeys(FORGETFUL.get(kind, ()), Reminded)
+    wanted |= dict.fromkeys(FORGETFUL.get(kind, ()), WithBoundaries)
     if "longrope" in rope_types(model.config.get_text_config().to_dict()):
         rotary = {type(each).__name__ for each in model.modules()}
         wanted |= dict.fromkeys(
@@ -48,50 +48,50 @@ def keep_apart(model: PreTrainedModel) -> None:
         )
     for module in model.modules():
         if type(module).__name__ in wanted:
-            _become(module, wanted[type(module).__name__], held)
+            _mix_in(module, wanted[type(module).__name__], boundaries)
     if wanted:
-        _become(model, NotesDocuments, held)
+        _mix_in(model, NotesDocuments, boundaries)
 
 
-def _become(module: nn.Module, mixed_in: type, held: Held) -> None:
+def _mix_in(module: nn.Module, mixed_in: type, boundaries: SharedBoundaries) -> None:
     kind = type(module)
-    module.__class__ = type(kind.__name__, (mixed_in, kind), {"held": held})
+    module.__class__ = type(kind.__name__, (mixed_in, kind), {"boundaries": boundaries})
 
 
 class NotesDocuments:
     """Mixin for a causal language model that records document boundaries for its layers."""
 
-    held: Held
+    boundaries: SharedBoundaries
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
-        self.held.given = {name: inputs[name] for name in BOUNDARIES if name in inputs}
-        self.held.ends = self.held.given.get("document_ends")
+        self.boundaries.given = {name: inputs[name] for name in BOUNDARIES if name in inputs}
+        self.boundaries.ends = self.boundaries.given.get("document_ends")
         return super().forward(*args, **inputs)
 
 
-class Reminded:
+class WithBoundaries:
     """Mixin for an attention layer whose block does not pass on document boundaries."""
 
-    held: Held
+    boundaries: SharedBoundaries
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
-        return super().forward(*args, **inputs | self.held.given)
+        return super().forward(*args, **inputs | self.boundaries.given)
 
 
 class PerDocument:
     """Mixin for a recurrent layer: each document starts with an empty state."""
 
-    held: Held
+    boundaries: SharedBoundaries
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **inputs: Any) -> torch.Tensor:
         """`hidden_states` and the result are (1, tokens, hidden)."""
-        if self.held.ends is None:
+        if self.boundaries.ends is None:
             return super().forward(hidden_states, *args, **inputs)
         given = {name: value for name, value in inputs.items() if name not in BOUNDARIES}
-        assert self.held.ends[-1] == hidden_states.shape[1]
+        assert self.boundaries.ends[-1] == hidden_states.shape[1]
         results: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        for group in _alike(self.held.ends):
+        for group in _alike(self.boundaries.ends):
             index, is_real = _rows(group, hidden_states.device)
             rows = super().forward(hidden_states[0][index], *args, **given)
             results.append(rows[is_real])
@@ -103,19 +103,19 @@ class PerDocument:
 class PositionsPerDocument:
     """Mixin for LongRoPE (arXiv:2402.13753), whose factors depend on the longest position."""
 
-    held: Held
+    boundaries: SharedBoundaries
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **inputs: Any
     ) -> tuple[torch.Tensor, ...]:
         """`position_ids` (1, tokens); returns cosines and sines (1, tokens, rotated)."""
-        if self.held.ends is None:
+        if self.boundaries.ends is None:
             return super().forward(x, position_ids, *args, **inputs)
         parts = [
             super(PositionsPerDocument, self).forward(
                 x, position_ids[:, start:end], *args, **inputs
             )
-            for start, end in itertools.pairwise(self.held.ends)
+            for start, end in itertools.pairwise(self.boundaries.ends)
         ]
         return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
 

@@ -82,11 +82,11 @@ def fit_tokens(
     note = replace_pad(tokenizer, rows)
     pad = pad_id(tokenizer, rows)
     if recipe.scores is not None:
-        note = settle_pad(network_of(network), tokenizer, documents) or note
+        note = set_pad_token(network_of(network), tokenizer, documents) or note
     return pad, [] if note is None else [note]
 
 
-def settle_pad(
+def set_pad_token(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Documents
 ) -> str | None:
     """Set a pad token that ends no sequence, in the model and the tokenizer; returns a note.

@@ -6,13 +6,13 @@ from torch import nn
 
 from finetune.checkpoints.pretrained import is_of_teacher
 from finetune.distributed.base import Engine
-from finetune.distributed.parameters import whole_numel
+from finetune.distributed.parameters import unsharded_numel
 
 
 def counts(engine: Engine, model: nn.Module) -> tuple[int, int]:
     """Number of trainable and of all parameters; packed 4-bit weights count unpacked."""
     trained = total = 0
-    elsewhere = engine.elsewhere(model)
+    elsewhere = engine.counted_elsewhere(model)
     for name, parameter in model.named_parameters():
         if is_of_teacher(name):
             continue
@@ -29,14 +29,14 @@ def stored(engine: Engine, model: nn.Module) -> dict[str, int]:
     A teacher inside the model is included, because each process stores its share of it. `small`
     counts tensors of at most 10 x hidden size, which ZeRO-3 does not partition.
     """
-    elsewhere = engine.elsewhere(model)
+    elsewhere = engine.counted_elsewhere(model)
     here = [p for p in model.parameters() if id(p) not in elsewhere]
-    sizes = [(whole_numel(p), p.requires_grad) for p in here]
+    sizes = [(unsharded_numel(p), p.requires_grad) for p in here]
     limit = 10 * model.config.get_text_config().hidden_size
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {id(p): p for end in ends if end is not None for p in end.parameters()}
     counts = [
-        sum(whole_numel(p) for p in tables.values() if id(p) not in elsewhere),
+        sum(unsharded_numel(p) for p in tables.values() if id(p) not in elsewhere),
         sum(size for size, _ in sizes),
         sum(size for size, trained in sizes if trained),
         sum(size for size, _ in sizes if size <= limit),
@@ -49,4 +49,4 @@ def _elements(parameter: nn.Parameter) -> int:
     state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
     if state is not None:
         return state.shape.numel()
-    return whole_numel(parameter)
+    return unsharded_numel(parameter)

@@ -195,7 +195,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def settle(recipe: Recipe) -> Recipe:
+def complete_adapter(recipe: Recipe) -> Recipe:
     """Complete the section `adapter` of a recipe from the adapter that training starts from.
 
     Fields that the recipe leaves at their defaults are taken from the adapter, except dropout.

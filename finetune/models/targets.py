@@ -38,7 +38,7 @@ OLDER_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 MOST_NAMED = 8
 
 
-def settle(model: PreTrainedModel, config: LoraConfig, adapter: LoRA) -> LoraConfig:
+def resolve_names(model: PreTrainedModel, config: LoraConfig, adapter: LoRA) -> LoraConfig:
     """Resolve the names of a configuration, so that PEFT's rewriting of names cannot change them.
 
     `all-linear` selects every linear module except head and routers, and every expert tensor. For a
@@ -68,13 +68,13 @@ def settle(model: PreTrainedModel, config: LoraConfig, adapter: LoRA) -> LoraCon
         ranks.setdefault(GATE_AND_UP, 2 * adapter.r)
         scale = 2.0**0.5 if adapter.use_rslora else 2.0
         alphas.setdefault(GATE_AND_UP, scale * adapter.scale_alpha)
-    settled = copy.copy(config)
+    resolved = copy.copy(config)
     every = [name for name, _ in model.named_modules() if name]
-    settled.target_modules = shortest(modules, every)
-    settled.target_parameters = sorted(shortest(parameters, _names(model), words=2)) or None
-    settled.rank_pattern, settled.alpha_pattern = ranks, alphas
-    settled.layers_to_transform = None  # the names are those of the chosen layers
-    return settled
+    resolved.target_modules = shortest(modules, every)
+    resolved.target_parameters = sorted(shortest(parameters, _names(model), words=2)) or None
+    resolved.rank_pattern, resolved.alpha_pattern = ranks, alphas
+    resolved.layers_to_transform = None  # the names are those of the chosen layers
+    return resolved
 
 
 def _named(model: nn.Module, adapter: LoRA) -> list[str]:

@@ -74,7 +74,7 @@ def neighbours() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def among_neighbours() -> tuple[int, int]:
+def local_rank_and_count() -> tuple[int, int]:
     """Rank and number of processes on this machine; of the whole job if LOCAL_WORLD_SIZE is unset.
 
     srun, for example, does not set it.

@@ -18,7 +18,7 @@ from finetune.errors import Interrupted
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def heeded() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """Signals that this process handles: `nohup` makes it ignore a closed terminal."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
@@ -66,7 +66,7 @@ class Interruption:
         self._hear, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._waker_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in heeded()}
+        self._before = {number: signal.signal(number, self._handle) for number in handled_signals()}
         threading.Thread(target=self._end_at_second, daemon=True, name="signals").start()
         return self
 

@@ -76,14 +76,14 @@ class Display:
         self,
         run: Run,
         *,
-        speaks: bool = True,
+        is_main: bool = True,
         notes: Sequence[str] = (),
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
         self._notes = tuple(notes)
-        self._console = console or open_console(speaks=speaks)
+        self._console = console or open_console(is_main=is_main)
         self._clock = clock
         self._start: Start | None = None
         self._pace = Pace(steps=0)
@@ -187,7 +187,7 @@ class Display:
         self._console.print(line, highlight=False, soft_wrap=True)
 
 
-def open_console(*, speaks: bool) -> Console:
+def open_console(*, is_main: bool) -> Console:
     """A console on standard output, with plain lines unless it is a terminal.
 
     By itself, Rich would treat a pipe as a terminal if FORCE_COLOR is set, which Jupyter's kernel
@@ -200,7 +200,7 @@ def open_console(*, speaks: bool) -> Console:
         force_terminal=terminal,
         force_jupyter=False,
         width=None if terminal else PLAIN_WIDTH,
-        quiet=not speaks,
+        quiet=not is_main,
     )
 
 

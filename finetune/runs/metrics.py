@@ -1,6 +1,6 @@
 """Write the records of `metrics.jsonl`, and pass them to listeners.
 
-    metrics = Metrics(run, speaks=accelerator.is_main_process, listeners=(display.show,))
+    metrics = Metrics(run, is_main=accelerator.is_main_process, listeners=(display.show,))
     metrics.resume_at(step)                 # only when a run is resumed
     metrics.write(Trained(step=1, loss=...))
 
@@ -221,9 +221,9 @@ class Metrics:
     Every process creates one and makes the same calls; on other ranks they do nothing.
     """
 
-    def __init__(self, run: Run, *, speaks: bool, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, run: Run, *, is_main: bool, listeners: Sequence[Listener] = ()) -> None:
         self._path = run.metrics
-        self._speaks = speaks
+        self._is_main = is_main
         self._listeners = tuple(listeners)
         self._file: TextIO | None = None
 
@@ -232,7 +232,7 @@ class Metrics:
 
         The file is replaced atomically. Raises TrainingFailure if it cannot be written.
         """
-        if not self._speaks or not self._path.exists():
+        if not self._is_main or not self._path.exists():
             return
         self.close()
         scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -251,7 +251,7 @@ class Metrics:
 
         Raises TrainingFailure if the disk is full or the file cannot be written.
         """
-        if not self._speaks:
+        if not self._is_main:
             return
         try:
             if self._file is None:

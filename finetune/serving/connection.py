@@ -8,7 +8,7 @@ HEADER_SECONDS = 20.0
 """Seconds in which the headers of a request must arrive."""
 
 
-class Impatient(H11Protocol):
+class TimedConnection(H11Protocol):
     """A connection of uvicorn, which (0.54) waits without limit for the rest of the headers.
 
     Clients that send them slowly could otherwise occupy all file descriptors of the server.

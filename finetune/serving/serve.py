@@ -40,7 +40,7 @@ def serve(
         import uvicorn
 
         from finetune.serving.app import build_app
-        from finetune.serving.connection import Impatient
+        from finetune.serving.connection import TimedConnection
     except ImportError as error:
         raise FinetuneError(f"finetune serve needs {error.name}: {install('serve')}") from None
     from finetune.serving.models import open_models
@@ -53,7 +53,7 @@ def serve(
         print(f"serving {', '.join(models)} at {url}/v1, chat page at {url}/", flush=True)
         print(f"up to {rows} answers at once; Ctrl-C ends it", flush=True)
         config = uvicorn.Config(
-            app, http=Impatient, log_level="warning", timeout_graceful_shutdown=5
+            app, http=TimedConnection, log_level="warning", timeout_graceful_shutdown=5
         )
         uvicorn.Server(config).run(sockets=[taken])
 

@@ -42,7 +42,7 @@ class Answering:
         """All values of the metrics, on every rank."""
         mine = self._answers(engine)
         every = [pair for rank in engine.gather(mine) for pair in rank]
-        return engine.on_first(lambda: self._measured(dict(every)))
+        return engine.on_rank_0(lambda: self._measured(dict(every)))
 
     def _measured(self, answers: dict[int, Answer]) -> dict[str, float]:
         rows = [(each, (answers[number],)) for number, each in enumerate(self.asked)]
@@ -90,7 +90,7 @@ def answering(engine: Engine, data: Prepared, chat: Chat, pad: int) -> Answering
     if not chosen.metrics:
         return None
     with engine.patient():  # files may be large
-        asked = engine.on_first(lambda: of_recipe(recipe, left_out_of(data)))
+        asked = engine.on_rank_0(lambda: of_recipe(recipe, left_out_of(data)))
     if any(each.is_text for each in asked):
         raise FinetuneError("evaluation.metrics: the held-out rows are texts, which have no answer")
     rows = spread(asked, chosen.metric_rows)

@@ -13,7 +13,7 @@ from finetune.distributed.base import Engine
 from finetune.methods.losses import sequence_logps
 
 
-def cut_answers(engine: Engine, rows: Rows) -> list[np.ndarray]:
+def answer_micro_batches(engine: Engine, rows: Rows) -> list[np.ndarray]:
     """Row numbers of this rank's micro-batches; equally many per rank, for collective passes."""
     recipe = engine.plan.recipe
     batch = recipe.batch
@@ -28,8 +28,10 @@ def mismatched_batches(
     """This rank's micro-batches of the `mismatched` answers of the `chosen` rows."""
     recipe = engine.plan.recipe
     made = mismatched(rows, chosen, epoch, recipe.seed, recipe.batch.max_length)
-    batches = [collate(made, taken, pad_id, engine.device) for taken in cut_answers(engine, made)]
-    return engine.settle(batches, pad_id)
+    batches = [
+        collate(made, taken, pad_id, engine.device) for taken in answer_micro_batches(engine, made)
+    ]
+    return engine.local_batches(batches, pad_id)
 
 
 @torch.no_grad()
@@ -42,12 +44,12 @@ def sum_logps(engine: Engine, batches: Iterable[MicroBatch]) -> tuple[float, int
     total, count = torch.zeros((), dtype=torch.float64, device=engine.device), 0
     for batch in batches:
 
-        def look(_: int, model: torch.nn.Module, batch: MicroBatch = batch) -> torch.Tensor:
+        def forward(_: int, model: torch.nn.Module, batch: MicroBatch = batch) -> torch.Tensor:
             found = sequence_logps(model, batch)[0].sum()
             total.add_(found)
             return found
 
-        engine.look(batch, look)
+        engine.forward_only(batch, forward)
         count += len(batch.document_labels)
     engine.reshard()
     brought = [float(total), float(count)] if engine.counts else [0.0, 0.0]

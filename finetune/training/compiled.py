@@ -8,7 +8,7 @@ from finetune.models.model import compute_dtype
 from finetune.training.recorder import tokens_of_run
 
 
-def settle_compiled(engine: Engine, data: Prepared, steps: int) -> list[str]:
+def choose_compiled(engine: Engine, data: Prepared, steps: int) -> list[str]:
     """Switch compiled pointwise chains and the memory pool on or off; returns notes for the log.
 
     If one rank cannot compile the chains, no rank uses them: a job is as fast as its slowest rank.

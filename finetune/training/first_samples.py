@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from finetune.cache import cache
-from finetune.checkpoints.handover import all_ends, settle
+from finetune.checkpoints.handover import all_ends, set_stop_tokens
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.order import permutation
 from finetune.data.prepare import prepare
@@ -32,7 +32,7 @@ def inspect_samples(recipe: Recipe, rows: int, each: int) -> Inspection:
     0. A reward function that fails becomes a note and gives no score.
 
     Args:
-        recipe: recipe of an online method, after `starting_adapter.settle`.
+        recipe: recipe of an online method, after `starting_adapter.set_stop_tokens`.
         rows: number of prompts, in training order.
         each: completions per prompt.
 
@@ -59,7 +59,7 @@ def _first_samples(
     model = base_model(recipe)
     if recipe.model.adapter is not None:
         model = attach(model, starting_adapter.find(recipe.model.adapter))
-    tokenizer = settle(model, chat, train)
+    tokenizer = set_stop_tokens(model, chat, train)
     assert model.generation_config is not None
     stops = all_ends(model.generation_config.eos_token_id, tokenizer.eos_token_id)
     sampler = Sampler(

@@ -19,7 +19,7 @@ from finetune.methods.losses import Loss, Sum
 from finetune.recipe import Recipe
 from finetune.training.answers import mismatched_batches, step_kl
 from finetune.training.feed import Feed, feed
-from finetune.training.nonfinite import poison, suspects
+from finetune.training.nonfinite import propagate_nonfinite, suspects
 from finetune.training.optim import learning_rate
 
 
@@ -177,7 +177,7 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
         given = mismatched_batches(engine, rows, chosen, epoch_of(step, recipe, rows), pad_id)
         reference = float(rows.step_reference[step])
     return StepRows(
-        batches=engine.settle(batches, pad_id),
+        batches=engine.local_batches(batches, pad_id),
         numbers=[number for number, _ in mine],
         chosen=chosen,
         mine=[taken for _, taken in mine],
@@ -247,7 +247,7 @@ def train_step(
     measured_sums = [*read[2 * len(batches) : sums_end].tolist(), *map(float, metrics.counts)]
     brought = [losses.sum().item(), balances.sum().item(), slots, *measured_sums]
     seen: list[float] = [*noticed(), *read[sums_end:].tolist()]
-    totals, most = engine.meet(_counted(engine, brought), seen)
+    totals, most = engine.sums_and_maxima(_counted(engine, brought), seen)
     largest = [int(each) for each in most[: len(seen) - len(recipe.extremes)]]
     mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
     blamed = None if taken else suspects(engine, losses, taken_rows.mine, taken_rows.chosen)
@@ -307,7 +307,7 @@ def _attempt(
         loss, balance = parts(found.sum, found.balance, tokens_per_term)
         metrics.add(found)
         sums[:, index] = torch.stack([loss.detach(), balance.detach()])
-        return poison(loss) * (scale * engine.scale.value)
+        return propagate_nonfinite(loss) * (scale * engine.scale.value)
 
     engine.model.train()
     with contextlib.ExitStack() as measured:
@@ -354,21 +354,21 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     # Equally many batches on every rank, because forward passes are collective.
     for _, indices in deal(cuts, engine.data_rank, engine.data_world):
         given = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
-        (batch,) = engine.settle([given], pad_id)
+        (batch,) = engine.local_batches([given], pad_id)
         terms += recipe.count(batch)
 
-        def look(_: int, model: torch.nn.Module, batch: MicroBatch = batch) -> torch.Tensor:
+        def forward(_: int, model: torch.nn.Module, batch: MicroBatch = batch) -> torch.Tensor:
             found = recipe.loss(model, batch)
             sums.append(found.sum)
             metrics.add(found)
             return found.sum
 
-        engine.look(batch, look)
+        engine.forward_only(batch, forward)
     engine.reshard()
     # Summed in fp64 on the host, because not every device has fp64.
     total = sum(torch.stack(sums).cpu().tolist()) if sums else 0.0
     brought = [total, float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
-    (summed, counted, *measured), most = engine.meet(
+    (summed, counted, *measured), most = engine.sums_and_maxima(
         _counted(engine, brought), metrics.largest.tolist()
     )
     return EvalResult(

@@ -1,7 +1,7 @@
 """Handle a non-finite loss or gradient: name its rows, then skip the step or stop the run.
 
-A non-finite loss makes the whole gradient NaN (`poison`). The gradient norm is global, so every
-rank of every engine skips the step by that one number, without another collective.
+A non-finite loss makes the whole gradient NaN (`propagate_nonfinite`). The gradient norm is global,
+so every rank of every engine skips the step by that one number, without another collective.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ MOST_NAMED = 8
 """Maximum number of rows listed in a message."""
 
 
-def poison(loss: torch.Tensor) -> torch.Tensor:
+def propagate_nonfinite(loss: torch.Tensor) -> torch.Tensor:
     """The loss, with a gradient of NaN if its value is not finite.  # scalar"""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 

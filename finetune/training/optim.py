@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from finetune.distributed.parameters import whole_shape
+from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError
 from finetune.models.scoring import head_of
 from finetune.recipe import Optim
@@ -29,7 +29,7 @@ def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
 
 def dimensions(parameter: nn.Parameter) -> int:
     """Number of dimensions of the unsharded tensor; ZeRO-3 flattens the parameters it shards."""
-    return len(whole_shape(parameter))
+    return len(unsharded_shape(parameter))
 
 
 def build(model: nn.Module, optim: Optim, peak: float, device: torch.device) -> list[nn.Module]:

@@ -35,7 +35,7 @@ def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Re
     """
     problems = [] if backend is None else _problems_of(lambda: backends.load(backend))
     try:
-        found = starting_adapter.settle(catalog.resolve(recipe, overrides))
+        found = starting_adapter.complete_adapter(catalog.resolve(recipe, overrides))
     except FinetuneError as error:
         raise FinetuneError(*error.problems, *problems) from None
     if problems:
@@ -57,7 +57,7 @@ def check(
     """
     problems: list[str] = []
     try:
-        recipe = starting_adapter.settle(recipe)
+        recipe = starting_adapter.complete_adapter(recipe)
     except FinetuneError as error:
         problems += error.problems
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, adapter=None))
@@ -67,14 +67,14 @@ def check(
         for data in (*recipe.data, *recipe.eval_data):
             problems += _problems_of(lambda name=data.format: find_format(name))
     try:
-        settled = plan(recipe, machine, processes, precision)
+        planned = plan(recipe, machine, processes, precision)
     except FinetuneError as error:  # both checks find some problems
         raise FinetuneError(*dict.fromkeys((*error.problems, *problems))) from None
-    problems += _missing_packages(settled) if files else []
+    problems += _missing_packages(planned) if files else []
     problems += _rewards(recipe) if files else []
     if problems:
         raise FinetuneError(*problems)
-    return settled
+    return planned
 
 
 def _rewards(recipe: Recipe) -> list[str]:
@@ -84,9 +84,9 @@ def _rewards(recipe: Recipe) -> list[str]:
     return reward_problems((*recipe.reward_funcs, *recipe.eval_reward_funcs))
 
 
-def _missing_packages(settled: Plan) -> list[str]:
+def _missing_packages(planned: Plan) -> list[str]:
     """Extras that the plan needs and that are not installed, as problems."""
-    machine, recipe = settled.backend, settled.recipe
+    machine, recipe = planned.backend, planned.recipe
     missing: list[str] = []
     if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         missing.append(f"backend: {machine.name} needs {DEEPSPEED}")

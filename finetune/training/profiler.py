@@ -113,7 +113,7 @@ def profile_of(engine: Engine, folder: Path | None, forecast: Forecast | None) -
     return Profile(
         folder,
         engine.rank,
-        print if engine.speaks else None,
+        print if engine.is_main else None,
         vocabulary=forecast.workload.shape.vocab if forecast is not None else 0,
         ranks=frozenset(ranks),
         engine=engine if engine.world > 1 else None,

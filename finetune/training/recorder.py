@@ -99,12 +99,12 @@ class Recorder:
         engine, recipe = self.engine, self.plan.recipe
         self.parameters = parameters
         notes = [*notes, *filling_notes(self.data.train, recipe, padding, self.steps)]
-        self.display = Display(self.run, speaks=engine.speaks, notes=notes)
+        self.display = Display(self.run, is_main=engine.is_main, notes=notes)
         listeners = [self.display.show]
         if recipe.trackers:
             open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))
             listeners.append(track(engine.accelerator))
-        self.metrics = Metrics(self.run, speaks=engine.speaks, listeners=listeners)
+        self.metrics = Metrics(self.run, is_main=engine.is_main, listeners=listeners)
         self.metrics.resume_at(progress.step)
         self.begun = time.perf_counter()
         self.metrics.write(
@@ -273,8 +273,8 @@ class Recorder:
 
         Raises TrainingFailure if the file cannot be written.
         """
-        ranks = self.engine.gather(dataclasses.asdict(self.engine.held()))
-        if not self.engine.speaks:
+        ranks = self.engine.gather(dataclasses.asdict(self.engine.element_counts()))
+        if not self.engine.is_main:
             return
         accelerator = self.engine.accelerator
         found = {

@@ -40,7 +40,7 @@ from finetune.planner import Plan
 from finetune.recipe import Model
 from finetune.recipe.references import BASE, START, other_model, reference_of
 from finetune.runs.run import Run
-from finetune.training.answers import cut_answers, mismatched_batches, sum_logps
+from finetune.training.answers import answer_micro_batches, mismatched_batches, sum_logps
 from finetune.training.loop import epoch_of
 from finetune.training.startup_checks import libraries
 
@@ -70,8 +70,8 @@ def with_other(
     other = other_model(recipe)
     if other is None:
         return data, ""
-    engine.on_first(lambda: compare_tokenizer(tokenizer, other, REFERENCE))
-    engine.on_first(lambda: refuse_tokens_without_rows(other, data, REFERENCE))
+    engine.on_rank_0(lambda: compare_tokenizer(tokenizer, other, REFERENCE))
+    engine.on_rank_0(lambda: refuse_tokens_without_rows(other, data, REFERENCE))
     if not recipe.reads_reference:
         return data, ""
     given = with_reference(engine, run, data, steps, 0, fingerprint(other), resumed)
@@ -126,13 +126,13 @@ def with_reference(
     key = cache_key(engine.plan, data, steps, base)
     cached = None if key is None else cache("reference") / f"{key}.npz"
     # Another model can be evaluated again at any time; the start is gone once trained.
-    found = engine.on_first(lambda: _known(run, resumed, cached, sizes, again=other is not None))
+    found = engine.on_rank_0(lambda: _known(run, resumed, cached, sizes, again=other is not None))
     told = "kept with the run" if resumed and run.reference.is_file() else f"from {cached}"
     if found is None:
         found = compute(engine, data, steps, pad_id)
         told = f"computed in {time.perf_counter() - begun:.1f} s"
         if cached is not None:
-            engine.on_first(lambda: _write(cached, found))
+            engine.on_rank_0(lambda: _write(cached, found))
     values = found[COLUMN]
     wrong = numbers[~np.isfinite(values)]
     if len(wrong):
@@ -140,8 +140,8 @@ def with_reference(
             f"{data.place(int(wrong[0]))}: the reference gives it a log-probability that is not "
             f"finite ({len(wrong)} of {len(numbers)} sequences have one)"
         )
-    if not (resumed and engine.on_first(run.reference.is_file)):
-        engine.on_first(lambda: _write(run.reference, found))
+    if not (resumed and engine.on_rank_0(run.reference.is_file)):
+        engine.on_rank_0(lambda: _write(run.reference, found))
     whole = np.full(len(data.train.documents), np.nan)
     whole[numbers] = values
     data = data.with_columns({COLUMN: whole}, found.get(TRAIN), found.get(EVAL))
@@ -186,10 +186,10 @@ def _of_documents(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
     rows = Rows(data.train.documents, numbers, bounds, packed=data.train.side_by_side)
     places, found = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
     engine.model.eval()
-    for indices in cut_answers(engine, rows):
-        (batch,) = engine.settle([collate(rows, indices, pad_id, engine.device)], pad_id)
+    for indices in answer_micro_batches(engine, rows):
+        (batch,) = engine.local_batches([collate(rows, indices, pad_id, engine.device)], pad_id)
 
-        def look(
+        def forward(
             _: int,
             model: torch.nn.Module,
             batch: MicroBatch = batch,
@@ -200,7 +200,7 @@ def _of_documents(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
             found.append(logps.cpu().numpy())
             return logps.sum()
 
-        engine.look(batch, look)
+        engine.forward_only(batch, forward)
     engine.reshard()
     values = np.full(len(numbers), np.nan)
     for at, logps in engine.gather((np.concatenate(places), np.concatenate(found))):

@@ -82,7 +82,7 @@ class Rollouts:
         number, within = divmod(step, recipe.updates)
         if self._held is None:
             kept = number * recipe.updates + (within > 0)
-            engine.on_first(lambda: records.forget_after(self.run.completions, kept))
+            engine.on_rank_0(lambda: records.forget_after(self.run.completions, kept))
         if self._held is None or self._held[0] != number:
             self._held = (number, *self._sampling(number, resumes=within > 0))
         _, sampled, rows, found = self._held
@@ -111,7 +111,7 @@ class Rollouts:
         return chosen[counted]
 
     def _passed_over(self, rows: Rows, left: np.ndarray) -> dict[str, Sum]:
-        ratios = self.recipe.ratios(rows, left) if self.engine.speaks else 0
+        ratios = self.recipe.ratios(rows, left) if self.engine.is_main else 0
         zero = torch.zeros((), device=self.engine.device)
         names = [name for name in self.recipe.metrics if name.startswith("clip_ratio/")]
         return dict.fromkeys(names, (zero, ratios))
@@ -122,7 +122,7 @@ class Rollouts:
         path = self.run.rollouts / f"step-{step:08d}.npz"
         begun = time.perf_counter()
         if resumes:
-            sampled, of_tokens = self.engine.on_first(lambda: records.read(path))
+            sampled, of_tokens = self.engine.on_rank_0(lambda: records.read(path))
         else:
             sampled = self._sample(number)
             of_tokens = dict[str, np.ndarray]()
@@ -134,7 +134,7 @@ class Rollouts:
                 sampled = penalised(sampled, recipe, rows, of_tokens)
                 rows = sampled.rows(self.train, recipe)
             if recipe.updates > 1:
-                self.engine.on_first(lambda: self._keep(path, sampled, of_tokens))
+                self.engine.on_rank_0(lambda: self._keep(path, sampled, of_tokens))
         rows = _with_tokens(rows, of_tokens)
         found = records.metrics(sampled, recipe.reward_funcs, recipe.num_generations)
         if not resumes:
@@ -143,7 +143,7 @@ class Rollouts:
             found["sampling/tokens_per_second"] = tokens / seconds
             if self._held is None:
                 found["sampling/memory"] = float(self._memory or 0)
-            self.engine.on_first(lambda: self._log(step, sampled))
+            self.engine.on_rank_0(lambda: self._log(step, sampled))
         return sampled, rows, found
 
     def _keep(self, path: Any, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> None:
@@ -219,7 +219,7 @@ class Rollouts:
         """Scores of each reward function, NaN for no score.  # (rewards, completions) fp64"""
         columns = self._columns(rows, prompts, completions)
         skip = self.recipe.on_reward_error == "skip"
-        scores, failed = self.engine.on_first(lambda: process.score(columns, skip))
+        scores, failed = self.engine.on_rank_0(lambda: process.score(columns, skip))
         self.warnings += failed
         return np.array(scores, dtype=np.float64)
 

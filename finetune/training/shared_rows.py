@@ -17,11 +17,11 @@ def prepare_on_ranks(engine: Engine, recipe: Recipe, chat: Chat) -> Prepared:
     """
     folder = cache("data")
     with engine.patient():
-        counts = engine.on_first(lambda: prepare(recipe, chat, folder).counts)
+        counts = engine.on_rank_0(lambda: prepare(recipe, chat, folder).counts)
         # Check once on each machine, which may have its own disk.
-        check = engine.accelerator.is_local_main_process and not engine.speaks
+        check = engine.accelerator.is_local_main_process and not engine.is_main
         prepared = prepare(recipe, chat, folder, check=check)
-        engine.meet([], [len(prepared.train)])
+        engine.sums_and_maxima([], [len(prepared.train)])
     if prepared.counts != counts:
         raise FinetuneError(f"rank {engine.rank} reads different data than rank 0")
     problems = list(mistakes(counts["train"]))

@@ -29,7 +29,7 @@ from finetune.rewards.process import RewardFailure
 from finetune.runs.run import Run
 from finetune.training import optim
 from finetune.training.answering import answering
-from finetune.training.compiled import settle_compiled
+from finetune.training.compiled import choose_compiled
 from finetune.training.fit import check_context
 from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
 from finetune.training.memory_meter import Meter, peak_bytes
@@ -72,7 +72,7 @@ class Training:
         self.recipe: Recipe = engine.plan.recipe
 
     def prepare(self) -> None:
-        self.resumed = self.on_one(self._claim)
+        self.resumed = self.on_rank_0(self._claim)
         self.tokenizer = model.load_tokenizer(self.recipe)
         self.data = self._data()
         if self.resumed is not None:
@@ -97,7 +97,7 @@ class Training:
         self.rollouts = rollouts_of(
             self.engine, self.run, self.data.train, self.tokenizer, self.pad_id, self.reference
         )
-        if self.engine.speaks:
+        if self.engine.is_main:
             print(told + own, flush=True)
 
     def _claim(self) -> int | None:
@@ -117,9 +117,9 @@ class Training:
         finally:
             self.recorder.close()
 
-    def on_one(self, work: Callable[[], T]) -> T:
+    def on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0; every rank returns its result or raises its error."""
-        return self.engine.on_first(work)
+        return self.engine.on_rank_0(work)
 
     def _data(self) -> Prepared:
         chosen = self.recipe.model
@@ -133,15 +133,15 @@ class Training:
     def _build(self) -> Progress:
         """Build model, optimizer and engine; load the newest checkpoint when resuming."""
         engine = self.engine
-        compiled = settle_compiled(engine, self.data, self.steps)
-        network = engine.together(lambda: model.build(engine, self.recipe.seed))
+        compiled = choose_compiled(engine, self.data, self.steps)
+        network = engine.on_every_rank(lambda: model.build(engine, self.recipe.seed))
         self.base = fingerprint(self.recipe.model)  # a hub model is downloaded by now
         self.padding = layout(self.recipe, network.config)
         self.data = self.data.side_by_side(self.padding.free)
         self.pad_id, vocabulary_notes = scoring.fit_tokens(
             self.recipe, network, self.tokenizer, self.data.train.documents
         )
-        self.tokenizer = handover.settle(network, self.chat, self.data.train)
+        self.tokenizer = handover.set_stop_tokens(network, self.chat, self.data.train)
         self.parameters = sizes.counts(engine, network)
         self.stored = sizes.stored(engine, network)
         self.notes = [
@@ -151,9 +151,9 @@ class Training:
             *model.kernel_notes(network, self.plan), *compiled,
             *experts.notes(network, self.recipe),
         ]  # fmt: skip
-        self.on_one(self.recorder.write_request)
+        self.on_rank_0(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
-        if folder is None and engine.speaks and adapters.reads_base(self.recipe.adapter):
+        if folder is None and engine.is_main and adapters.reads_base(self.recipe.adapter):
             # Such an adapter subtracted its initial product from the base: keep it to undo that.
             network.save_pretrained(self.run.initial_adapter)
             handover.follow_umask(self.run.initial_adapter)
@@ -170,7 +170,7 @@ class Training:
             return Progress(data=rows, base=self.base)
         checkpoint.load_state(engine, folder)
         progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows, base=self.base)
-        self.on_one(lambda: restore_best(self.run, progress))
+        self.on_rank_0(lambda: restore_best(self.run, progress))
         return progress
 
     def _origin(self) -> list[str]:
@@ -178,7 +178,7 @@ class Training:
         if self.recipe.model.adapter is None:
             return []
         is_new = self.resumed is None
-        return [self.on_one(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
+        return [self.on_rank_0(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
 
     def _loop(self) -> None:
         self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
@@ -278,9 +278,9 @@ class Training:
 
     def _end(self, reason: Reason) -> None:
         """Write the result, the final record and the model card."""
-        self.on_one(lambda: self._finish_record(self._publish))
+        self.on_rank_0(lambda: self._finish_record(self._publish))
         self.recorder.end(self.progress.step, reason, self.peak)
-        self.on_one(lambda: self._finish_record(lambda: describe(self.run, self.options.plot)))
+        self.on_rank_0(lambda: self._finish_record(lambda: describe(self.run, self.options.plot)))
         self.engine.accelerator.wait_for_everyone()
 
     def _finish_record(self, work: Callable[[], None]) -> None:
@@ -293,7 +293,9 @@ class Training:
             )
 
     def _publish(self) -> None:
-        with self.engine.whole_weights():  # ZeRO-3 would partition a model loaded on one rank
+        with (
+            self.engine.without_partitioning()
+        ):  # ZeRO-3 would partition a model loaded on one rank
             publish(self.run)
 
     def _evaluate_if_due(self, done: bool) -> bool:
@@ -325,7 +327,7 @@ class Training:
         step, every = self.progress.step, self.recipe.evaluation.every
         if not step or self.rollouts is None or (step < self.steps and every is None):
             return
-        known = self.on_one(lambda: {each["step"] for each in self.run.read_metrics("eval")})
+        known = self.on_rank_0(lambda: {each["step"] for each in self.run.read_metrics("eval")})
         if step not in known and self._evaluate_if_due(step == self.steps):
             self.saver.save(self.progress, True)
 

@@ -24,7 +24,7 @@ from finetune.checkpoints.checkpoint import Progress
 from finetune.data.prepare import Prepared
 from finetune.distributed import device
 from finetune.distributed.base import Engine
-from finetune.distributed.parameters import whole_shape
+from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.models import soundness, starting_adapter
 from finetune.models.load_checks import token_rows
@@ -57,7 +57,7 @@ class Job(Protocol):
     recorder: Recorder
     options: Options
 
-    def on_one(self, work: Callable[[], T]) -> T: ...
+    def on_rank_0(self, work: Callable[[], T]) -> T: ...
 
 
 def make_sure(job: Job) -> str:
@@ -75,7 +75,7 @@ def make_sure(job: Job) -> str:
     lines = {
         "ranks": ranks,
         "memory": memory_line(job.recorder.forecast, engine.device),
-        "disk": job.on_one(lambda: check_disk(job.run, size, saving.keep, left, saving.every)),
+        "disk": job.on_rank_0(lambda: check_disk(job.run, size, saving.keep, left, saving.every)),
         "model": check_model(job),
         "start": f"after step {job.resumed}, whose checkpoint is intact"
         if job.resumed is not None
@@ -163,9 +163,9 @@ def agree(everybody: list[Identity]) -> str:
 def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     """Bytes of one checkpoint: fp32 weights, optimizer state, and the loadable model or adapter."""
     recipe = engine.plan.recipe
-    elsewhere = engine.elsewhere(engine.module)
+    elsewhere = engine.counted_elsewhere(engine.module)
     here = [p for _, p in engine.trained() if id(p) not in elsewhere]
-    (trained,) = engine.over_stages([sum(whole_shape(p).numel() for p in here)])
+    (trained,) = engine.over_stages([sum(unsharded_shape(p).numel() for p in here)])
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes per token.
@@ -288,10 +288,10 @@ def rehearse(job: Job) -> str:
         if found:
             raise TrainingFailure(*(f"rehearsal: {problem}" for problem in found))
 
-    job.on_one(verify)
+    job.on_rank_0(verify)
     differing = checkpoint.compare(engine, folder)
     everybody = checkpoint.gather(engine, differing)
-    job.on_one(lambda: shutil.rmtree(place.root))
+    job.on_rank_0(lambda: shutil.rmtree(place.root))
     wrong = sorted({name for names in everybody for name in names})
     if wrong:
         raise TrainingFailure(

@@ -47,23 +47,23 @@ def train(
         TrainingFailure: training started and could not continue.
         Interrupted: by SIGTERM, SIGINT or SIGHUP; the progress is saved.
     """
-    settled = check_here(recipe, backend, precision)
+    plan = check_here(recipe, backend, precision)
     options = options or Options(Path(output or "runs/latest"), resume)
     listen_on_loopback()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     nvme, run = options.nvme_path or options.output / "offload", Run(options.output)
-    if options.resume and finished(run, settled):
+    if options.resume and finished(run, plan):
         if rendezvous.rank() == 0:
             finish(run, options.plot)
         return run
     try:
         timeout = datetime.timedelta(minutes=options.timeout_minutes)
         with Interruption() as interruption:
-            engine = build(settled, nvme, timeout)
+            engine = build(plan, nvme, timeout)
             return Worker(engine, run, options, interruption).go()
     finally:
-        if settled.processes == 1:
+        if plan.processes == 1:
             # A notebook may train again with another plan, or do something else.
             cpu.use_pool(False)
             cpu.release()
@@ -104,7 +104,7 @@ class Worker:
                 self.training.train()
             except Interrupted:
                 if not self.interruption.deferring:  # torch's agent ends surviving ranks this way
-                    lost = self.heartbeat.bereaved()
+                    lost = self.heartbeat.lost_local_rank()
                     if lost is not None:
                         raise lost from None
                 self.heartbeat.stop()

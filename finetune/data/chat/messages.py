@@ -6,7 +6,7 @@ Content is text, arguments are objects, every tool call has an id, and no value 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from finetune.data.chat.tools import calls_of, spoken_calls
+from finetune.data.chat.tools import calls_of, sharegpt_calls
 from finetune.data.values import RowProblem, kind_of, list_of, text_of
 from finetune.errors import did_you_mean
 
@@ -219,7 +219,7 @@ def _sharegpt_message(turn: Any, where: str) -> Message:
     speaker = text_of(turn, "from", where)
     others = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
     if speaker == "function_call":
-        others["tool_calls"] = spoken_calls(turn, where)
+        others["tool_calls"] = sharegpt_calls(turn, where)
         others.pop("role", None)
         return _message({"content": "", **others, "role": "assistant"}, where)
     if speaker not in SHAREGPT_ROLES:

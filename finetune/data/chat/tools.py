@@ -101,7 +101,7 @@ def check_plain(value: Any, where: str) -> None:
         raise RowProblem(f"{where} is {kind_of(value)}, which has no JSON form; store it as text")
 
 
-def spoken_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def sharegpt_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Calls of a ShareGPT turn from `function_call`, whose value is JSON text."""
     value = json_of(text_of(turn, "value", where), where)
     return [tool_call(each, where) for each in (value if isinstance(value, list) else [value])]

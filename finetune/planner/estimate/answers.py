@@ -9,7 +9,7 @@ from finetune.planner.estimate import hardware
 from finetune.planner.estimate.predict import Prediction, predict
 from finetune.planner.estimate.row_counts import local_rows
 from finetune.planner.plan import Plan
-from finetune.planner.plan import plan as settle
+from finetune.planner.plan import plan as make_plan
 from finetune.recipe import Recipe
 
 
@@ -214,6 +214,6 @@ def plan(
     )
     if machine is None:
         without_machine(nodes=nodes, link=link, network=network, host_ram=host_ram, price=price)
-        return settle(recipe, backend, processes or gpus, precision)
-    settled = settle(recipe, backend, machine.count, precision)
-    return predict(settled, machine, rows or local_rows(recipe), row_tokens=row_tokens)
+        return make_plan(recipe, backend, processes or gpus, precision)
+    planned = make_plan(recipe, backend, machine.count, precision)
+    return predict(planned, machine, rows or local_rows(recipe), row_tokens=row_tokens)

@@ -97,10 +97,10 @@ class Examination:
     def _plan(self) -> tuple[bool, str]:
         # A model given without a recipe has no data; the plan is the same for any data.
         data = self.asked.data or (Data("rows.jsonl", "messages"),)
-        settled = plan(dataclasses.replace(self.asked, data=data))
-        notes = "".join(f"; {note}" for note in settled.notes())
-        count = settled.processes
-        return True, f"{settled.backend.name}, {count} process{'es' * (count > 1)}{notes}"
+        planned = plan(dataclasses.replace(self.asked, data=data))
+        notes = "".join(f"; {note}" for note in planned.notes())
+        count = planned.processes
+        return True, f"{planned.backend.name}, {count} process{'es' * (count > 1)}{notes}"
 
     def _prepare(self) -> tuple[bool, str]:
         self.subject: Subject = small(self.asked, self.folder, self.cache)

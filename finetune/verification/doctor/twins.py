@@ -65,14 +65,14 @@ def ours(recipe: Recipe, folder: Path) -> Iterator[Engine]:
     engine = build(plan(recipe, "single", 1, "fp32"), folder, datetime.timedelta(minutes=1))
     try:
         network = models.build(engine, recipe.seed)
-        give_effect(network)
+        fill_lora_b(network)
         engine.prepare(network, optim.build(network, recipe.optim, recipe.optim.lr, engine.device))
         yield engine
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def give_effect(network: nn.Module) -> None:
+def fill_lora_b(network: nn.Module) -> None:
     """Fill every LoRA B, which is initialized to zero, from one seeded generator."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from finetune.verification.memory.comparison import Verification
 from finetune.verification.memory.mesh_comparison import Stages
 
 
-def verify(settled: Plan, workload: Workload | None = None) -> Verification | Stages:
+def verify(plan: Plan, workload: Workload | None = None) -> Verification | Stages:
     """Trace a step of the real model with fake tensors, and compare the formulas with it.
 
     The trace runs as rank 0 of the job if the engine supports it, for a pipeline as the first rank
@@ -31,60 +31,58 @@ def verify(settled: Plan, workload: Workload | None = None) -> Verification | St
     Raises:
         FinetuneError: the model cannot be traced, with the reason.
     """
-    backend = settled.backend
+    backend = plan.backend
     if backend.shard_size is not None:
         raise FinetuneError(
             f"--verify: only one copy of {backend.name} could be traced; verify fsdp_full_shard or "
             "fsdp_shard_grad_op on the processes of a copy"
         )
-    if settled.traits.divides:
-        return _stages(settled, workload)
-    sharded = settled.traits.traced and settled.processes > 1
-    traced = settled if sharded else comparison.alone(settled)
+    if plan.traits.divides:
+        return _stages(plan, workload)
+    sharded = plan.traits.traced and plan.processes > 1
+    traced = plan if sharded else comparison.alone(plan)
     (steps,) = _rehearse(traced, [0], comparison.LAYERS)
-    layers = comparison.layers_of(config_of(settled.recipe)[0])
+    layers = comparison.layers_of(config_of(plan.recipe)[0])
     offload = sharded and backend.offload != "none"
-    found = comparison.extrapolate(steps, layers, settled.accumulation, offload)
+    found = comparison.extrapolate(steps, layers, plan.accumulation, offload)
     if workload is not None:
-        workload = comparison.as_traced(settled, workload, sharded)
-    how = comparison.how(settled, sharded)
-    return comparison.compare(
-        found, workload, settled.processes, how, comparison.notes(settled, sharded)
-    )
+        workload = comparison.as_traced(plan, workload, sharded)
+    how = comparison.how(plan, sharded)
+    return comparison.compare(found, workload, plan.processes, how, comparison.notes(plan, sharded))
 
 
-def _stages(settled: Plan, workload: Workload | None) -> Stages:
+def _stages(plan: Plan, workload: Workload | None) -> Stages:
     """Trace the first rank of both ends of a pipeline and of one stage between them."""
-    stages = mesh_comparison.stages_of(settled)
-    ranks = [stage * settled.processes // settled.mesh.pipeline for stage in stages]
-    traced = _rehearse(settled, ranks, mesh_comparison.LAYERS)
-    count = comparison.layers_of(config_of(settled.recipe)[0])
+    stages = mesh_comparison.stages_of(plan)
+    ranks = [stage * plan.processes // plan.mesh.pipeline for stage in stages]
+    traced = _rehearse(plan, ranks, mesh_comparison.LAYERS)
+    count = comparison.layers_of(config_of(plan.recipe)[0])
     if workload is not None:
-        workload = comparison.as_traced(settled, workload, sharded=True)
-    notes = comparison.notes(settled, sharded=True)
+        workload = comparison.as_traced(plan, workload, sharded=True)
+    notes = comparison.notes(plan, sharded=True)
     found: dict[int, Verification] = {}
     for stage, steps in zip(stages, traced, strict=True):
-        layers = mesh_comparison.layers_at(settled, stage, count)
-        each = comparison.extrapolate(steps, layers, settled.accumulation, offload=False)
-        found[stage] = mesh_comparison.compare(each, workload, settled, stage, notes)
+        layers = mesh_comparison.layers_at(plan, stage, count)
+        each = comparison.extrapolate(steps, layers, plan.accumulation, offload=False)
+        found[stage] = mesh_comparison.compare(each, workload, plan, stage, notes)
     return Stages(found)
 
 
 def _rehearse(
-    settled: Plan, ranks: Sequence[int], layers: Sequence[int]
+    plan: Plan, ranks: Sequence[int], layers: Sequence[int]
 ) -> list[list[comparison.Step]]:
     """The traced steps of each rank, from processes that run as those of the plan's job."""
-    count = str(settled.processes)
+    count = str(plan.processes)
     environment = {key: value for key, value in os.environ.items() if not _of_a_launch(key)}
     # Fake tensors are on the CPU; with a visible GPU, Accelerate would place some of them there.
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if settled.processes > 1:
+    if plan.processes > 1:
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count}
         environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"}  # not cpu:0, where no fake tensor is
         environment |= {"LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
-        write_json(request, comparison.request(settled, ranks, layers))
+        write_json(request, comparison.request(plan, ranks, layers))
         command = interpreter.python(
             "-m", "finetune.verification.memory", str(request), str(answer)
         )

@@ -72,7 +72,7 @@ class PipelineStep(Step):
     def _run(self, micro: int) -> None:
         """Forward and backward passes of so many micro-batches, as a step runs them."""
         recipe, engine = self.plan.recipe, self.engine
-        batches = engine.settle([self._batch()] * micro, 0)
+        batches = engine.local_batches([self._batch()] * micro, 0)
         with _without_votes():
             engine.accumulate(
                 batches,
@@ -111,13 +111,15 @@ def _without_votes() -> Iterator[None]:
     kind: Any = schedules._PipelineSchedule
     before = kind._warmup_p2p
 
-    def settled(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    def with_static_shapes(
+        self: Any, stages: list[Any], has_backward: bool, p2p_done: bool
+    ) -> None:
         with unset_fake_temporarily():
             before(self, stages, has_backward, p2p_done)
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
-    kind._warmup_p2p = settled
+    kind._warmup_p2p = with_static_shapes
     try:
         yield
     finally:

@@ -85,7 +85,7 @@ class Step:
             optimizer = optim.build(network, self.plan.recipe.optim, self.plan.lr, engine.device)
             engine.wrap(network, optimizer)
             return
-        engine.wrap_alone(network)
+        engine.wrap_model(network)
         engine.optimizers = optim.build(
             engine.model, self.plan.recipe.optim, self.plan.lr, engine.device
         )
@@ -212,7 +212,7 @@ class Step:
         tracker.begin("forward: embedding")
         shared = self.plan.mesh.sequence > 1  # parts of rows count labels
         with unset_fake_temporarily() if shared else contextlib.nullcontext():
-            (batch,) = engine.settle([self._batch()], 0)
+            (batch,) = engine.local_batches([self._batch()], 0)
         with engine.unsynchronised(last), _autocast_as_on_a_gpu(engine):
             self.forwards = True
             loss = recipe.loss(engine.model, batch)

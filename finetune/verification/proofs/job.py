@@ -21,7 +21,7 @@ from finetune.verification.proofs.launches import (
     Say,
     Workshop,
     continue_all,
-    cut_all,
+    copy_checkpoints,
     pack_all,
     packed_pairs,
     start_all,
@@ -31,9 +31,9 @@ from finetune.verification.proofs.matrix import (
     Crossing,
     Pair,
     Request,
+    accepted_pairs,
     crossings_of,
     narrowest,
-    settle,
 )
 from finetune.verification.proofs.proof import Check, Name, Proof, write_proof
 
@@ -53,7 +53,7 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
     logging.disable_progress_bar()
     _claim(request)
     shop = Workshop(request, cache, say)
-    pairs, refused = settle(request, shop.subjects)
+    pairs, refused = accepted_pairs(request, shop.subjects)
     if not pairs:
         raise FinetuneError(*(f"{r.kind} on {r.backend}: {r.reason}" for r in refused))
     for kind, subject in shop.subjects.items():
@@ -62,7 +62,7 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
     crossings = crossings_of(request, pairs)
     with contextlib.closing(shop.under_way):
         start_all(shop, pairs)
-        cut_all(shop, crossings)
+        copy_checkpoints(shop, crossings)
         continue_all(shop, pairs, crossings)
         pack_all(shop, packed_pairs(pairs))
     proof = Proof(

@@ -101,14 +101,14 @@ class Workshop:
                 for done in [pool.submit(work) for work in works]:
                     done.result()
             except BaseException:
-                with deaf():
+                with ignoring_signals():
                     pool.shutdown(wait=False, cancel_futures=True)
                     self.under_way.end_all()
                 raise
 
 
 @contextlib.contextmanager
-def deaf() -> Iterator[None]:
+def ignoring_signals() -> Iterator[None]:
     """Ignore further signals inside this context."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS} if main else {}
@@ -146,7 +146,7 @@ def writer_of(shop: Workshop, crossing: Crossing) -> Run:
     return shop.reference(written.kind) if alone else shop.run(written)
 
 
-def cut_all(shop: Workshop, crossings: Sequence[Crossing]) -> None:
+def copy_checkpoints(shop: Workshop, crossings: Sequence[Crossing]) -> None:
     """Copy the checkpoints before the killed runs are resumed and prune them."""
     for crossing in crossings:
         source = writer_of(shop, crossing)

@@ -93,7 +93,9 @@ class Crossing:
         return max(self.written.tolerance, self.continued.tolerance, key=lambda t: t.loss)
 
 
-def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair], list[Refused]]:
+def accepted_pairs(
+    request: Request, subjects: dict[Kind, Subject]
+) -> tuple[list[Pair], list[Refused]]:
     """Pairs that the planner accepts, and refused pairs with reasons."""
     pairs: list[Pair] = []
     refused: list[Refused] = []
@@ -106,8 +108,8 @@ def settle(request: Request, subjects: dict[Kind, Subject]) -> tuple[list[Pair],
                 refused.append(Refused(kind, name, missing, missing=True, named=request.named))
                 continue
             try:
-                settled = plan(subject.recipe, machine, processes, request.precision)
-                pairs.append(Pair(kind, settled))
+                planned = plan(subject.recipe, machine, processes, request.precision)
+                pairs.append(Pair(kind, planned))
             except FinetuneError as error:
                 refused.append(Refused(kind, name, "; ".join(error.problems)))
     return pairs, refused

@@ -77,7 +77,7 @@ def _bucket(workload: Workload) -> float:
     return 2.0 * min(REDUCE_BUCKET, workload.trained)
 
 
-def standing_bucket(workload: Workload) -> float:
+def resident_bucket(workload: Workload) -> float:
     """Bytes of the bucket that ZeRO-3 allocates at the start."""
     return _bucket(workload) if workload.layout.shard == "params" else 0.0
 
@@ -86,7 +86,7 @@ def filling(workload: Workload) -> float:
     """Bytes of buckets from the first gradient of a backward pass until its end."""
     if workload.layout.shard == "grads":
         return _bucket(workload)
-    return standing_bucket(workload)
+    return resident_bucket(workload)
 
 
 def reducing(workload: Workload) -> float:

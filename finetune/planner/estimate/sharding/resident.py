@@ -44,7 +44,7 @@ def _buckets(workload: Workload) -> float:
     if layout.traits.copies_gradients and layout.processes > 1:
         return trained * float(workload.trained_width)  # DDP copies gradients into buckets
     if deepspeed.accumulates(workload):
-        return deepspeed.standing_bucket(workload)
+        return deepspeed.resident_bucket(workload)
     if layout.traits.masters and layout.shard != "optimizer":
         return 2.0 * min(REDUCE_BUCKET, trained) * workload.compute
     return 0.0
