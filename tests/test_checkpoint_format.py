@@ -100,11 +100,11 @@ def test_a_reader_pastes_columns_and_refuses_what_is_missing_or_there_twice(
         return Reader(tmp_path / folder, {"w": (3, 4)})
 
     with saved("whole", columns) as reader:
-        assert torch.equal(reader.whole("w", "weight").reshape(3, 4), whole)
+        assert torch.equal(reader.full("w", "weight").reshape(3, 4), whole)
         assert reader.range("w", "weight", 2, 5).tolist() == [2, 3, 4, 5, 6]
     with saved("lacking", columns[:1]) as reader, pytest.raises(FinetuneError) as lacking:
-        reader.whole("w", "weight")
+        reader.full("w", "weight")
     assert "no elements 3 to 12 of w (weight)" in str(lacking.value)
     twice = [*columns, Box((1, 0), (1, 4))]
     with saved("twice", twice) as reader, pytest.raises(FinetuneError, match="twice"):
-        reader.whole("w", "weight")
+        reader.full("w", "weight")

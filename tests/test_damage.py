@@ -409,7 +409,7 @@ def test_the_lock_of_a_cache_is_not_waited_for_without_end(
     monkeypatch.setattr(scratch, "LOCK_SECONDS", 0.2)
     cache = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(cache, fcntl.LOCK_EX)
-    with scratch.scratch_beside(tmp_path / "rows") as folder:
+    with scratch.scratch_for(tmp_path / "rows") as folder:
         assert folder.is_dir()
     os.close(cache)
     assert not list(tmp_path.iterdir())

@@ -419,7 +419,7 @@ def test_an_error_of_an_earlier_attempt_is_forgotten(
     status = tmp_path / "status.json"
     monkeypatch.setenv(error_report.STATUS_FILE, str(status))
     error_report.forget_earlier_attempts()  # nothing was left
-    error_report.leave(FinetuneError("first"))
+    error_report.write_for_launcher(FinetuneError("first"))
     error_report.forget_earlier_attempts()
     assert json.loads(status.read_text())["problems"] == ["first"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -450,5 +450,5 @@ def test_the_first_error_of_an_attempt_is_the_one_that_is_told(
         (TrainingFailure("another rank is lost"), "the disk is full"),
         (Interrupted("by the agent"), "the disk is full"),
     ]:
-        assert error_report.leave(error)
+        assert error_report.write_for_launcher(error)
         assert json.loads(status.read_text())["problems"] == [told]

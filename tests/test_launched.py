@@ -107,7 +107,7 @@ def test_a_mistake_that_rank_0_does_not_find_is_told_by_the_rank_that_does(
     """Its machine lacks a file, say; nobody ends it while it waits."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(error_report, "SECONDS_FOR_THE_FIRST", 0)
-    assert error_report.tell(FinetuneError("no such file")) == FinetuneError.exit_status
+    assert error_report.report(FinetuneError("no such file")) == FinetuneError.exit_status
     assert capsys.readouterr().err == "error [rank 1]: no such file\n"
 
 
@@ -116,5 +116,5 @@ def test_an_error_that_cannot_be_left_for_the_launcher_is_told_here(
 ) -> None:
     for variable in (error_report.STATUS_FILE, error_report.AGENTS_FILE):
         monkeypatch.setenv(variable, "/proc/no-file-can-be-made-here")
-    assert error_report.tell(FinetuneError("first", "second")) == FinetuneError.exit_status
+    assert error_report.report(FinetuneError("first", "second")) == FinetuneError.exit_status
     assert capsys.readouterr().err == "error: first\nerror: second\n"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.order import cut, deal, permutation, rows_of_step
+from finetune.data.order import of_rank, permutation, rows_of_step, split_rows
 
 
 def test_the_order_is_this_one():
@@ -52,21 +52,22 @@ LENGTHS = np.arange(10)
 
 
 def test_micro_batches_hold_rows_of_like_length_the_longest_first():
-    micro_batches = cut(np.array([7, 2, 9, 4, 1, 8, 3, 6]), LENGTHS, 2)
+    micro_batches = split_rows(np.array([7, 2, 9, 4, 1, 8, 3, 6]), LENGTHS, 2)
     assert [each.tolist() for each in micro_batches] == [[9, 8], [7, 6], [4, 3], [2, 1]]
 
 
 def test_rows_of_one_length_keep_the_order_of_the_seed():
-    micro_batches = cut(np.array([3, 1, 2, 0]), np.full(4, 5), 2)
+    micro_batches = split_rows(np.array([3, 1, 2, 0]), np.full(4, 5), 2)
     assert [each.tolist() for each in micro_batches] == [[3, 1], [2, 0]]
 
 
 def test_a_micro_batch_of_tokens_holds_the_slots_that_it_is_given():
     indices = np.array([7, 2, 9, 4, 1, 8, 3, 6])
-    padded = [each.tolist() for each in cut(indices, LENGTHS, 1, micro_tokens=18)]
+    padded = [each.tolist() for each in split_rows(indices, LENGTHS, 1, micro_tokens=18)]
     assert padded == [[9, 8], [7, 6], [4, 3, 2, 1]]  # 2 x 9, 2 x 7 and 4 x 4 slots
     packed = [
-        each.tolist() for each in cut(indices, LENGTHS, 1, micro_tokens=18, side_by_side=True)
+        each.tolist()
+        for each in split_rows(indices, LENGTHS, 1, micro_tokens=18, side_by_side=True)
     ]
     assert packed == [[9, 8], [7, 6, 4], [3, 2, 1]]  # 17, 17 and 6 slots
 
@@ -82,11 +83,11 @@ def test_every_row_is_in_one_micro_batch_and_ranks_keep_step(
     lengths: list[int], micro_rows: int, micro_tokens: int | None, packed: bool, world: int
 ):
     sizes, indices = np.array(lengths), permutation(len(lengths), 0, 0)
-    cuts = cut(indices, sizes, micro_rows, micro_tokens, packed)
+    cuts = split_rows(indices, sizes, micro_rows, micro_tokens, packed)
     for each in cuts:
         slots = sizes[each].sum() if packed else sizes[each].max() * len(each)
         assert len(each) <= micro_rows if micro_tokens is None else slots <= micro_tokens
-    ranks = [deal(cuts, rank, world) for rank in range(world)]
+    ranks = [of_rank(cuts, rank, world) for rank in range(world)]
     assert len({len(rank) for rank in ranks}) == 1
     dealt = dict(each for rank in ranks for each in rank)
     assert sorted(dealt) == list(range(len(ranks[0]) * world))
@@ -96,8 +97,8 @@ def test_every_row_is_in_one_micro_batch_and_ranks_keep_step(
 
 
 def test_ranks_take_micro_batches_in_turn_and_the_last_get_empty_ones():
-    cuts = cut(np.array([7, 2, 9, 4, 1]), LENGTHS, 2)
-    assert numbered(deal(cuts, 0, 2)) == [(0, [9, 7]), (2, [1])]
-    assert numbered(deal(cuts, 1, 2)) == [(1, [4, 2]), (3, [])]
-    assert numbered(deal(cuts, 2, 4)) == [(2, [1])]
-    assert numbered(deal(cuts, 3, 4)) == [(3, [])]
+    cuts = split_rows(np.array([7, 2, 9, 4, 1]), LENGTHS, 2)
+    assert numbered(of_rank(cuts, 0, 2)) == [(0, [9, 7]), (2, [1])]
+    assert numbered(of_rank(cuts, 1, 2)) == [(1, [4, 2]), (3, [])]
+    assert numbered(of_rank(cuts, 2, 4)) == [(2, [1])]
+    assert numbered(of_rank(cuts, 3, 4)) == [(3, [])]

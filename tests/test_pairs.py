@@ -13,7 +13,7 @@ from small_tokenizer import small_tokenizer
 
 from finetune.data.chat.render import load_chat
 from finetune.data.collate import collate
-from finetune.data.order import cut, rows_of_step
+from finetune.data.order import rows_of_step, split_rows
 from finetune.data.prepare import Prepared, prepare
 from finetune.errors import FinetuneError
 from finetune.methods import DPO, SFT
@@ -77,7 +77,7 @@ def test_every_micro_batch_holds_whole_pairs(tmp_path: Path, packing: bool) -> N
     found = prepared(tmp_path, packing=packing, max_length=48)
     rows = dataclasses.replace(found.train, padding_free=packing)
     held = list[int]()
-    for indices in cut(np.arange(len(rows)), rows.slots, 2):
+    for indices in split_rows(np.arange(len(rows)), rows.slots, 2):
         batch = collate(rows, indices, 0, "cpu")
         numbers = np.concatenate([rows.numbers(int(index)) for index in indices])
         assert np.array_equal(numbers[1::2], numbers[::2] + 1)
@@ -98,7 +98,7 @@ def test_token_slots_of_padded_pairs_are_those_of_their_longest_answer(tmp_path:
     """Two rows of equal sums: one needs more slots, because its answers differ more."""
     found = prepared(tmp_path, [row("a", "b " * 20, "c"), row("a", "b " * 10, "c " * 10)])
     for limit in (60, 90, 200):
-        for indices in cut(np.arange(2), found.train.slots, 1, limit):
+        for indices in split_rows(np.arange(2), found.train.slots, 1, limit):
             batch = collate(found.train, indices, 0, "cpu")
             assert batch.ids.numel() == found.train.slots[indices].max() * len(indices)
 

@@ -267,7 +267,7 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     with Reader(folder) as reader, torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                assign(parameter, reader.whole(name, "weight").reshape(shapes[name]))
+                assign(parameter, reader.full(name, "weight").reshape(shapes[name]))
         kept = reader.kept()
         for name, buffer in persistent_buffers(module):
             if name in kept:

@@ -44,7 +44,7 @@ def locked(run: Run) -> Iterator[None]:
         while not _taken(file.fileno(), path):
             if time.monotonic() > until:
                 file.seek(0)
-                raise FinetuneError(_held(run, file.read().strip()))
+                raise FinetuneError(_locked_message(run, file.read().strip()))
             time.sleep(0.2)
         file.seek(0)
         file.truncate()
@@ -69,7 +69,7 @@ def _taken(descriptor: int, path: Path) -> bool:
     return True
 
 
-def _held(run: Run, holder: str) -> str:
+def _locked_message(run: Run, holder: str) -> str:
     """The message that a directory is locked; for another host, with the time of its last write."""
     told = (
         f"{run.root}: in use by {holder or 'another process'}; wait until it ends, or choose "

@@ -76,7 +76,7 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
     module = engine.module
     kept = reader.kept()
     tensors = {
-        key: kept[name] if name in kept else reader.whole(name, "weight").reshape(shapes[name])
+        key: kept[name] if name in kept else reader.full(name, "weight").reshape(shapes[name])
         for key, name in adapter_keys(module, [*shapes, *kept]).items()
     }
     empty = [key for key, tensor in tensors.items() if not tensor.numel()]
@@ -184,7 +184,7 @@ def _stored(
     Weights that transformers always loads in fp32 stay in fp32.
     """
     kept = reader.kept()
-    values = kept[name] if name in kept else reader.whole(name, "weight").reshape(shapes[name])
+    values = kept[name] if name in kept else reader.full(name, "weight").reshape(shapes[name])
     strict: Any = network._keep_in_fp32_modules_strict
     if name not in shapes and not _is_parameter(network, name):
         return values

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(written, indent=2, ensure_ascii=False))
     else:
-        _tell(written, results.rows_of(found), folder)
+        _print_results(written, results.rows_of(found), folder)
     return PASSED if all(each["passed"] for each in written["gate"]) else FAILED
 
 
@@ -159,7 +159,7 @@ def _key(file: Path | None) -> str | None:
     return None if file is None else file.read_text(encoding="utf-8").strip()
 
 
-def _tell(results: dict[str, Any], samples: list[dict[str, Any]], folder: Path) -> None:
+def _print_results(results: dict[str, Any], samples: list[dict[str, Any]], folder: Path) -> None:
     from finetune.reports.evaluation import ORDER, terminal
 
     for line in terminal(results):

@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge-into", choices=("nf4",), help="merge into the base as quantized for training"
     )
     parser.add_argument(
-        "--check-rows", type=options.whole, default=8, help="rows of the run for the check, or 0"
+        "--check-rows",
+        type=options.whole_number,
+        default=8,
+        help="rows of the run for the check, or 0",
     )
     parser.add_argument(
         "--llama-cpp",

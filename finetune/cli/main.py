@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f"finetune.cli.{VERBS[arguments.verb]}").run(arguments)
     except FinetuneError as error:
-        return _tell(error)
+        return _report(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -57,13 +57,13 @@ def main(words: Sequence[str] | None = None) -> int:
         problem = of_a_file(error)
         if problem is None:
             raise
-        return _tell((FinetuneError if error.filename else TrainingFailure)(problem))
+        return _report((FinetuneError if error.filename else TrainingFailure)(problem))
 
 
-def _tell(error: FinetuneError) -> int:
+def _report(error: FinetuneError) -> int:
     from finetune.process import error_report
 
-    return error_report.tell(error)
+    return error_report.report(error)
 
 
 def run() -> NoReturn:

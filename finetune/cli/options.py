@@ -15,7 +15,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def whole(text: str) -> int:
+def whole_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number")
     return int(text)

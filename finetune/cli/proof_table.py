@@ -11,7 +11,7 @@ from finetune.reports.proof_page import KINDS, overview, read_proof
 from finetune.verification.proofs.proof import Proof
 
 
-def tell(proof: Proof, output: Path, console: Console) -> None:
+def print_table(proof: Proof, output: Path, console: Console) -> None:
     """Print the table of all pairs, failed and refused ones, and the verdict."""
     table = overview(read_proof(output / "proof.json"))
     console.print(_drawn(table.columns, table.rows))

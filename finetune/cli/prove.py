@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _prove(arguments: argparse.Namespace, recipe: "Recipe") -> int:
     from rich.console import Console
 
-    from finetune.cli.proof_table import tell
+    from finetune.cli.proof_table import print_table
     from finetune.reports.proof_page import read_proof
     from finetune.verification.proofs.prove import prove
 
@@ -103,5 +103,5 @@ def _prove(arguments: argparse.Namespace, recipe: "Recipe") -> int:
     if arguments.json:
         print(json.dumps(read_proof(output / "proof.json"), indent=2))
     else:
-        tell(proof, output, console)
+        print_table(proof, output, console)
     return 0 if proof.proved else 1

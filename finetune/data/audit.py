@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.columns import guess, told
+from finetune.data.columns import columns_hint, guess
 from finetune.data.encode import Encoded
 from finetune.data.store import Rows, digest, documents_of_rows
 from finetune.data.tally import COUNTED, Tally
@@ -278,7 +278,7 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
         instead = guess(dict.fromkeys(["text", *each.get("columns_unread", ())], ""))
         if each["format"] == "text" and instead is not None and "text" in instead[1]:
             alone = f"{each['source']}: format 'text' trains only the column 'text'"
-            yield f"{alone}; {told(*instead)}"
+            yield f"{alone}; {columns_hint(*instead)}"
 
 
 def _shown(name: str) -> str:

@@ -145,7 +145,7 @@ def _is_list_of(value: Any, keys: tuple[str, ...]) -> bool:
     )
 
 
-def told(name: str, columns: Mapping[str, str | None]) -> str:
+def columns_hint(name: str, columns: Mapping[str, str | None]) -> str:
     """Advice to use a format with `columns`."""
     return f"format '{name}' would fit with columns={json.dumps(columns)}"
 

@@ -145,7 +145,7 @@ class Encoder:
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
         if not isinstance(sample, Prompt):
-            tally.note("empty", place, any(map(_says_nothing, sequences)))
+            tally.note("empty", place, any(map(_is_empty, sequences)))
         tally.note("empty_turns", place, any(map(_has_empty_turn, sequences)))
         for name in self._markup(sample):
             tally.note(name, place)
@@ -262,7 +262,7 @@ def _texts_of(sequence: Plain, answer: bool = False) -> list[tuple[str, str]]:
             return [("text", sequence.text)]
 
 
-def _said(sample: Conversation) -> list[Message]:
+def _trained_messages(sample: Conversation) -> list[Message]:
     """The trained messages."""
     return [
         message
@@ -273,11 +273,11 @@ def _said(sample: Conversation) -> list[Message]:
     ]
 
 
-def _says_nothing(sample: Plain) -> bool:
+def _is_empty(sample: Plain) -> bool:
     """Whether every assistant turn is empty."""
     match sample:
         case Conversation():
-            said = _said(sample)
+            said = _trained_messages(sample)
             return bool(said) and not any(m["content"].strip() or "tool_calls" in m for m in said)
         case Completion():
             return not sample.completion.strip()
@@ -289,7 +289,7 @@ def _has_empty_turn(sample: Plain) -> bool:
     """Whether some, but not all, trained answers are empty."""
     if not isinstance(sample, Conversation):
         return False
-    empty = [not m["content"].strip() and "tool_calls" not in m for m in _said(sample)]
+    empty = [not m["content"].strip() and "tool_calls" not in m for m in _trained_messages(sample)]
     return any(empty) and not all(empty)
 
 
@@ -324,14 +324,14 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
             case "truncate":
                 tally.note("truncated", place)
                 pieces = [tuple((ids[:most], trained[:most]) for ids, trained in row)]
-                tally.note("eaten", place, _says_all(row) and not _says_all(pieces[0]))
+                tally.note("eaten", place, _all_trained(row) and not _all_trained(pieces[0]))
             case "split":
                 tally.note("split", place)
                 (document,) = row  # rules refuse it for rows of several documents
                 pieces = [(piece,) for piece in split(document, most)]
     for piece in pieces:
         _mark(piece, example.scored)
-    kept = [piece for piece in pieces if example.beside is not None or _says_all(piece)]
+    kept = [piece for piece in pieces if example.beside is not None or _all_trained(piece)]
     tally.note("untrained", place, len(pieces) - len(kept))
     different = [piece for piece in kept if not _is_tied(piece)]
     tally.note("tied", place, len(kept) - len(different))
@@ -347,7 +347,7 @@ def _mark(row: tuple[Columns, ...], scored: bool) -> None:
             trained[:1] = False
 
 
-def _says_all(row: tuple[Columns, ...]) -> bool:
+def _all_trained(row: tuple[Columns, ...]) -> bool:
     """Whether each document of a row has a trained token."""
     return all(trained.any() for _, trained in row)
 

@@ -37,7 +37,7 @@ def encode(encoder: Encoder, chunks: Iterable[Chunk]) -> Iterator[Encoded]:
     if following is None:
         return
     waiting = chain([following], waiting)
-    if processes == 1 or not _travels(encoder):
+    if processes == 1 or not _is_importable(encoder):
         yield from map(encoder, waiting)
         return
     with ExitStack() as stack:
@@ -80,7 +80,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _travels(encoder: Encoder) -> bool:
+def _is_importable(encoder: Encoder) -> bool:
     """Whether another interpreter can import the method and the tokenizer.
 
     False if a class is defined in the user's script.

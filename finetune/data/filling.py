@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from finetune.data.order import cut, rows_of_step
+from finetune.data.order import rows_of_step, split_rows
 from finetune.data.store import Rows
 from finetune.planner.padding import Padding
 from finetune.recipe import Recipe
@@ -27,7 +27,7 @@ def real_share(rows: Rows, recipe: Recipe, steps: int, micro_tokens: int | None 
     for step in range(min(steps, STEPS)):
         chosen = rows_of_step(step, len(rows), batch.rows, recipe.seed)
         limit = batch.micro_tokens if micro_tokens is None else micro_tokens
-        for micro_batch in cut(chosen, rows.slots, batch.micro_rows, limit):
+        for micro_batch in split_rows(chosen, rows.slots, batch.micro_rows, limit):
             widths = rows.slots[micro_batch]
             real += int(rows.lengths[micro_batch].sum())
             slots += len(widths) * int(np.max(widths))

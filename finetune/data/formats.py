@@ -14,7 +14,15 @@ from finetune.data.chat.messages import (
     sharegpt_turns,
     with_call_ids,
 )
-from finetune.data.columns import ANSWERS, guess, ignored_meaning, is_given, rename, told, verdict
+from finetune.data.columns import (
+    ANSWERS,
+    columns_hint,
+    guess,
+    ignored_meaning,
+    is_given,
+    rename,
+    verdict,
+)
 from finetune.data.labels import SEQUENCES, reader
 from finetune.data.preferences import (
     read_alpaca_preference,
@@ -156,7 +164,7 @@ def _fitting_names(wanted: str, row: Raw) -> list[str]:
     name, columns = guessed
     named = rename(row, columns)
     lost = ignored_meaning(name, named, find_format(name).reads(named))
-    return [told(name, columns)] if lost is None else []
+    return [columns_hint(name, columns)] if lost is None else []
 
 
 # The formats.

@@ -39,7 +39,7 @@ def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def cut(
+def split_rows(
     indices: np.ndarray,
     lengths: np.ndarray,
     micro_rows: int,
@@ -70,7 +70,7 @@ def cut(
     return np.split(ordered, starts[1:])
 
 
-def deal(micro_batches: list[np.ndarray], rank: int, world: int) -> list[tuple[int, np.ndarray]]:
+def of_rank(micro_batches: list[np.ndarray], rank: int, world: int) -> list[tuple[int, np.ndarray]]:
     """The micro-batches of one rank with their numbers; every rank gets the same count.
 
     Ranks take micro-batches in turn, so all ranks process similar lengths at the same time. A rank

@@ -155,8 +155,8 @@ def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
     ends: dict[str, tuple[Message, ...]] = {}
     for name, turns in answers.items():
         ends[name] = turns.messages[skipped:]
-        _refuse_other_speakers(prompt, ends[name], name, skipped)
-    _refuse_empty_or_equal({name: _bare(each) for name, each in ends.items()}, _says_something)
+        _refuse_wrong_roles(prompt, ends[name], name, skipped)
+    _refuse_empty_or_equal({name: _bare(each) for name, each in ends.items()}, _has_text)
     chosen, rejected = (
         _conversation(row, given, ends[name], answers[name], skipped) for name in answers
     )
@@ -209,7 +209,7 @@ def _shared(answers: Mapping[str, Turns]) -> tuple[Message, ...]:
 EQUAL = "chosen and rejected are equal, so neither is preferred; remove the row"
 
 
-def _refuse_other_speakers(
+def _refuse_wrong_roles(
     prompt: tuple[Message, ...], end: tuple[Message, ...], name: str, skipped: int
 ) -> None:
     """Refuse a prompt that ends with an assistant turn, or an answer that begins with another."""
@@ -247,7 +247,7 @@ def _is_text(answer: str) -> bool:
     return bool(answer)
 
 
-def _says_something(answer: list[Message]) -> bool:
+def _has_text(answer: list[Message]) -> bool:
     said = [each for each in answer if each["role"] == "assistant"]
     return any(each["content"].strip() or "tool_calls" in each for each in said)
 

@@ -38,7 +38,7 @@ from finetune.data.mixture import mix
 from finetune.data.order import permutation
 from finetune.data.packing import pack
 from finetune.data.problems import Problems, check_source
-from finetune.data.scratch import scratch_beside
+from finetune.data.scratch import scratch_for
 from finetune.data.sources import Source, find_sources
 from finetune.data.store import (
     Documents,
@@ -175,7 +175,7 @@ def _write(
     """Write the result to a scratch folder and rename it into place."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with scratch_beside(folder) as scratch:
+        with scratch_for(folder) as scratch:
             _fill(scratch, recipe, chat, sources, eval_sources)
             if fingerprint(recipe, chat, [*sources, *eval_sources]) != folder.name:
                 raise FinetuneError(

@@ -135,7 +135,7 @@ def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:
     messages, untrained = turns.messages, turns.untrained
     if row.get("system"):
         system = text_of(row, "system")
-        if _is_told_by_a_turn(system, messages):
+        if _repeats_system(system, messages):
             system = ""
         if system:
             messages = ({"role": "system", "content": system}, *messages)
@@ -144,7 +144,7 @@ def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:
     return Conversation(messages, tools_of(row), given, untrained, template_kwargs_of(row))
 
 
-def _is_told_by_a_turn(system: str, messages: tuple[Message, ...]) -> bool:
+def _repeats_system(system: str, messages: tuple[Message, ...]) -> bool:
     """Whether a message repeats the system prompt of the column.
 
     Raises RowProblem if there is a system message with a different text.

@@ -15,7 +15,7 @@ LOCK_SECONDS = 30.0
 
 
 @contextlib.contextmanager
-def scratch_beside(folder: Path) -> Iterator[Path]:
+def scratch_for(folder: Path) -> Iterator[Path]:
     """Create a new folder next to another one and remove it at the end.
 
     Scratch folders of dead processes are removed too. A writer locks its scratch folder, and the

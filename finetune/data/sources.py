@@ -192,7 +192,7 @@ def _found(data: Data) -> Source:
         return Source(data, (path,))
     known = kind_of_file(path) is not None
     if known or path.is_absolute() or not HUB_NAME.fullmatch(data.source):
-        raise FinetuneError(f"data.source: no such file or folder: {data.source}{_beside(path)}")
+        raise FinetuneError(f"data.source: no such file or folder: {data.source}{_path_hint(path)}")
     return Source(data, ())
 
 
@@ -258,7 +258,7 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _beside(path: Path) -> str:
+def _path_hint(path: Path) -> str:
     """A hint for a missing file: a similar name in its folder, or that the folder is missing."""
     if not path.parent.is_dir():
         return f" (there is no folder {path.parent})"

@@ -45,7 +45,7 @@ class Documents:
         start, end = self.offsets[number], self.offsets[number + 1]
         return self.ids[start:end], self.trained[start:end]
 
-    def beside(self, number: int) -> dict[str, Any]:
+    def reward_input(self, number: int) -> dict[str, Any]:
         """The reward's input for a prompt: the prompt and its columns."""
         assert self.json is not None
         assert self.json_offsets is not None

@@ -147,7 +147,7 @@ class Heartbeat:
             lost = self._lost()
             if lost is None:
                 return
-            self._tell_all(self._describe([lost]))
+            self._publish(self._describe([lost]))
         message = self._store.get(f"{self._prefix}/lost").decode()
         if not self._stopped.wait(GRACE_SECONDS):
             self._dump()
@@ -182,10 +182,10 @@ class Heartbeat:
 
     # In the main thread, after a collective has failed.
 
-    def tell(self, message: str) -> None:
+    def report_failure(self, message: str) -> None:
         """Publish a message with which the other ranks end."""
         if self._store is not None:
-            self._tell_all(message)
+            self._publish(message)
 
     def explain(self, error: BaseException) -> TrainingFailure | None:
         """Explain a failed collective by the ranks that are gone or behind; None for other errors.
@@ -193,7 +193,7 @@ class Heartbeat:
         Takes up to `SILENT_SECONDS`. Saves the flight recorder's dump in the run.
         """
         if self._world == 1 or not is_transport(error):
-            self.tell(
+            self.report_failure(
                 f"rank {self._rank} failed in step {self.step}: {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}; {self._standing()}"
             )
@@ -206,9 +206,9 @@ class Heartbeat:
                 f"{self._standing()}"
             )
         try:
-            told = self._told()
+            told = self._published()
             if told is None:
-                told = self._tell_all(self._describe(self._losses()))
+                told = self._publish(self._describe(self._losses()))
         except (DistError, RuntimeError):
             told = (
                 f"step {self.step}: the rendezvous store at "
@@ -224,16 +224,16 @@ class Heartbeat:
             gone = [f"{name(beat)} ended without an error message" for beat in self._read_all()
                     if gone_here(beat)]  # fmt: skip
             if gone:
-                return TrainingFailure(self._tell_all(self._describe(gone)))
+                return TrainingFailure(self._publish(self._describe(gone)))
             time.sleep(0.2)
         return None
 
-    def _told(self) -> str | None:
+    def _published(self) -> str | None:
         if self._store is None or not self._store.check([f"{self._prefix}/lost"]):
             return None
         return self._store.get(f"{self._prefix}/lost").decode()
 
-    def _tell_all(self, message: str) -> str:
+    def _publish(self, message: str) -> str:
         """Publish a failure; returns the first published message, which all ranks use."""
         assert self._store is not None
         return self._store.compare_set(f"{self._prefix}/lost", "", message).decode() or message

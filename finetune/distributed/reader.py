@@ -121,7 +121,7 @@ class Reader:
             raise _lacking(f"complete block {box.sizes} at {box.offsets}", name, key)
         return values if box.numel else torch.zeros(box.sizes)
 
-    def whole(self, name: str, key: str) -> torch.Tensor:
+    def full(self, name: str, key: str) -> torch.Tensor:
         """All elements of a parameter's value, flat."""
         return self.range(name, key, 0, math.prod(self.shapes.get(name, ())))
 

@@ -11,7 +11,7 @@ from peft import PeftModel
 from finetune.data.chat.render import Chat
 from finetune.data.collate import collate
 from finetune.data.encode import fit
-from finetune.data.order import cut
+from finetune.data.order import split_rows
 from finetune.data.samples import Sample
 from finetune.data.store import Columns, Documents, Rows
 from finetune.data.tally import Tally
@@ -105,7 +105,9 @@ def document_sums(loaded: Loaded, columns: Sequence[Columns], batch_rows: int) -
     model: Any = loaded.model
     pad = pad_id(loaded.tokenizer, token_rows(model))
     found = np.zeros((len(rows), 2))
-    for chosen in cut(np.arange(len(rows)), rows.slots, batch_rows, None, side_by_side=False):
+    for chosen in split_rows(
+        np.arange(len(rows)), rows.slots, batch_rows, None, side_by_side=False
+    ):
         batch = collate(rows, chosen, pad, model.device)
         with torch.inference_mode():
             logps, _ = token_logps(model, batch)  # (trained_tokens,)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from finetune.data.scratch import scratch_beside
+from finetune.data.scratch import scratch_for
 from finetune.errors import FinetuneError
 from finetune.evaluation.evaluation import Evaluation, Side, comparable
 from finetune.evaluation.measures import Interval, Measure, difference
@@ -54,7 +54,7 @@ def write(evaluation: Evaluation, folder: Path) -> dict[str, Any]:
     refuse_foreign(folder)
     found, samples = results(evaluation), rows_of(evaluation)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_beside(folder) as scratch:
+    with scratch_for(folder) as scratch:
         write_json(scratch / RESULTS, found)
         lines = (json.dumps(each, ensure_ascii=False) for each in samples)
         text = "".join(f"{line}\n" for line in lines)

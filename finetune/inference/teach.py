@@ -14,7 +14,7 @@ from finetune.cache import cache
 from finetune.data.chat.render import load_chat
 from finetune.data.collate import collate
 from finetune.data.prepare import Prepared, prepare
-from finetune.data.scratch import scratch_beside
+from finetune.data.scratch import scratch_for
 from finetune.data.store import single_rows
 from finetune.data.taught import ABOUT, IDS, LOGPS, hash_of_rows, label_offsets
 from finetune.errors import FinetuneError
@@ -63,7 +63,7 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
     temperature = getattr(recipe, "temperature", 1.0)
     offsets = label_offsets(data.train.documents)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_beside(folder) as scratch:
+    with scratch_for(folder) as scratch:
         columns = {
             IDS: _mapped(scratch / IDS, np.dtype(np.int32), (int(offsets[-1]), top_k)),
             LOGPS: _mapped(scratch / LOGPS, np.dtype(np.float16), (int(offsets[-1]), top_k + 1)),

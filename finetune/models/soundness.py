@@ -94,7 +94,7 @@ def causality(
     """
     model.eval()
     ids = _rows(vocabulary).to(device)
-    given = _laid(ids) if side_by_side else {"input_ids": ids}
+    given = _concatenated(ids) if side_by_side else {"input_ids": ids}
     if scores:
         places = torch.arange(ids.numel(), device=device)
         logits = model(**given, use_cache=False, places=places)
@@ -128,7 +128,7 @@ def _rows(vocabulary: int) -> torch.Tensor:
     return ids
 
 
-def _laid(ids: torch.Tensor) -> dict[str, Any]:
+def _concatenated(ids: torch.Tensor) -> dict[str, Any]:
     """Model inputs of a micro-batch in which rows of one length are concatenated."""
     rows, tokens = ids.shape
     numbers = tuple(range(0, ids.numel() + 1, tokens))

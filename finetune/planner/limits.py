@@ -92,7 +92,7 @@ def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
         return  # the code in the repository defines the architecture
     field = "model.config" if recipe.model.config is not None else "model.name"
     causal = types("MODEL_FOR_CAUSAL_LM")
-    both = any(kind in types(table) for table in SEQ_TO_SEQ) and not _beside(kind)
+    both = any(kind in types(table) for table in SEQ_TO_SEQ) and not _reads_other_media(kind)
     if fields.get("is_encoder_decoder", both):
         yield (
             f"{field}: {kind} is an encoder-decoder model, and only decoders are trained here; "
@@ -121,14 +121,14 @@ def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
         yield problem
 
 
-def _beside(kind: str) -> bool:
+def _reads_other_media(kind: str) -> bool:
     """Whether a model type is a decoder that also reads images or audio."""
     return any(kind in types(table) for table in BESIDE_TEXT)
 
 
 def _not_causal(kind: str) -> str:
     """Description of a model type without a causal language model; empty for unknown types."""
-    if _beside(kind):
+    if _reads_other_media(kind):
         return "also reads images or audio, which are not supported"
     if kind in types("MODEL_FOR_MASKED_LM"):
         return "is an encoder that predicts masked tokens, not the next token"

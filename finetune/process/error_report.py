@@ -22,7 +22,7 @@ SECONDS_FOR_THE_FIRST = 15
 """Seconds that other ranks wait before reporting a mistake that rank 0 should find as well."""
 
 
-def tell(error: FinetuneError) -> int:
+def report(error: FinetuneError) -> int:
     """Report an error once: to the launcher if there is one, otherwise from one rank.
 
     Without our launcher, torch's agent ends all processes when the first one ends. A mistake that
@@ -33,7 +33,7 @@ def tell(error: FinetuneError) -> int:
         The exit status.
     """
     rank = rendezvous.rank()
-    if leave(error) or (rank and isinstance(error, Interrupted)):
+    if write_for_launcher(error) or (rank and isinstance(error, Interrupted)):
         return error.exit_status
     if rank and not isinstance(error, TrainingFailure):
         time.sleep(SECONDS_FOR_THE_FIRST)
@@ -54,7 +54,7 @@ def _to_agent(error: FinetuneError) -> None:
             write_json(Path(path), {"message": told})
 
 
-def leave(error: FinetuneError) -> bool:
+def write_for_launcher(error: FinetuneError) -> bool:
     """Write the error to the file for the launcher; False if that is not possible.
 
     The first error of an attempt is kept, because later errors of other ranks are consequences of

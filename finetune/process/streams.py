@@ -34,11 +34,11 @@ class _Lasting(io.RawIOBase):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._descriptor)  # also for writes of libraries and child processes
             os.close(nowhere)
-            _tell(self._descriptor, error)
+            _report(self._descriptor, error)
             return len(memoryview(content).cast("B"))
 
 
-def _tell(descriptor: int, error: OSError) -> None:
+def _report(descriptor: int, error: OSError) -> None:
     """Report a failed stream on the other stream."""
     name = "standard output" if descriptor == 1 else "standard error"
     words = f"{name}: {error.strerror}; the work continues, and its record is written\n"

@@ -75,7 +75,7 @@ class RewardProcess:
         for number, reward in enumerate(self.rewards):
             found = self._call(number, columns)
             if isinstance(found, Failure):
-                told = self._told(reward, self._blamed(number, columns, found), columns)
+                told = self._failure_text(reward, self._blamed(number, columns, found), columns)
                 if not skip:
                     raise RewardFailure(
                         f"{told}; fix the function, or set on_reward_error=skip to leave "
@@ -140,7 +140,7 @@ class RewardProcess:
         found = [self._call(number, _one(columns, index)) for index in range(count)]
         return [None if isinstance(each, Failure) else each[0] for each in found]
 
-    def _told(self, reward: Reward, failure: Failure, columns: Columns) -> str:
+    def _failure_text(self, reward: Reward, failure: Failure, columns: Columns) -> str:
         index = failure.index or 0
         which = "prompt" if failure.index is not None else "all together, the first: prompt"
         prompt, completion = columns["prompts"][index], columns["completions"][index]

@@ -172,7 +172,7 @@ async def _reply(
         while not (await asyncio.wait([answer], timeout=0.5))[0]:
             if await request.is_disconnected():
                 raise HTTPException(499, "the client has disconnected")
-        return Json(reply.whole(answer.result()))
+        return Json(reply.response(answer.result()))
     except (RuntimeError, MemoryError) as error:  # torch raises them when out of memory
         return problem(500, f"{type(error).__name__}: {error}")
     finally:

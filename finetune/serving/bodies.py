@@ -26,7 +26,7 @@ class Reply:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def response(self, answer: Answer) -> dict[str, Any]:
         raise NotImplementedError
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -65,7 +65,7 @@ class Chat(Reply):
         self.asked: ChatRequest = asked
         self.at_once = bool(asked.tools)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def response(self, answer: Answer) -> dict[str, Any]:
         text, calls = self._parts(answer)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
@@ -142,7 +142,7 @@ class Completion(Reply):
         super().__init__(served)
         self.asked: TextRequest = asked
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def response(self, answer: Answer) -> dict[str, Any]:
         body = self._body(answer.text, answer.finish_reason, self._logprobs(answer.tokens))
         return {**body, "usage": _usage(answer)}
 

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 
 from finetune.data.chat.render import Chat
-from finetune.data.order import cut, deal
+from finetune.data.order import of_rank, split_rows
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
@@ -54,10 +54,10 @@ class Answering:
         """Greedy answers to this rank's share of the rows, each with its row number."""
         engine.model.eval()
         lengths = np.array([len(prompt) for prompt in self.prompts])
-        cuts = cut(np.arange(len(self.prompts)), lengths, self.micro_rows)
+        cuts = split_rows(np.arange(len(self.prompts)), lengths, self.micro_rows)
         found = list[tuple[int, Answer]]()
         with answering_attention(engine.module), torch.no_grad():
-            for _, chosen in deal(cuts, engine.data_rank, engine.data_world):
+            for _, chosen in of_rank(cuts, engine.data_rank, engine.data_world):
                 found += self._batch(engine, [int(number) for number in chosen])
         engine.reshard()
         return found

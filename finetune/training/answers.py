@@ -7,7 +7,7 @@ import torch
 
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.mismatched import mismatched
-from finetune.data.order import cut, deal
+from finetune.data.order import of_rank, split_rows
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
 from finetune.methods.losses import sequence_logps
@@ -18,8 +18,8 @@ def answer_micro_batches(engine: Engine, rows: Rows) -> list[np.ndarray]:
     recipe = engine.plan.recipe
     batch = recipe.batch
     slots = batch.micro_rows * recipe.row_length if batch.packing else batch.micro_tokens
-    cuts = cut(np.arange(len(rows)), rows.slots, batch.micro_rows, slots, rows.side_by_side)
-    return [taken for _, taken in deal(cuts, engine.data_rank, engine.data_world)]
+    cuts = split_rows(np.arange(len(rows)), rows.slots, batch.micro_rows, slots, rows.side_by_side)
+    return [taken for _, taken in of_rank(cuts, engine.data_rank, engine.data_world)]
 
 
 def mismatched_batches(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from finetune.data.collate import MicroBatch, collate
-from finetune.data.order import cut, deal, rows_of_step
+from finetune.data.order import of_rank, rows_of_step, split_rows
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
 from finetune.kernels.balance import parts
@@ -325,8 +325,8 @@ def _counted(engine: Engine, brought: list[float]) -> list[float]:
 def micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Row numbers of this rank's micro-batches of a step, with their global positions."""
     batch = engine.plan.recipe.batch
-    cuts = cut(chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
-    return deal(cuts, engine.data_rank, engine.data_world)
+    cuts = split_rows(chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
+    return of_rank(cuts, engine.data_rank, engine.data_world)
 
 
 def _dropout_seed(seed: int, step: int, number: int) -> int:
@@ -340,7 +340,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     recipe = engine.plan.recipe
     micro_rows = recipe.evaluation.micro_rows
     micro_tokens = recipe.batch.micro_tokens if micro_rows is None else None
-    cuts = cut(
+    cuts = split_rows(
         np.arange(len(rows)), rows.slots, micro_rows or recipe.batch.micro_rows, micro_tokens,
         rows.side_by_side,
     )  # fmt: skip
@@ -352,7 +352,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
         kl = step_kl(engine, given, float(rows.step_reference[0]))
     engine.model.eval()
     # Equally many batches on every rank, because forward passes are collective.
-    for _, indices in deal(cuts, engine.data_rank, engine.data_world):
+    for _, indices in of_rank(cuts, engine.data_rank, engine.data_world):
         given = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
         (batch,) = engine.local_batches([given], pad_id)
         terms += recipe.count(batch)

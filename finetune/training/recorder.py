@@ -13,7 +13,7 @@ import torch
 from finetune import catalog
 from finetune.checkpoints.checkpoint import Progress
 from finetune.data.filling import filling_notes
-from finetune.data.order import cut, rows_of_step
+from finetune.data.order import rows_of_step, split_rows
 from finetune.data.prepare import Prepared
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
@@ -347,7 +347,7 @@ def _slots(plan: Plan, rows: Rows, steps: int) -> float:
     found: list[int] = []
     for step in range(min(steps, COUNTED_STEPS)):
         chosen = rows_of_step(step, len(rows), batch.rows, seed)
-        for each in cut(
+        for each in split_rows(
             chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side
         ):
             lengths = rows.slots[each]

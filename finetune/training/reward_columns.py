@@ -27,7 +27,7 @@ def reward_columns(
         prompts: (completions,) int64, the row of each completion's prompt.
         completions: sampled completions, in the same order.
     """
-    beside = [rows.documents.beside(int(rows.members[row])) for row in prompts]
+    beside = [rows.documents.reward_input(int(rows.members[row])) for row in prompts]
     columns = {name: [each.get(name) for each in beside] for name in names}
     columns["prompts"] = columns.pop("prompt")
     texts = [
@@ -51,7 +51,9 @@ def _text(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, completion: 
 def column_names(rows: Rows) -> list[str]:
     """Names of all columns that any row has, including its prompt."""
     documents = rows.documents
-    return list(dict.fromkeys(key for n in range(len(documents)) for key in documents.beside(n)))
+    return list(
+        dict.fromkeys(key for n in range(len(documents)) for key in documents.reward_input(n))
+    )
 
 
 def last_words(value: Any) -> str:

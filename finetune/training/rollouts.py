@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.checkpoints.handover import all_ends, network_of
 from finetune.data.collate import collate
-from finetune.data.order import cut, deal, rows_of_step
+from finetune.data.order import of_rank, rows_of_step, split_rows
 from finetune.data.store import Rows, TokenColumn, labelled_places
 from finetune.distributed.base import Engine
 from finetune.inference.sampling import Completion, Sampler, Wanted
@@ -269,14 +269,14 @@ class Rollouts:
     @torch.no_grad()
     def _logps(self, rows: Rows, model: nn.Module) -> np.ndarray:
         engine, batch = self.engine, self.recipe.batch
-        cuts = cut(
+        cuts = split_rows(
             np.arange(len(rows)), rows.slots, batch.micro_rows, batch.micro_tokens,
             rows.side_by_side,
         )  # fmt: skip
         places, values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         model.eval()
         # Equally many batches on every rank, because forward passes are collective.
-        for _, some in deal(cuts, engine.data_rank, engine.data_world):
+        for _, some in of_rank(cuts, engine.data_rank, engine.data_world):
             logps, _ = token_logps(model, collate(rows, some, self.pad_id, engine.device))
             places.append(labelled_places(rows.documents, some))
             values.append(logps.float().cpu().numpy())

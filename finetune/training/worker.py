@@ -130,7 +130,7 @@ class Worker:
         failure = out_of_memory(
             error, engine.plan, engine.rank, engine.device, forecast, step, self.run.standing()
         )
-        self.heartbeat.tell(str(failure))
+        self.heartbeat.report_failure(str(failure))
         return failure
 
     def _heartbeat(self) -> Heartbeat:

@@ -165,7 +165,7 @@ class Turns:
 
     def _check_tool(self, rendered: Rendered, tool: dict[str, Any]) -> None:
         """Refuse a template that leaves out a tool, even if messages mention the tool."""
-        text = rendered.marked.outside(_said_by(rendered.sample, ("assistant", "tool")))
+        text = rendered.marked.outside(_indices_by_role(rendered.sample, ("assistant", "tool")))
         missing = lost_of_tool(tool, text)
         if missing:
             raise FinetuneError(
@@ -190,7 +190,7 @@ class Turns:
             return
         text = marked.text
         if message["role"] != "assistant" or number not in marked.turns:
-            text = marked.outside(_said_by(rendered.sample, ("assistant", "tool"), number))
+            text = marked.outside(_indices_by_role(rendered.sample, ("assistant", "tool"), number))
             missing = lost(message, text)
             if not missing and self._writes(rendered.sample, number):
                 return
@@ -416,7 +416,7 @@ class Turns:
         return written.partition(PROBE)[0].strip()
 
 
-def _said_by(sample: Conversation, roles: tuple[str, ...], but: int = -1) -> list[int]:
+def _indices_by_role(sample: Conversation, roles: tuple[str, ...], but: int = -1) -> list[int]:
     """Indices of the messages with some roles, except message `but`."""
     return [n for n, m in enumerate(sample.messages) if m["role"] in roles and n != but]
 

@@ -92,7 +92,7 @@ class CallForm:
         name = re.compile(r"\s*([\w.\-]+)").match(text, at)
         if name is None:
             return
-        opened = _meets(text, self.after_name, name.end())
+        opened = _match_piece(text, self.after_name, name.end())
         if opened is None:
             return
         if self.around_key is None:
@@ -101,7 +101,7 @@ class CallForm:
                 return
         else:
             arguments, end = self._tagged(text, opened, schemas.get(name[1], {}))
-            if self.after.strip() and _meets(text, self.after, end) is None:
+            if self.after.strip() and _match_piece(text, self.after, end) is None:
                 return  # truncated
         yield WrittenCall(name[1], arguments, start, _skip(text, self.after, end))
 
@@ -115,9 +115,9 @@ class CallForm:
         parameters = schema.get("parameters")
         kinds = parameters.get("properties", {}) if isinstance(parameters, Mapping) else {}
         arguments = dict[str, Any]()
-        while (key_at := _meets(text, opening, at)) is not None:
+        while (key_at := _match_piece(text, opening, at)) is not None:
             key_end = text.find(closing.strip(BLANK), key_at)
-            value_at = _meets(text, closing, key_end) if key_end >= 0 else None
+            value_at = _match_piece(text, closing, key_end) if key_end >= 0 else None
             if value_at is None:
                 break
             end = text.find(self.after_value.strip(BLANK), value_at)
@@ -241,7 +241,7 @@ def _find(text: str, piece: str, at: int) -> tuple[int, int] | None:
     return None if start < 0 else (start, start + len(core))
 
 
-def _meets(text: str, piece: str, at: int) -> int | None:
+def _match_piece(text: str, piece: str, at: int) -> int | None:
     """The end of a piece that is next in the text, after white space; None if it is not next."""
     core = piece.strip(BLANK)
     start = len(text) - len(text[at:].lstrip(BLANK)) if core else at
@@ -249,7 +249,7 @@ def _meets(text: str, piece: str, at: int) -> int | None:
 
 
 def _skip(text: str, piece: str, at: int) -> int:
-    end = _meets(text, piece, at) if piece.strip(BLANK) else None
+    end = _match_piece(text, piece, at) if piece.strip(BLANK) else None
     return at if end is None else end
 
 

@@ -57,7 +57,7 @@ class Traced:
     """Number of collectives of a step, by kind."""
     payload: dict[str, float]
     """Bytes of the unsharded tensors of these collectives, by kind."""
-    bent: float
+    deviation: float
     """Largest relative deviation of the third traced step from the line through the others."""
 
     @property
@@ -113,11 +113,11 @@ def extrapolate(steps: Sequence[Step], layers: int, accumulation: int, offload: 
         moments=moments,
         counts={kind: moved(kind, 0) for kind in sorted(kinds)},
         payload={kind: moved(kind, 1) for kind in sorted(kinds)},
-        bent=_bent(steps),
+        deviation=_deviation(steps),
     )
 
 
-def _bent(steps: Sequence[Step]) -> float:
+def _deviation(steps: Sequence[Step]) -> float:
     """Largest relative deviation of the last step's moments from the line through the others."""
     *first, last = steps
     worst = 0.0
@@ -170,7 +170,7 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        return all(row.agrees for row in self.rows) and self.traced.bent <= NEGLIGIBLE
+        return all(row.agrees for row in self.rows) and self.traced.deviation <= NEGLIGIBLE
 
     @property
     def traced_peak(self) -> float:
@@ -241,7 +241,7 @@ class Verification:
                 f"than {NEGLIGIBLE:.0%} of the peak"
             )
         wrong = ", ".join(row.component for row in self.rows if not row.agrees)
-        if self.traced.bent > NEGLIGIBLE:
+        if self.traced.deviation > NEGLIGIBLE:
             wrong = f"{wrong}{', ' if wrong else ''}memory is not linear in the layers"
         return f"NOT VERIFIED beyond {TOLERANCE:.0%}: {wrong}"
 

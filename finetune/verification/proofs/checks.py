@@ -188,13 +188,13 @@ def weights_apart(reference: Run, run: Run, steps: int) -> float:
     moved = apart = 0.0
     with Reader(folders[0]) as middle, Reader(folders[1]) as end, Reader(other) as here:
         for name in names:
-            last = end.whole(name, "weight").double()
-            moved += _square(last - middle.whole(name, "weight").double())
-            apart += _without_strays(last - here.whole(name, "weight").double())
+            last = end.full(name, "weight").double()
+            moved += _square(last - middle.full(name, "weight").double())
+            apart += _square_without_largest(last - here.full(name, "weight").double())
     return math.sqrt(apart / moved) if moved else math.inf
 
 
-def _without_strays(values: torch.Tensor) -> float:
+def _square_without_largest(values: torch.Tensor) -> float:
     """Sum of squares of all elements but the largest."""
     squares = (values * values).flatten()
     strays = squares.topk(min(len(squares), math.ceil(STRAYS * len(squares)))).values

@@ -18,7 +18,7 @@ from finetune.process.signals import SIGNALS
 from finetune.runs.run import Run, write_json
 from finetune.verification.proofs import packing
 from finetune.verification.proofs.matrix import Crossing, Pair, Request, divisor, single_of
-from finetune.verification.proofs.runs import Launches, Trial, carry_out, cut
+from finetune.verification.proofs.runs import Launches, Trial, carry_out, copy_at_step
 from finetune.verification.proofs.small_recipe import Kind, Subject, make_subject, of_kind
 
 KILL_AFTER = 2
@@ -151,7 +151,7 @@ def copy_checkpoints(shop: Workshop, crossings: Sequence[Crossing]) -> None:
     for crossing in crossings:
         source = writer_of(shop, crossing)
         if source.root not in shop.failed:
-            cut(source, shop.crossing(crossing), shop.request.shape.middle)
+            copy_at_step(source, shop.crossing(crossing), shop.request.shape.middle)
 
 
 def continue_all(shop: Workshop, pairs: Sequence[Pair], crossings: Sequence[Crossing]) -> None:

@@ -185,7 +185,7 @@ def _last_words(status: int | None, log: Path) -> str:
     return "\n".join([f"ended with status {status}; the end of {log}:", *lines[-SHOWN_LINES:]])
 
 
-def cut(source: Run, target: Run, step: int) -> None:
+def copy_at_step(source: Run, target: Run, step: int) -> None:
     """Copy a run as it is left by a kill after the checkpoint of a step.
 
     Weights are hard-linked, because no run writes to a file of a complete checkpoint.
