@@ -71,15 +71,15 @@ def _taken(descriptor: int, path: Path) -> bool:
 
 def _locked_message(run: Run, holder: str) -> str:
     """The message that a directory is locked; for another host, with the time of its last write."""
-    told = (
+    text = (
         f"{run.root}: in use by {holder or 'another process'}; wait until it ends, or choose "
         "another --output"
     )
     if not holder or holder.endswith(f" on {socket.gethostname()}"):
-        return told
+        return text
     wrote = [path.stat().st_mtime for path in run.root.iterdir() if path.is_file()]
     return (
-        f"{told} (it last wrote {duration(max(0.0, time.time() - max(wrote)))} ago; if that "
+        f"{text} (it last wrote {duration(max(0.0, time.time() - max(wrote)))} ago; if that "
         "host is gone, a network disk may keep its lock: delete run.lock)"
     )
 

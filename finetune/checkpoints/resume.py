@@ -94,14 +94,14 @@ def _free_to_change(recipe: Recipe) -> list[str]:
 
 
 def _changed_rows(then: dict[str, Any], now: dict[str, Any]) -> str:
-    told: list[str] = []
+    changes: list[str] = []
     for split, purpose in (("train", "train"), ("eval", "evaluate")):
         if then[split] != now[split]:
             was, has = (f"{each[split]['documents']:,} rows of {each[split]['tokens']:,} tokens"
                         for each in (then, now))  # fmt: skip
             change = f"{was} then, {has} now" if was != has else f"{was}, but different ones"
-            told.append(f"to {purpose} on {change}")
-    return "; ".join(told)
+            changes.append(f"to {purpose} on {change}")
+    return "; ".join(changes)
 
 
 def _refuse_other_precision(run: Run, precision: str) -> None:
@@ -123,17 +123,17 @@ def _recorded(path: Path, key: str) -> Any:
 
 def _intact(run: Run, recipe: Recipe) -> int:
     step, damaged = newest_intact(run, lambda manifest: _of_another_recipe(manifest, recipe))
-    told = [
+    lines = [
         f"{run.checkpoint(number)}: damaged: {'; '.join(found[:3])}"
         for number, found in damaged.items()
     ]
     if step is None:
         raise FinetuneError(
-            *told,
+            *lines,
             f"{run.root}: no checkpoint is intact; restore one from a copy, or remove "
             f"{run.checkpoints} and start again without --resume",
         )
-    for number, line in zip(damaged, told, strict=True):
+    for number, line in zip(damaged, lines, strict=True):
         aside = set_aside(run, number)
         print(f"warning: {line}; renamed to {aside.name}, resuming from step {step}",
               file=sys.stderr)  # fmt: skip

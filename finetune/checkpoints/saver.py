@@ -49,14 +49,14 @@ class Saver:
         """
         self.finish()
         self.last = progress.step
-        begun = time.perf_counter()
+        started = time.perf_counter()
         progress = dataclasses.replace(progress, scale=self._engine.scale.state())
         taken = checkpoint.take(self._engine)
         if not self._saving.background:
-            self._write(taken, progress, best, begun, None)
+            self._write(taken, progress, best, started, None)
             return
-        waited = time.perf_counter() - begun
-        arguments = (taken, progress, best, begun, waited)
+        waited = time.perf_counter() - started
+        arguments = (taken, progress, best, started, waited)
         self._thread = threading.Thread(target=self._write_apart, args=arguments, daemon=True)
         self._thread.start()
 
@@ -74,10 +74,10 @@ class Saver:
         return done
 
     def _write_apart(
-        self, taken: checkpoint.State, progress: Progress, best: bool, begun: float, waited: float
+        self, taken: checkpoint.State, progress: Progress, best: bool, started: float, waited: float
     ) -> None:
         try:
-            self._write(taken, progress, best, begun, waited)
+            self._write(taken, progress, best, started, waited)
         except Exception as error:  # `finish` raises it, so that no failure goes unnoticed
             self._error = error
 
@@ -86,14 +86,14 @@ class Saver:
         taken: checkpoint.State,
         progress: Progress,
         best: bool,
-        begun: float,
+        started: float,
         waited: float | None,
     ) -> None:
         size = checkpoint.write(
             self._engine, self._run, progress, self._tokenizer, taken, self._group
         )
         tidy(self._engine, self._run, progress, best, self._saving.keep, self._group)
-        seconds = time.perf_counter() - begun if waited is None else waited
+        seconds = time.perf_counter() - started if waited is None else waited
         self._written.append(Saved(step=progress.step, seconds=seconds, bytes=size))
 
 

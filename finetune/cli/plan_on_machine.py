@@ -285,8 +285,8 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         print(f"\nshapes from {source.where}")
         return 0
     print(page.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
-    for told in (advice.faster(ranked[0], ranked), advice.division(ranked[0], ranked)):
-        print(f"\n{told}" if told else "", end="\n" if told else "")
+    for hint in (advice.faster(ranked[0], ranked), advice.division(ranked[0], ranked)):
+        print(f"\n{hint}" if hint else "", end="\n" if hint else "")
     if first:
         print(f"\n{page.before_disk(first)}")
     for note in page.machine_notes(machine, precision == "bf16"):

@@ -152,9 +152,9 @@ def mistakes(counts: dict[str, Any]) -> Iterator[str]:
             f"truncated, or check for copied answers; {MEANT}"
         )
     if counts["documents"] and counts.get("wanted") in (0, counts["documents"]):
-        said = "wanted" if counts["wanted"] else "unwanted"
+        kind = "wanted" if counts["wanted"] else "unwanted"
         yield (
-            f"data: each of the {counts['documents']:,} answers is labelled as {said}, so there is "
+            f"data: each of the {counts['documents']:,} answers is labelled as {kind}, so there is "
             f"nothing to compare them with; check the column of labels; {MEANT}"
         )
     if counts.get("same_label"):

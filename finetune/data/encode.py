@@ -112,12 +112,12 @@ class Encoder:
                     own.columns.update(unread_columns(chunk.data_format, value))
                     added = self._encode(sample, own, place)
                 except (RowProblem, FinetuneError) as error:
-                    told = error.problems if isinstance(error, FinetuneError) else (str(error),)
+                    reasons = error.problems if isinstance(error, FinetuneError) else (str(error),)
                     if chunk.drops_bad_rows:
                         tally.note("bad", place)
-                        bad.append(BadRow(chunk.file, number, "; ".join(told), value))
+                        bad.append(BadRow(chunk.file, number, "; ".join(reasons), value))
                     else:
-                        problems.extend((place, problem) for problem in told)
+                        problems.extend((place, problem) for problem in reasons)
                     continue
                 if own is not tally:
                     tally.add(own)
@@ -167,10 +167,10 @@ class Encoder:
 
     def _markup(self, sample: Sample) -> Iterator[str]:
         """Yield the tally names for special tokens in the text of prompts and of answers."""
-        asked, said = list[str](), list[str]()
+        asked, trained_texts = list[str](), list[str]()
         for role, text in _texts(sample):
-            (said if role in ("assistant", "completion", "text") else asked).append(text)
-        for name, texts in (("markup_asked", asked), ("markup_said", said)):
+            (trained_texts if role in ("assistant", "completion", "text") else asked).append(text)
+        for name, texts in (("markup_asked", asked), ("markup_said", trained_texts)):
             if any(map(self.chat.holds_markup, texts)):
                 yield name
 
@@ -256,8 +256,8 @@ def _texts_of(sequence: Plain, answer: bool = False) -> list[tuple[str, str]]:
             messages = sequence.messages[sequence.given if answer else 0 :]
             return [(message["role"], message["content"]) for message in messages]
         case Completion():
-            said = [("completion", sequence.completion)]
-            return said if answer else [("prompt", sequence.prompt), *said]
+            parts = [("completion", sequence.completion)]
+            return parts if answer else [("prompt", sequence.prompt), *parts]
         case _:
             return [("text", sequence.text)]
 
@@ -277,8 +277,10 @@ def _is_empty(sample: Plain) -> bool:
     """Whether every assistant turn is empty."""
     match sample:
         case Conversation():
-            said = _trained_messages(sample)
-            return bool(said) and not any(m["content"].strip() or "tool_calls" in m for m in said)
+            trained = _trained_messages(sample)
+            return bool(trained) and not any(
+                m["content"].strip() or "tool_calls" in m for m in trained
+            )
         case Completion():
             return not sample.completion.strip()
         case _:

@@ -41,14 +41,15 @@ def filling_notes(rows: Rows, recipe: Recipe, padding: Padding, steps: int) -> l
     share = real_share(rows, recipe, steps)
     if share >= ENOUGH:
         return []
-    told = f"batch: {share:.0%} of the token slots are tokens, the others are padding"
+    message = f"batch: {share:.0%} of the token slots are tokens, the others are padding"
     if padding.instead:
-        return [f"{told}; {padding.instead} concatenates rows without padding"]
+        return [f"{message}; {padding.instead} concatenates rows without padding"]
     batch = recipe.batch
     if batch.micro_tokens is None:
         better = real_share(rows, recipe, steps, recipe.row_length)
         if better >= ENOUGH:
             return [
-                f"{told}; batch.micro_tokens={recipe.row_length} raises this share to {better:.0%}"
+                f"{message}; batch.micro_tokens={recipe.row_length} raises this share to "
+                f"{better:.0%}"
             ]
-    return [f"{told}; batch.micro_rows=1 fills them, one row in each forward pass"]
+    return [f"{message}; batch.micro_rows=1 fills them, one row in each forward pass"]

@@ -256,8 +256,8 @@ def read_oasst(row: Raw) -> Conversation | None:
 
 def read_kto(row: Raw) -> Judged:
     """Read an answer whose `label` (or `kto_tag`) says whether it is wanted."""
-    said = {name: row[name] for name in ("label", "kto_tag") if row.get(name) is not None}
-    wanted = {name: verdict(value) for name, value in said.items()}
+    given = {name: row[name] for name in ("label", "kto_tag") if row.get(name) is not None}
+    wanted = {name: verdict(value) for name, value in given.items()}
     for name, value in wanted.items():
         if value is None:
             raise RowProblem(f"{name} is {shown(row[name])}, expected true or false")

@@ -40,9 +40,9 @@ def mismatched(rows: Rows, chosen: np.ndarray, epoch: int, seed: int, max_length
     return dataclasses.replace(made, padding_free=rows.side_by_side)
 
 
-def _joined(asked: Columns, said: Columns, max_length: int) -> Columns:
+def _joined(asked: Columns, reply: Columns, max_length: int) -> Columns:
     """The prompt of one document followed by the answer of another."""
-    (ids, trained), (other, answered) = asked, said
+    (ids, trained), (other, answered) = asked, reply
     prompt, start = int(trained.argmax()), int(answered.argmax())
     whole = np.concatenate([ids[:prompt], other[start:]])
     labels = np.concatenate([np.zeros(prompt, bool), answered[start:]])

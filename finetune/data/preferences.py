@@ -248,8 +248,8 @@ def _is_text(answer: str) -> bool:
 
 
 def _has_text(answer: list[Message]) -> bool:
-    said = [each for each in answer if each["role"] == "assistant"]
-    return any(each["content"].strip() or "tool_calls" in each for each in said)
+    turns = [each for each in answer if each["role"] == "assistant"]
+    return any(each["content"].strip() or "tool_calls" in each for each in turns)
 
 
 def _bare(messages: tuple[Message, ...]) -> list[Message]:

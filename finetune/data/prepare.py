@@ -302,8 +302,13 @@ def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
             value = each.value
             if isinstance(value, Unreadable):
                 value = value.text
-            told = {"file": each.file, "row": each.number, "problem": each.problem, "value": value}
-            file.write(json.dumps(told, default=str) + "\n")
+            record = {
+                "file": each.file,
+                "row": each.number,
+                "problem": each.problem,
+                "value": value,
+            }
+            file.write(json.dumps(record, default=str) + "\n")
 
 
 def _origins(file: int, encoded: Encoded) -> np.ndarray:

@@ -40,15 +40,15 @@ class Problems:
         """Raise FinetuneError if there are problems."""
         if not self.found:
             return
-        told = []
+        lines = []
         for told_of in self.found.values():
             place, problem = told_of[0]
             others = len(told_of) - 1
             more = f" (and {others} more row{'s' * (others > 1)})" if others else ""
-            told.append(f"{place}{more}: {problem}" if place else problem)
+            lines.append(f"{place}{more}: {problem}" if place else problem)
         if self.enough:
-            told.append("reading stopped here; there may be more")
-        raise FinetuneError(*told)
+            lines.append("reading stopped here; there may be more")
+        raise FinetuneError(*lines)
 
 
 def _kind(problem: str) -> str:

@@ -149,13 +149,13 @@ def _repeats_system(system: str, messages: tuple[Message, ...]) -> bool:
 
     Raises RowProblem if there is a system message with a different text.
     """
-    told = [each for each in messages if each["role"] in ("system", "developer")]
-    if told and [each["content"] for each in told] != [system]:
+    system_turns = [each for each in messages if each["role"] in ("system", "developer")]
+    if system_turns and [each["content"] for each in system_turns] != [system]:
         raise RowProblem(
             "the row has a column 'system' and a system message with a different text; keep one of "
             'them, or leave the column out: columns={"system": null}'
         )
-    return bool(told)
+    return bool(system_turns)
 
 
 def instruction_of(instruction: str, given: str) -> str:

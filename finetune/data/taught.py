@@ -52,7 +52,7 @@ def read(recipe: Recipe, data: Prepared, vocabulary: int) -> dict[str, TokenColu
             temperature.
     """
     folder = Path(getattr(recipe, "teacher_logps", None) or "")
-    told = f"teacher_logps: {folder}"
+    prefix = f"teacher_logps: {folder}"
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         if not isinstance(about, dict) or not isinstance(about.get("files"), dict):
@@ -64,17 +64,17 @@ def read(recipe: Recipe, data: Prepared, vocabulary: int) -> dict[str, TokenColu
         hashes = {file: sha256(folder / file) for file in (IDS, LOGPS)}
         wrong = [file for file, found in hashes.items() if about["files"].get(file) != found]
     except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
-        raise FinetuneError(f"{told}: cannot be read ({error}); {AGAIN}") from None
+        raise FinetuneError(f"{prefix}: cannot be read ({error}); {AGAIN}") from None
     temperature = getattr(recipe, "temperature", 1.0)
-    problems = [f"{told}: {file} does not match its recorded hash; {AGAIN}" for file in wrong]
+    problems = [f"{prefix}: {file} does not match its recorded hash; {AGAIN}" for file in wrong]
     if about.get("rows") != hash_of_rows(data):
         problems.append(
-            f"{told}: was made for other rows, or other trained tokens, than those of the recipe; "
-            f"{AGAIN} and the same data, template and train_on"
+            f"{prefix}: was made for other rows, or other trained tokens, than those of the "
+            f"recipe; {AGAIN} and the same data, template and train_on"
         )
     if about.get("temperature") != temperature:
         problems.append(
-            f"{told}: was made at temperature {about.get('temperature')}, and the recipe has "
+            f"{prefix}: was made at temperature {about.get('temperature')}, and the recipe has "
             f"{temperature}; set temperature={about.get('temperature')}, or {AGAIN}"
         )
     if problems:

@@ -133,11 +133,11 @@ class Heartbeat:
     def _beat(self) -> None:
         assert self._store is not None
         self._number += 1
-        told = Beat(
+        beat = Beat(
             self._rank, self._number, self.step, collectives_begun(), os.getpid(),
             socket.gethostname(), self._place(),
         )  # fmt: skip
-        self._store.set(f"{self._prefix}/{self._rank}", json.dumps(dataclasses.asdict(told)))
+        self._store.set(f"{self._prefix}/{self._rank}", json.dumps(dataclasses.asdict(beat)))
         self._end_as_orphan()
 
     def _listen(self) -> None:
@@ -206,16 +206,16 @@ class Heartbeat:
                 f"{self._standing()}"
             )
         try:
-            told = self._published()
-            if told is None:
-                told = self._publish(self._describe(self._losses()))
+            message = self._published()
+            if message is None:
+                message = self._publish(self._describe(self._losses()))
         except (DistError, RuntimeError):
-            told = (
+            message = (
                 f"step {self.step}: the rendezvous store at "
                 f"{self._meeting[0]}:{self._meeting[1]} on the host of rank 0 cannot be reached; "
                 f"{self._standing()}"
             )
-        return TrainingFailure(f"{told} (seen by rank {self._rank}: {first_line})")
+        return TrainingFailure(f"{message} (seen by rank {self._rank}: {first_line})")
 
     def lost_local_rank(self) -> TrainingFailure | None:
         """The loss of a rank of this host, if it is why torch's agent terminates this rank."""

@@ -60,12 +60,12 @@ def ask(model: Loaded | Endpoint, questions: Sequence[Question], asking: Asking)
         FinetuneError: a question does not fit into the context, a conversation needs a chat
             template, or the server does not answer.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     if isinstance(model, Endpoint):
         given = [_served(model, each, asking) for each in questions]
     else:
         given = _generated(model, questions, asking)
-    return Answers(tuple(given), time.perf_counter() - begun)
+    return Answers(tuple(given), time.perf_counter() - started)
 
 
 def _generated(loaded: Loaded, questions: Sequence[Question], asking: Asking) -> list[Answer]:

@@ -68,11 +68,11 @@ def _judge(bound: Bound, measure: Measure) -> Verdict:
         return Verdict(bound, False, f"{bound}: {measure.total:.4g} of one row has no interval")
     low, high = interval
     passed = low >= bound.value if bound.sign == ">=" else high <= bound.value
-    said = f"{measure.total:.4g}, 95 % interval {low:.4g} to {high:.4g}, {measure.rows:,} rows"
+    summary = f"{measure.total:.4g}, 95 % interval {low:.4g} to {high:.4g}, {measure.rows:,} rows"
     within = measure.total >= bound.value if bound.sign == ">=" else measure.total <= bound.value
     if not passed and within:
-        said += f"; the bound is inside the interval: {_advice(bound, measure)}"
-    return Verdict(bound, passed, f"{bound}: {said}")
+        summary += f"; the bound is inside the interval: {_advice(bound, measure)}"
+    return Verdict(bound, passed, f"{bound}: {summary}")
 
 
 def _advice(bound: Bound, measure: Measure) -> str:

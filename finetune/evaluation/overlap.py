@@ -49,8 +49,8 @@ def keys_of(sample: Sample) -> tuple[str, str]:
             question, _ = keys_of(sample.chosen)
             return question, question + keys_of(sample.rejected)[1] + keys_of(sample.chosen)[1]
         case Conversation():
-            said, tools = sample.messages, sample.tools
-            return digest([said[:-1], tools]), digest([said, tools])
+            messages, tools = sample.messages, sample.tools
+            return digest([messages[:-1], tools]), digest([messages, tools])
         case Completion():
             return digest(sample.prompt), digest([sample.prompt, sample.completion])
         case Judged():

@@ -148,8 +148,8 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Any]]:
         for name, side in (("after", evaluation.after), ("before", evaluation.before)):
             if side is not None:
                 answer = side.answers[number]
-                said = answer.text or json.dumps(answer.calls or "", ensure_ascii=False)
-                row[name] = answer.text if answer.calls is None else said
+                text = answer.text or json.dumps(answer.calls or "", ensure_ascii=False)
+                row[name] = answer.text if answer.calls is None else text
                 row[f"{name}_finish"] = "length" if answer.cut else "stop"
         scores = {
             name: _scores(name, evaluation, number)

@@ -70,9 +70,9 @@ def _of_side(
     for row, answer in zip(asked, answers, strict=True):
         question = row.question
         is_text = isinstance(question, Completion)
-        said = [{"role": "assistant", "content": answer.text}]
+        turns = [{"role": "assistant", "content": answer.text}]
         columns["prompts"].append(question.prompt if is_text else list(question.messages[:-1]))
-        columns["completions"].append(answer.text if is_text else said)
+        columns["completions"].append(answer.text if is_text else turns)
     columns |= columns_of(asked)
     scores, failed = process.score(columns, skip=True)
     if failed:

@@ -180,12 +180,12 @@ def _convert(checkout: Path, folder: Path, target: Path, *words: str) -> None:
         raise TrainingFailure(f"{checkout / CONVERTER}: it did not write {target.name}")
 
 
-def _run(command: list[str], told: str, env: dict[str, str] | None = None) -> None:
+def _run(command: list[str], failure: str, env: dict[str, str] | None = None) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
-        raise TrainingFailure(f"{told}: {errors[-1].removeprefix('ERROR:')}")
+        raise TrainingFailure(f"{failure}: {errors[-1].removeprefix('ERROR:')}")
 
 
 def context_of(source: Source) -> int | None:

@@ -101,15 +101,15 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """
     if tokenizer.chat_template is None:
         return None
-    told = "--format ollama: the chat template does more than add text around each message"
+    problem = "--format ollama: the chat template does more than add text around each message"
     try:
         parts = _parts(tokenizer)
         template = None if parts is None else _written(parts)
         wrong = next((each for each in PROBES if not _same(tokenizer, template, each)), None)
     except TEMPLATE_ERRORS as error:
-        raise FinetuneError(f"{told}: {error}; export it as gguf") from None
+        raise FinetuneError(f"{problem}: {error}; export it as gguf") from None
     if template is None or wrong is not None:
-        raise FinetuneError(f"{told}, and Ollama has no Jinja; export it as gguf")
+        raise FinetuneError(f"{problem}, and Ollama has no Jinja; export it as gguf")
     return template
 
 

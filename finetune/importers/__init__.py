@@ -59,7 +59,7 @@ def explain(job: Translation) -> list[str]:
     """Lines with the outcome of each key, the most important first."""
     lines = list[str]()
     for outcome in ORDER:
-        found = {key: told for key, (kind, told) in job.outcomes.items() if kind == outcome}
+        found = {key: reason for key, (kind, reason) in job.outcomes.items() if kind == outcome}
         width = max((len(key) for key in found), default=0)
-        lines += [f"{outcome:<14}  {key:<{width}}  {told}" for key, told in found.items()]
-    return lines + [f"{'assumed':<14}  {told}" for told in job.assumed]
+        lines += [f"{outcome:<14}  {key:<{width}}  {reason}" for key, reason in found.items()]
+    return lines + [f"{'assumed':<14}  {reason}" for reason in job.assumed]

@@ -71,22 +71,22 @@ def translate(job: Translation, folder: Path) -> None:
     job.move("cosine_min_lr_ratio", "optim.min_lr")
     trainer.evaluation_and_saving(job)
     for key, path in (("evals_per_epoch", "evaluation.every"), ("saves_per_epoch", "saving.every")):
-        told = (
+        reason = (
             f"{shown(job.get(key))} per epoch: set {path} to a number of steps, see `finetune plan`"
         )
-        job.say(key, "not needed" if job.get(key) == 0 else "no counterpart", told)
+        job.say(key, "not needed" if job.get(key) == 0 else "no counterpart", reason)
     job.move("early_stopping_patience", "evaluation.patience")
     trainer.precision(job)
     trainer.checkpointing(job)
     _trackers(job)
     trainer.backend(job, folder)
-    for key, told in NOT_NEEDED.items():
-        job.say(key, "not needed", told)
-    told = "the tokenizer's special tokens are used; model.add_tokens adds others"
-    job.say("special_tokens", "no counterpart", told)
-    told = "on_nonfinite handles NaN; a high loss does not stop a run"
+    for key, reason in NOT_NEEDED.items():
+        job.say(key, "not needed", reason)
+    reason = "the tokenizer's special tokens are used; model.add_tokens adds others"
+    job.say("special_tokens", "no counterpart", reason)
+    reason = "on_nonfinite handles NaN; a high loss does not stop a run"
     for key in ("loss_watchdog_threshold", "loss_watchdog_patience"):
-        job.say(key, "no counterpart", told)
+        job.say(key, "no counterpart", reason)
     trainer.the_rest(job)
 
 
@@ -119,8 +119,10 @@ def _model(job: Translation) -> None:
         job.say("base_model_config", "not needed", "config.json is in the folder of the weights")
     kind = text(job.get("model_type"))
     causal = kind.endswith("ForCausalLM")
-    told = "read from config.json" if causal else f"{kind}: the architecture in config.json is used"
-    job.say("model_type", "not needed" if causal else "differs", told)
+    reason = (
+        "read from config.json" if causal else f"{kind}: the architecture in config.json is used"
+    )
+    job.say("model_type", "not needed" if causal else "differs", reason)
     for key, attention in ATTENTION.items():
         if job.get(key):
             job.set("model.attention", attention)
@@ -161,8 +163,8 @@ def _adapter(job: Translation) -> None:
     if job.get("lora_target_linear"):
         job.set("adapter.targets", "all-linear")
         job.say("lora_target_linear", "translated", "adapter.targets=all-linear")
-        told = "adapter.targets=all-linear includes these names if they are linear layers"
-        job.say("lora_target_modules", "differs", told)
+        reason = "adapter.targets=all-linear includes these names if they are linear layers"
+        job.say("lora_target_modules", "differs", reason)
     else:
         job.say("lora_target_linear", "not needed", "it is off")
         job.move("lora_target_modules", "adapter.targets")
@@ -195,8 +197,8 @@ def _template(job: Translation) -> None:
         job.set("model.chat_template", None if name == "tokenizer_default" else name)
         job.say(key, "translated", f"model.chat_template={'null' if name != 'chatml' else name}")
     else:
-        told = f"{name}: the tokenizer's own template; or name a file in model.chat_template"
-        job.say(key, "differs", told)
+        reason = f"{name}: the tokenizer's own template; or name a file in model.chat_template"
+        job.say(key, "differs", reason)
     if job.get("train_on_inputs"):
         job.set("train_on", "all")
     word = job.fields.get("train_on", "assistant")
@@ -242,8 +244,8 @@ def _data(job: Translation) -> None:
     elif not size:
         job.say("val_set_size", "not needed", "nothing is held out")
     else:
-        told = f"a fraction of the rows, {shown(size)}: set eval_rows to a number of rows"
-        job.say("val_set_size", "no counterpart", told)
+        reason = f"a fraction of the rows, {shown(size)}: set eval_rows to a number of rows"
+        job.say("val_set_size", "no counterpart", reason)
 
 
 def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, Any]:
@@ -260,8 +262,8 @@ def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, An
         if len(listed) == 1:
             job.say(f"{at}.data_files", "translated", f"source={shown(listed[0])}")
         else:
-            told = f"only {shown(listed[0])}: name each file as a source, or their folder"
-            job.say(f"{at}.data_files", "no counterpart", told)
+            reason = f"only {shown(listed[0])}: name each file as a source, or their folder"
+            job.say(f"{at}.data_files", "no counterpart", reason)
     if "name" in values:
         data["subset"] = text(values["name"])
         job.say(f"{at}.name", "translated", f"subset={shown(values['name'])}")
@@ -270,9 +272,9 @@ def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, An
     if "ds_type" in values:
         job.say(f"{at}.ds_type", "not needed", "derived from the file extension")
     _format(job, at, values, data)
-    said = ("path", "data_files", "name", "split", "ds_type")
+    read = ("path", "data_files", "name", "split", "ds_type")
     for inner in values:
-        if inner not in said and f"{at}.{inner}" not in job.outcomes:
+        if inner not in read and f"{at}.{inner}" not in job.outcomes:
             job.say(
                 f"{at}.{inner}",
                 "no counterpart",
@@ -310,8 +312,8 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         data["format"] = "sharegpt"
         job.say(key, "translated", "format=sharegpt")
         if "conversation" in values:
-            told = "the tokenizer's own template; or name one in model.chat_template"
-            job.say(f"{at}.conversation", "differs", told)
+            reason = "the tokenizer's own template; or name one in model.chat_template"
+            job.say(f"{at}.conversation", "differs", reason)
     elif word in ("completion", "pretrain"):
         data["format"] = "text"
         job.set("train_on", "all")
@@ -324,15 +326,15 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
                 job.say(f"{at}.{inner}", "translated", f"columns={data.get('columns', {})}")
     elif word == "alpaca":
         data["format"] = "alpaca"
-        told = "format=alpaca: the chat template renders the prompt, not '### Instruction:'"
-        job.say(key, "differs", told)
+        reason = "format=alpaca: the chat template renders the prompt, not '### Instruction:'"
+        job.say(key, "differs", reason)
     elif word == "oasst":
         data["format"] = "oasst"
         job.say(key, "differs", "format=oasst: the best-ranked path down each tree")
     else:
         data["format"] = text(kind)
-        told = f"{shown(kind)}: unknown format; `finetune plan` lists the formats"
-        job.say(key, "no counterpart", told)
+        reason = f"{shown(kind)}: unknown format; `finetune plan` lists the formats"
+        job.say(key, "no counterpart", reason)
 
 
 def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str, Any]) -> None:
@@ -344,8 +346,8 @@ def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str,
     columns = {column: name for column, name in columns.items() if column != name}
     if columns:
         data["columns"] = columns
-    told = "format=alpaca with its columns: the chat template renders the prompt"
-    job.say(f"{at}.type", "differs", told)
+    reason = "format=alpaca with its columns: the chat template renders the prompt"
+    job.say(f"{at}.type", "differs", reason)
     for key in kind:
         if key not in names and kind[key] is not None:
             job.say(f"{at}.type.{key}", "no counterpart", "the chat template renders the prompt")
@@ -363,8 +365,8 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
     pair = (names["role"], names["content"])
     data["format"] = "sharegpt" if pair == ("from", "value") else "messages"
     if pair not in (("from", "value"), ("role", "content")) or len(names) > 2:
-        told = f"{shown(names)}: keys are role and content, or from and value: rename them"
-        job.say(f"{at}.message_property_mappings", "no counterpart", told)
+        reason = f"{shown(names)}: keys are role and content, or from and value: rename them"
+        job.say(f"{at}.message_property_mappings", "no counterpart", reason)
     elif mapping is not None:
         job.say(f"{at}.message_property_mappings", "translated", f"format={data['format']}")
     column = text(values.get("field_messages", "messages"))
@@ -387,17 +389,17 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
     }
     for key, known in same.items():
         if key in values:
-            told = (
+            reason = (
                 "same behavior"
                 if values[key] in known
                 else f"{shown(values[key])}: replaced by {known[0]}"
             )
-            job.say(f"{at}.{key}", "translated" if values[key] in known else "differs", told)
+            job.say(f"{at}.{key}", "translated" if values[key] in known else "differs", reason)
     roles = values.get("roles")
     if isinstance(roles, dict):
         usual = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}}
         usual |= {"system": {"system"}, "tool": {"tool"}}
         read = cast(dict[str, list[str]], roles)
         others = [r for role, words in read.items() for r in words if r not in usual.get(role, ())]
-        told = f"{', '.join(others)}: rename these roles in the data" if others else "same names"
-        job.say(f"{at}.roles", "no counterpart" if others else "translated", told)
+        reason = f"{', '.join(others)}: rename these roles in the data" if others else "same names"
+        job.say(f"{at}.roles", "no counterpart" if others else "translated", reason)

@@ -71,11 +71,11 @@ def translate(job: Translation, folder: Path) -> None:
     _checkpointing(job)
     trainer.trackers(job)
     trainer.backend(job, folder)
-    for key, told in NOT_NEEDED.items():
-        job.say(key, "not needed", told)
+    for key, reason in NOT_NEEDED.items():
+        job.say(key, "not needed", reason)
     for key in ("do_eval", "do_predict", "predict_with_generate"):
         job.refuse_flag(key, NOT_NEEDED[key])
-    for key, told in {
+    for key, reason in {
         "use_unsloth": "models are loaded with transformers",
         "use_galore": "for the available optimizers, see optim.name",
         "use_apollo": "for the available optimizers, see optim.name",
@@ -90,7 +90,7 @@ def translate(job: Translation, folder: Path) -> None:
         "use_swanlab": "trackers are tensorboard, wandb, mlflow and trackio",
         "neftune_noise_alpha": "noise on embeddings is not supported",
     }.items():
-        job.refuse_flag(key, told)
+        job.refuse_flag(key, reason)
     trainer.the_rest(job)
 
 
@@ -147,8 +147,8 @@ def _model(job: Translation) -> None:
     }
     for key, known in same.items():
         given = job.get(key)
-        told = f"{shown(given)}: bitsandbytes NF4 with double quantization"
-        job.say(key, "translated" if given in known else "differs", told)
+        reason = f"{shown(given)}: bitsandbytes NF4 with double quantization"
+        job.say(key, "translated" if given in known else "differs", reason)
 
 
 def _adapter(job: Translation) -> None:
@@ -201,8 +201,8 @@ def _template(job: Translation) -> None:
     if name == "chatml":
         job.move("template", "model.chat_template")
     else:
-        told = f"{name}: the tokenizer's own template; or name one in model.chat_template"
-        job.say("template", "differs", told)
+        reason = f"{name}: the tokenizer's own template; or name one in model.chat_template"
+        job.say("template", "differs", reason)
     if job.get("train_on_prompt"):
         job.set("train_on", "all")
     elif job.get("mask_history"):
@@ -218,8 +218,8 @@ def _packing(job: Translation) -> None:
     job.set("batch.packing", pack)
     job.say("neat_packing", "translated", f"batch.packing={shown(pack)}")
     if plain and not neat:
-        told = "batch.packing=true, where documents do not attend to each other"
-        job.say("packing", "differs", told)
+        reason = "batch.packing=true, where documents do not attend to each other"
+        job.say("packing", "differs", reason)
     else:
         job.say("packing", "translated", f"batch.packing={shown(pack)}")
 
@@ -231,11 +231,11 @@ def _checkpointing(job: Translation) -> None:
         off = bool(job.get("disable_gradient_checkpointing"))
         job.set("model.activation_checkpointing", not off)
         if not off:
-            told = "model.activation_checkpointing=true: the other toolkit's default"
-            job.assumed.append(told)
+            reason = "model.activation_checkpointing=true: the other toolkit's default"
+            job.assumed.append(reason)
     held = shown(job.fields["model"]["activation_checkpointing"])
-    told = f"model.activation_checkpointing={held}"
-    job.say("disable_gradient_checkpointing", "translated", told)
+    reason = f"model.activation_checkpointing={held}"
+    job.say("disable_gradient_checkpointing", "translated", reason)
 
 
 # --- data --------------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ def _data(job: Translation, folder: Path) -> None:
         job.set(path, [_source(job, key, name, described, home) for name in names])
         job.say(key, "translated", f"{path}, {len(names)} sources")
     if isinstance(size := job.get("val_size"), float) and 0 < size < 1:
-        told = f"a fraction of the rows, {size}: set eval_rows to a number of rows"
-        job.say("val_size", "no counterpart", told)
+        reason = f"a fraction of the rows, {size}: set eval_rows to a number of rows"
+        job.say("val_size", "no counterpart", reason)
     elif size:
         job.move("val_size", "eval_rows")
     else:
@@ -303,8 +303,8 @@ def _source(
             job.say(f"{at}.{theirs}", "translated", f"{theirs}={data[theirs]}")
     if rows := values.get("num_samples"):
         data["first"] = rows
-        told = f"first={rows}: the first rows, not a random choice"
-        job.say(f"{at}.num_samples", "differs", told)
+        reason = f"first={rows}: the first rows, not a random choice"
+        job.say(f"{at}.num_samples", "differs", reason)
     _format(job, at, values, data)
     if "max_samples" in job.source:
         limit = job.source["max_samples"]
@@ -323,8 +323,8 @@ def _source(
     )
     for inner in values:
         if inner not in (*read, "tags") and values[inner] not in (None, False):
-            told = f"{shown(values[inner])}: no field of a source corresponds to it"
-            job.say(f"{at}.{inner}", "no counterpart", told)
+            reason = f"{shown(values[inner])}: no field of a source corresponds to it"
+            job.say(f"{at}.{inner}", "no counterpart", reason)
     return data
 
 
@@ -362,8 +362,8 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         if name in names:
             job.say(f"{at}.columns.{name}", "translated", f"{column} is {names[name]}")
         else:
-            told = f"{column}: a column that {job.fields['method']} cannot use"
-            job.say(f"{at}.columns.{name}", "no counterpart", told)
+            reason = f"{column}: a column that {job.fields['method']} cannot use"
+            job.say(f"{at}.columns.{name}", "no counterpart", reason)
 
 
 def _dialect(job: Translation, at: str, tags: dict[str, str]) -> str:
@@ -378,8 +378,8 @@ def _dialect(job: Translation, at: str, tags: dict[str, str]) -> str:
         if same:
             job.say(f"{at}.tags.{tag}", "translated", "same name")
         elif not usual:
-            told = f"{value}: rename it in the data to {known.get(tag, 'a supported role')}"
-            job.say(f"{at}.tags.{tag}", "no counterpart", told)
+            reason = f"{value}: rename it in the data to {known.get(tag, 'a supported role')}"
+            job.say(f"{at}.tags.{tag}", "no counterpart", reason)
     return "messages" if known is OPENAI_TAGS else "sharegpt"
 
 
@@ -399,6 +399,6 @@ def _mixture(job: Translation) -> None:
     shares = _names(job.get("interleave_probs", ""))
     for source, share in zip(job.fields.get("data", []), shares, strict=False):
         source["weight"] = share  # the recipe parses the number or rejects it
-    told = "weights of the sources; an epoch ends before a row would repeat"
-    job.say("mix_strategy", "differs", told)
-    job.say("interleave_probs", "translated", told)
+    reason = "weights of the sources; an epoch ends before a row would repeat"
+    job.say("mix_strategy", "differs", reason)
+    job.say("interleave_probs", "translated", reason)

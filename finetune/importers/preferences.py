@@ -67,8 +67,8 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
     """Set the method of a recipe, and record the outcome of the key that names it."""
     for field, value in fields.items():
         job.set(field, value)
-    told = ", ".join(f"{field}={value}" for field, value in fields.items())
-    job.say(key, "translated", told)
+    reason = ", ".join(f"{field}={value}" for field, value in fields.items())
+    job.say(key, "translated", reason)
     for theirs, (field, methods) in FIELDS.items():
         if fields["method"] in methods:
             job.move(theirs, field)
@@ -90,9 +90,9 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
     job.refuse_flag("dpo_use_logits_to_keep", "logits are computed where they are needed")
     job.refuse_flag("ref_model", "reference=start is the model before training")
     job.refuse_flag("ref_model_adapters", "reference=start is the model before training")
-    told = "log-probabilities of the reference are computed once, before the first step"
+    reason = "log-probabilities of the reference are computed once, before the first step"
     for theirs in ("precompute_ref_log_probs", "ref_model_quantization_bit"):
-        job.say(theirs, "not needed", told)
+        job.say(theirs, "not needed", reason)
 
 
 def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
@@ -102,8 +102,8 @@ def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict
     is_judged = job.fields.get("method") == "kto"
     known = JUDGED_TYPES if is_judged else PAIR_TYPES
     if isinstance(kind, dict) or word not in known:
-        told = "format 'kto' or 'preference' with `columns` reads it; see docs/data.md"
-        job.say(f"{at}.type", "no counterpart", f"{shown(kind)}: {told}")
+        reason = "format 'kto' or 'preference' with `columns` reads it; see docs/data.md"
+        job.say(f"{at}.type", "no counterpart", f"{shown(kind)}: {reason}")
         data["format"] = "kto" if is_judged else "preference"
         return
     data["format"], columns = known[word]
@@ -117,8 +117,8 @@ def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict
     columns = {theirs: ours for theirs, ours in columns.items() if theirs != ours}
     if columns:
         data["columns"] = columns
-    told = f"format={data['format']}: the model's own chat template renders it"
-    job.say(f"{at}.type", "differs" if "." in text(kind) else "translated", told)
+    reason = f"format={data['format']}: the model's own chat template renders it"
+    job.say(f"{at}.type", "differs" if "." in text(kind) else "translated", reason)
 
 
 def refuse_unpaired(at: str, values: Mapping[str, Any], chosen: str) -> None:

@@ -51,9 +51,9 @@ def batch(job: Translation, micro: str, default: int) -> None:
     job.say(micro, "translated", f"batch.micro_rows={shown(rows)}")
     if isinstance(rows, int) and isinstance(steps, int):
         whole = rows * steps * job.processes
-        told = f"batch.rows={whole} ({rows} x {steps} x {job.processes} processes)"
+        reason = f"batch.rows={whole} ({rows} x {steps} x {job.processes} processes)"
         job.set("batch.rows", whole)
-        job.say("gradient_accumulation_steps", "translated", told)
+        job.say("gradient_accumulation_steps", "translated", reason)
         job.assumed.append(
             f"batch.rows={whole}: rows of a step over all processes, assumed to be "
             f"{job.processes}; --processes sets another number"
@@ -165,8 +165,8 @@ def evaluation_and_saving(job: Translation) -> None:
     for key, path in (("eval_steps", "evaluation.every"), ("save_steps", "saving.every")):
         value = job.get(key)
         if isinstance(value, float) and value < 1:
-            told = f"a fraction of the run: set {path} to a number of steps"
-            job.say(key, "no counterpart", told)
+            reason = f"a fraction of the run: set {path} to a number of steps"
+            job.say(key, "no counterpart", reason)
         elif value == 0:
             job.say(key, "translated", f"{path}=null, once at the end")
         else:
@@ -200,8 +200,8 @@ def precision(job: Translation) -> None:
     for key in ("bf16", "bfloat16", "pure_bf16"):
         if key in job.source:
             on = job.source[key] in (True, "auto", "full")
-            told = "backends train in bf16 by default" if on else "give --precision fp32 for fp32"
-            job.say(key, "translated" if on else "not needed", told)
+            reason = "backends train in bf16 by default" if on else "give --precision fp32 for fp32"
+            job.say(key, "translated" if on else "not needed", reason)
     for key in ("fp16", "float16"):
         if job.get(key):
             job.say(key, "differs", "bf16 instead, which needs no loss scaling")
@@ -215,8 +215,8 @@ def checkpointing(job: Translation) -> None:
         job.move("gradient_checkpointing", "model.activation_checkpointing")
     elif value is not None:
         job.set("model.activation_checkpointing", True)
-        told = f"{shown(value)}: replaced by model.activation_checkpointing=true"
-        job.say("gradient_checkpointing", "differs", told)
+        reason = f"{shown(value)}: replaced by model.activation_checkpointing=true"
+        job.say("gradient_checkpointing", "differs", reason)
     job.say("gradient_checkpointing_kwargs", "not needed", "recomputation gives equal gradients")
 
 
@@ -230,8 +230,8 @@ def trackers(job: Translation) -> None:
     job.set("trackers", known)
     others = [word for word in wanted if word not in TRACKERS]
     if others:
-        told = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
-        job.say("report_to", "no counterpart", told)
+        reason = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
+        job.say("report_to", "no counterpart", reason)
     else:
         job.say("report_to", "translated", f"trackers={known}")
 
@@ -283,8 +283,8 @@ def _deepspeed(job: Translation, folder: Path) -> str | None:
     name = f"zero{stage}{offload}"
     shipped = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
     if name not in shipped:
-        told = f"{shown(given)}: no such backend; known are {', '.join(shipped)}"
-        job.say("deepspeed", "no counterpart", told)
+        reason = f"{shown(given)}: no such backend; known are {', '.join(shipped)}"
+        job.say("deepspeed", "no counterpart", reason)
         return None
     job.say("deepspeed", "translated", f"backend={name} ({known}); its other values are not used")
     return name
@@ -302,23 +302,23 @@ def _fsdp(job: Translation) -> str:
     offload = "offload" in words or config.get("offload_params") in (True, "true")
     name = f"fsdp_{'shard_grad_op' if keep else 'full_shard'}{'_offload' if offload else ''}"
     hybrid = any("hybrid" in str(word).lower() for word in (*words, strategy))
-    told = f"backend={name}" + (", which shards over all processes" if hybrid else "")
+    reason = f"backend={name}" + (", which shards over all processes" if hybrid else "")
     for key in ("fsdp", "fsdp_config"):
         job.say(
-            key, "differs" if hybrid else "translated", f"{told}; its other values are not used"
+            key, "differs" if hybrid else "translated", f"{reason}; its other values are not used"
         )
     return name
 
 
 def the_rest(job: Translation) -> None:
     """Record the keys that do not affect training."""
-    for key, told in NOT_NEEDED.items():
+    for key, reason in NOT_NEEDED.items():
         if key not in job.outcomes:
-            job.say(key, "not needed", told)
+            job.say(key, "not needed", reason)
     for key in job.source:
         if key.startswith("wandb_") or key.startswith("mlflow_") or key.startswith("comet_"):
-            told = "set the tracker's own environment variables"
+            reason = "set the tracker's own environment variables"
             if key not in job.outcomes:
-                job.say(key, "not needed", told)
+                job.say(key, "not needed", reason)
         if key.startswith(("push_to_hub", "hub_")) and key not in job.outcomes:
             job.say(key, "not needed", "nothing is uploaded; `finetune export` writes the model")

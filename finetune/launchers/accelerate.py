@@ -218,18 +218,20 @@ def _run(
                     sys.stderr.write(held.pop())
         code = process.wait()
     lost = None if heard else lost_worker("".join(report))
-    told = json.loads(status.read_text()) if code and status.exists() else None
+    outcome = json.loads(status.read_text()) if code and status.exists() else None
     if lost is None:
         sys.stderr.writelines(held)
     elif code:
         standing = f"{lost}; {run.standing()}"
-        if told is None or told["status"] == Interrupted.exit_status:  # the agent ends the others
+        if (
+            outcome is None or outcome["status"] == Interrupted.exit_status
+        ):  # the agent ends the others
             raise TrainingFailure(standing)
-        if not any(lost.partition(" (")[0] in problem for problem in told["problems"]):
-            told["problems"].append(standing)
-    if told is not None:
+        if not any(lost.partition(" (")[0] in problem for problem in outcome["problems"]):
+            outcome["problems"].append(standing)
+    if outcome is not None:
         kinds = {kind.exit_status: kind for kind in (FinetuneError, Interrupted)}
-        raise kinds.get(told["status"], TrainingFailure)(*told["problems"])
+        raise kinds.get(outcome["status"], TrainingFailure)(*outcome["problems"])
     if code and heard:
         raise Interrupted(
             f"interrupted by {heard[0]}; no process reported a save: continue with --resume auto"

@@ -164,12 +164,12 @@ class Classifier(Recipe):
         if self.problem_type == REGRESSION:
             return {"mae": ((scores - labels).abs().sum(), rows), "mean_score": (mean, rows)}
         if self.problem_type == MULTI:
-            true, said = labels, (scores > 0).float()
+            true, predicted = labels, (scores > 0).float()
         else:
             numbers = labels[:, 0].long(), scores.argmax(1)
-            true, said = (F.one_hot(each, len(self.labels)).float() for each in numbers)
-        right = (true == said).all(1).sum(), rows
-        both, either = (true * said).sum(0), (true + said).sum(0)  # (labels,)
+            true, predicted = (F.one_hot(each, len(self.labels)).float() for each in numbers)
+        right = (true == predicted).all(1).sum(), rows
+        both, either = (true * predicted).sum(0), (true + predicted).sum(0)  # (labels,)
         shares = zip(self.metrics[2:], 2 * both, either, strict=True)
         of_classes = {name: (twice, seen) for name, twice, seen in shares}
         return {"accuracy": right, "mean_score": (mean, rows), **of_classes}

@@ -111,14 +111,14 @@ def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
                 continue  # experts were modules of this name in transformers 4
             end = word if field == "modules_to_save" else f".{word}"  # as in PEFT
             if not any(name == word or name.endswith(end) for name in modules):
-                told = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
+                problem = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
                 here = _linear_modules(model) + targets.expert_words(model)
-                yield told + (here if field == "targets" else "")
+                yield problem + (here if field == "targets" else "")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, field):
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in (*modules, *parameters)):
-                told = f"adapter.{field}: no module matches '{pattern}'"
-                yield f"{told}{did_you_mean(pattern, last)}"
+                problem = f"adapter.{field}: no module matches '{pattern}'"
+                yield f"{problem}{did_you_mean(pattern, last)}"
 
 
 def _linear_modules(model: nn.Module) -> str:

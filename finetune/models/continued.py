@@ -62,9 +62,9 @@ def load_adapter(network: PeftModel, recipe: Recipe) -> None:
             )
     if problems:
         left = len(problems) - MOST_NAMED
-        told = problems[:MOST_NAMED] + ([f"and {left} more"] if left > 0 else [])
+        shown = problems[:MOST_NAMED] + ([f"and {left} more"] if left > 0 else [])
         raise FinetuneError(
-            f"model.adapter: {folder} does not fit {recipe.model.name}: {'; '.join(told)}"
+            f"model.adapter: {folder} does not fit {recipe.model.name}: {'; '.join(shown)}"
         )
     with torch.no_grad():
         for key, name in keys.items():

@@ -119,14 +119,14 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 @contextlib.contextmanager
-def reading(told: str) -> Generator[None]:
+def reading(problem: str) -> Generator[None]:
     """Turn any error that a library raises while it reads files into an error about these files.
 
     For a damaged file, transformers, PEFT, tokenizers and safetensors raise whatever their code
     happens to raise: KeyError, AttributeError, their own types, even plain Exception.
 
     Args:
-        told: The file or model, and what failed.
+        problem: The file or model, and what failed.
 
     Raises:
         FinetuneError: with the first line of the error. Out-of-memory errors are raised unchanged.
@@ -139,7 +139,7 @@ def reading(told: str) -> Generator[None]:
         first = first_line(error)
         if not is_of_library(error) or (isinstance(error, RuntimeError) and "memory" in first):
             raise  # out of memory on a CPU is a RuntimeError
-        raise FinetuneError(f"{told}: {first}") from None
+        raise FinetuneError(f"{problem}: {first}") from None
 
 
 @contextlib.contextmanager

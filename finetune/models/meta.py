@@ -46,14 +46,14 @@ def unreached(model: nn.Module, longest: int = LONG) -> list[str] | None:
         model: Model before an engine wraps it; its weights may be partitioned by ZeRO-3.
         longest: Maximum tokens of a training row.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     wanted = [name for name, p in model.named_parameters() if p.requires_grad]
     left: set[str] | None = None
     for length in sorted({min(length, longest) for length in (SHORT, LONG, 8 * LONG)}):
-        if left is not None and time.perf_counter() - begun > SECONDS / 4:
+        if left is not None and time.perf_counter() - started > SECONDS / 4:
             break
         try:
-            with _as_text(model), _seconds_left(model, begun + SECONDS):
+            with _as_text(model), _seconds_left(model, started + SECONDS):
                 found = _pass_on_meta(model, wanted, length)
         except Exception:  # an operation that needs data; which one depends on the model
             if left is not None:  # the shorter rows passed

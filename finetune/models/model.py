@@ -170,8 +170,8 @@ def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
         with engine.without_partitioning():
             model = pretrained(engine, recipe, weight_dtype(plan))
     except FinetuneError as error:
-        told = (each.replace("model.name", "reference") for each in error.problems)
-        raise FinetuneError(*told) from None
+        problems = (each.replace("model.name", "reference") for each in error.problems)
+        raise FinetuneError(*problems) from None
     check_layout(recipe, model.config)
     if plan.padding.free and not layout(recipe, model.config).free:
         raise FinetuneError(
@@ -279,8 +279,8 @@ def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:
         if chosen[option] == "fused" and plain:
             some = any(isinstance(each, kind) for each in alike)
             which = f"fused, but plain in {', '.join(plain)}" if some else "plain"
-            told = f"those {parts} are" if some else f"the {parts} of this model are"
-            notes.append(f"kernels.{option}: {which}, because {told} not supported")
+            subject = f"those {parts} are" if some else f"the {parts} of this model are"
+            notes.append(f"kernels.{option}: {which}, because {subject} not supported")
     place = torch.device("cpu" if on_cpu() else "cuda")
     newest = use_flash_3(place, bool(getattr(model.config, "attention_dropout", 0)))
     notes += [] if newest is None else [newest]

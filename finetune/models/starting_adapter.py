@@ -294,7 +294,7 @@ def record(recipe: Recipe, run: Run, is_new: bool) -> str:
             "it back, or choose another --output"
         )
     base, name = str(now["base_model"]), str(recipe.model.name)
-    told = f"model.adapter: training starts from the adapter in {now['folder']}"
+    message = f"model.adapter: training starts from the adapter in {now['folder']}"
     if base == name or Path(base).resolve() == Path(name).resolve():
-        return told
-    return f"{told}, which was trained on {base}, not on {name}"
+        return message
+    return f"{message}, which was trained on {base}, not on {name}"

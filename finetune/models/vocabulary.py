@@ -105,14 +105,15 @@ def refuse_tokens_without_rows(
         return
     named = recipe.model.tokenizer or recipe.model.adapter or recipe.model.name
     lost = sorted((id, token) for token, id in tokenizer.get_vocab().items() if id >= rows)
-    told = f"model.tokenizer: '{named}' gave the token {highest}, but the model has {rows}"
+    prefix = f"model.tokenizer: '{named}' gave the token {highest}, but the model has {rows}"
     if len(lost) > MOST_NAMED:
         raise FinetuneError(
-            f"{told}; {len(lost)} of its tokens have no row: name the tokenizer that belongs to it"
+            f"{prefix}; {len(lost)} of its tokens have no row: name the tokenizer that belongs to "
+            "it"
         )
     words = ", ".join(f'"{token}"' for _, token in lost)
     raise FinetuneError(
-        f"{told}; tokens without a row: {words}; add rows with model.add_tokens=[{words}], or "
+        f"{prefix}; tokens without a row: {words}; add rows with model.add_tokens=[{words}], or "
         "name the tokenizer that belongs to the model"
     )
 
@@ -251,8 +252,8 @@ def token_indices(
                 ids.add(id)
         found[name] = sorted(ids)
     if problems:
-        told = dict.fromkeys(f"adapter.trainable_token_indices: {each}" for each in problems)
-        raise FinetuneError(*told)
+        unique = dict.fromkeys(f"adapter.trainable_token_indices: {each}" for each in problems)
+        raise FinetuneError(*unique)
     return found
 
 

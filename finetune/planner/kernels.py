@@ -135,12 +135,12 @@ def attention_rule(recipe: Recipe, backend: Backend) -> str:
         caps_scores(fields),
         fields.get("model_type") in SINKS,
     )
-    told: list[str] = []
+    parts: list[str] = []
     for device, (where, call) in ONE_CALL.items():
         reasons = against_one_call(device, backend.precision, *traits)
         alone = f"each by itself, not in {call}: {' and '.join(reasons)}"
-        told.append(f"on {where} {alone if reasons else f'in {call}'}")
-    return f"documents apart, {'; '.join(told)}"
+        parts.append(f"on {where} {alone if reasons else f'in {call}'}")
+    return f"documents apart, {'; '.join(parts)}"
 
 
 def against_one_call(

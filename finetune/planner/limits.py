@@ -207,10 +207,10 @@ def against_parameters(given: LoRA) -> Iterator[str]:
         f"adapter.init_lora_weights: '{init}' has no": isinstance(init, str) and init != "gaussian",
     }
     instead = {"dropout": "0", "use_dora": "false", "init_lora_weights": "true"}
-    for told, is_asked in whole.items():
+    for setting, is_asked in whole.items():
         if is_asked:
-            field = told.split(":")[0].removeprefix("adapter.")
+            field = setting.split(":")[0].removeprefix("adapter.")
             yield (
-                f"{told} {WITHOUT_3D}; use adapter.{field}={instead[field]}, or name modules of "
+                f"{setting} {WITHOUT_3D}; use adapter.{field}={instead[field]}, or name modules of "
                 "attention in adapter.targets and leave adapter.target_parameters empty"
             )

@@ -49,9 +49,9 @@ def _to_agent(error: FinetuneError) -> None:
     path = os.environ.get(AGENTS_FILE)
     if path is not None:
         words = "\n".join(f"error: {problem}" for problem in error.problems)
-        told = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
+        content = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):  # for example a full disk; the terminal has the error
-            write_json(Path(path), {"message": told})
+            write_json(Path(path), {"message": content})
 
 
 def write_for_launcher(error: FinetuneError) -> bool:
@@ -63,9 +63,9 @@ def write_for_launcher(error: FinetuneError) -> bool:
     path = os.environ.get(STATUS_FILE)
     if path is None:
         return False
-    told = _left(Path(path))
-    first = told is not None and told["attempt"] == rendezvous.restarts()
-    if told is not None and first and told["status"] != Interrupted.exit_status:
+    earlier = _left(Path(path))
+    first = earlier is not None and earlier["attempt"] == rendezvous.restarts()
+    if earlier is not None and first and earlier["status"] != Interrupted.exit_status:
         return True
     left = {"attempt": rendezvous.restarts(), "status": error.exit_status}
     try:

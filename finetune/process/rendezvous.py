@@ -79,8 +79,8 @@ def local_rank_and_count() -> tuple[int, int]:
 
     srun, for example, does not set it.
     """
-    told = "LOCAL_WORLD_SIZE" in os.environ
-    return (local_rank(), neighbours()) if told else (rank(), world())
+    is_set = "LOCAL_WORLD_SIZE" in os.environ
+    return (local_rank(), neighbours()) if is_set else (rank(), world())
 
 
 def visible_gpus() -> str | None:

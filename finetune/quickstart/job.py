@@ -31,7 +31,7 @@ VOCABULARY = 1_536
 
 def quickstart(output: Path) -> Run:
     """Generate the data, train the base, fine-tune it with QLoRA, and print a comparison."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     torch.set_num_threads(
         1
     )  # a small model gains little from more threads, and loses a lot to busy cores
@@ -53,7 +53,7 @@ def quickstart(output: Path) -> Run:
     answered = [[example.answer for example in score.examples] for score in (before, after)]
     write_json(run.samples, samples(rows, *answered))
     report(run)
-    console.print(result_table(run, before, after, time.perf_counter() - begun))
+    console.print(result_table(run, before, after, time.perf_counter() - started))
     for verb in (
         f"eval {run.root} --against base",
         f"chat {run.root}",

@@ -40,7 +40,7 @@ PROMPTS, HELD_OUT = (FOLDER / "data" / f"wanted{kind}.jsonl" for kind in ("", "_
 
 def quickstart_grpo(output: Path) -> tuple[Run, Run]:
     """Train a small model with exact match as its reward, then another with a hackable reward."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     torch.set_num_threads(1)  # a small model gains little from more threads
     console = Console()
     console.rule("[bold]1 of 4[/]  data, and a small Llama from scratch")
@@ -56,7 +56,7 @@ def quickstart_grpo(output: Path) -> tuple[Run, Run]:
     hacked = _train(output.with_name(f"{output.name}-hacked"), f'reward_funcs=["{HACKABLE}"]')
     rows = references(Data(str(HELD_OUT), "messages"))
     before = exact_match(load(start), rows, max_new_tokens=48, batch_rows=64).share
-    console.print(result_table(before, run, hacked, time.perf_counter() - begun))
+    console.print(result_table(before, run, hacked, time.perf_counter() - started))
     for verb in (f"report {run.root}", f"report {hacked.root}", f"chat {run.root}"):
         console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
     return run, hacked

@@ -43,7 +43,7 @@ class Behaviour:
 
 def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
     """Train a small model to answer in two ways, train it to prefer one with DPO, and compare."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     torch.set_num_threads(1)  # a small model gains little from more threads
     console = Console()
     console.rule("[bold]1 of 3[/]  data, and a small Llama from scratch")
@@ -57,7 +57,7 @@ def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
     rows = references(Data(str(FOLDER / "data" / "held_out.jsonl"), "messages"))
     before, after = (behaviour(answers(load(each), rows)) for each in (start, run))
     report(run)
-    console.print(result_table(run, before, after, time.perf_counter() - begun))
+    console.print(result_table(run, before, after, time.perf_counter() - started))
     for verb in (f"chat {run.root}", f"report {run.root}"):
         console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
     return run, before, after

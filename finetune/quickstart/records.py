@@ -167,11 +167,11 @@ def fields_found(
     """
     return [
         sum(
-            f"{json.dumps(key)}: {json.dumps(value)}" in said[-1]["content"]
+            f"{json.dumps(key)}: {json.dumps(value)}" in reply[-1]["content"]
             for key, value in wanted
         )
         / len(wanted)
-        for said, record in zip(completions, answer, strict=True)
+        for reply, record in zip(completions, answer, strict=True)
         for wanted in [json.loads(record).items()]
     ]
 

@@ -57,12 +57,12 @@ class Pace:
 
     steps: int
     step: int = 0
-    begun: float = 0.0
+    started: float = 0.0
     spoke: float = -math.inf
 
     def due(self, step: int, now: float) -> bool:
         tenth = step - self.step >= max(1, self.steps / 10)
-        waited = now - self.spoke >= max(10.0, 0.02 * (now - self.begun))
+        waited = now - self.spoke >= max(10.0, 0.02 * (now - self.started))
         if not (tenth or waited or step >= self.steps):
             return False
         self.step, self.spoke = step, now
@@ -125,7 +125,7 @@ class Display:
     def _begin(self, start: Start) -> None:
         self._start, self._first, self._latest = start, None, None
         now = self._clock()
-        self._pace = Pace(steps=start.steps, step=start.step, begun=now)
+        self._pace = Pace(steps=start.steps, step=start.step, started=now)
         if start.resumed_from is not None:
             self._evaluated = list(read_history(self._run).evaluated)
         self._console.print(start_table(self._run, start))

@@ -79,9 +79,9 @@ def title(results: Mapping[str, Any]) -> str:
 def rows_line(results: Mapping[str, Any]) -> str:
     """Number of rows answered and scored, as text."""
     rows = results["rows"]
-    said = f"{rows['answered']:,} of {rows['of']:,} rows answered" if rows["answered"] else ""
+    count = f"{rows['answered']:,} of {rows['of']:,} rows answered" if rows["answered"] else ""
     scored = f"loss of {rows['scored']:,} rows" if rows["scored"] else ""
-    return ", ".join(filter(None, (said, scored)))
+    return ", ".join(filter(None, (count, scored)))
 
 
 def lines(results: Mapping[str, Any]) -> list[Line]:
@@ -188,10 +188,10 @@ def units_of(scores: Mapping[str, float]) -> str:
 
 def marked(answer: str, expected: str) -> Markup:
     """HTML of an answer with its differences from the expected answer as `<ins>` and `<del>`."""
-    said, wanted = WORDS.findall(answer), WORDS.findall(expected)
+    predicted, wanted = WORDS.findall(answer), WORDS.findall(expected)
     parts = list[str]()
-    for what, a, b, c, d in difflib.SequenceMatcher(None, wanted, said, False).get_opcodes():
-        lacking, added = escape("".join(wanted[a:b])), escape("".join(said[c:d]))
+    for what, a, b, c, d in difflib.SequenceMatcher(None, wanted, predicted, False).get_opcodes():
+        lacking, added = escape("".join(wanted[a:b])), escape("".join(predicted[c:d]))
         if what == "equal":
             parts.append(str(added))
             continue

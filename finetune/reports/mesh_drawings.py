@@ -148,13 +148,13 @@ def memory(peaks: Sequence[Moment], usable: float | None, measured: Sequence[int
                 about = f"{name}: {size(count)}"
                 yield box(x, y, count * scale, high - 10, f"part {name}", about)
                 x += count * scale
-            told = size(moment.total)
+            label = size(moment.total)
             if measured:
                 at = 70 + measured[stage] * scale
                 yield f'<path class="measured" d="M{at:.1f} {y - 3:.1f}v{high - 4:.1f}"/>'
-                told += f", measured {size(measured[stage])}"
+                label += f", measured {size(measured[stage])}"
                 x = max(x, at)
-            yield text(x + 8, y + 15, f"{told}  {'' if measured else moment.name}")
+            yield text(x + 8, y + 15, f"{label}  {'' if measured else moment.name}")
         if limit is not None:
             at, bottom = 70 + limit * scale, len(peaks) * high + 4
             yield f'<path class="limit" d="M{at:.1f} 0v{bottom:.1f}"/>'

@@ -46,7 +46,7 @@ def report(run: Run) -> Path:
     with of_record(run.recipe):
         heading, lines = title(recipe), _recipe_lines(public(recipe))
     with of_record(run.metrics):
-        told = verdict(history, time.time())
+        status = verdict(history, time.time())
         state, tiles, charts = _state(history), _tiles(history), _charts(history)
     with of_record(run.samples):
         exact = exact_answers(samples)
@@ -62,7 +62,7 @@ def report(run: Run) -> Path:
             .render(
                 name=run.root.resolve().name,
                 title=heading,
-                verdict=told,
+                verdict=status,
                 state=state,
                 made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
                 tiles=tiles,

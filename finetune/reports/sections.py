@@ -225,8 +225,8 @@ def _processes(run: Run, history: History) -> list[Table]:
     for rank, peak in enumerate(counted.peaks):
         planned = counted.planned[rank] if counted.planned else None
         ratio = f"{peak / planned:.2f}" if planned else None
-        told = units.size(planned) if planned else None
-        rows.append((rank, mesh.where(rank), told, units.size(peak), ratio))
+        predicted = units.size(planned) if planned else None
+        rows.append((rank, mesh.where(rank), predicted, units.size(peak), ratio))
     columns = ("rank", "place", "planned", "measured", "measured / planned")
     return [Table(rows, columns)]
 

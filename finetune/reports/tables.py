@@ -23,8 +23,8 @@ class Table:
         """Whether a column is right-aligned: every non-empty cell starts with a digit, apart from
         its sign.
         """
-        said = [cell(row[column]) for row in self.rows if row[column] not in (None, "")]
-        return bool(said) and all(text.lstrip("+-")[:1].isdigit() for text in said)
+        cells = [cell(row[column]) for row in self.rows if row[column] not in (None, "")]
+        return bool(cells) and all(text.lstrip("+-")[:1].isdigit() for text in cells)
 
 
 def tables(record: Any, heading: str = "") -> Iterator[Table]:

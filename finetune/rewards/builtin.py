@@ -27,15 +27,17 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     Raises:
         FinetuneError: with the argument.
     """
-    told = f"reward_funcs: '{name}': `arguments`"
+    prefix = f"reward_funcs: '{name}': `arguments`"
     pattern, target = arguments.get("pattern"), arguments.get("target")
     if pattern is not None and not isinstance(pattern, str):
-        raise FinetuneError(f"{told}: pattern is {pattern!r}, expected a regular expression")
+        raise FinetuneError(f"{prefix}: pattern is {pattern!r}, expected a regular expression")
     if pattern is not None:
-        _compiled(pattern, f"{told}: pattern ")
+        _compiled(pattern, f"{prefix}: pattern ")
     wrong = isinstance(target, bool) or not isinstance(target, int) or target < 1
     if "target" in arguments and wrong:
-        raise FinetuneError(f"{told}: target is {target!r}, expected a number of tokens, 1 or more")
+        raise FinetuneError(
+            f"{prefix}: target is {target!r}, expected a number of tokens, 1 or more"
+        )
 
 
 def exact_match(

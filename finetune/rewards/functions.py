@@ -34,23 +34,23 @@ def function_of(reward: Reward) -> Callable[..., Any]:
         found = functools.partial(extensions.find(field, MODEL, {}), model=reward.function)
     else:
         found = extensions.find(field, reward.function, REWARDS)
-    told = f"{field}: '{reward.function}'"
+    prefix = f"{field}: '{reward.function}'"
     if not callable(found):
-        raise FinetuneError(f"{told} is not a function")
+        raise FinetuneError(f"{prefix} is not a function")
     wrong = _unsuitable(found)
     if wrong:
-        raise FinetuneError(f"{told} {wrong}")
+        raise FinetuneError(f"{prefix} {wrong}")
     takes, any_name = _parameters(found)
     given = [name for name in reward.arguments if name in GIVEN]
     if given:
         raise FinetuneError(
-            f"{told}: its `arguments` have '{given[0]}', which is passed to every reward; leave it "
-            "out"
+            f"{prefix}: its `arguments` have '{given[0]}', which is passed to every reward; leave "
+            "it out"
         )
     unknown = [name for name in reward.arguments if name not in takes and not any_name]
     if unknown:
         raise FinetuneError(
-            f"{told} takes no argument '{unknown[0]}' (it takes {', '.join(takes) or 'none'})"
+            f"{prefix} takes no argument '{unknown[0]}' (it takes {', '.join(takes) or 'none'})"
         )
     if reward.function in REWARDS:
         check_arguments(reward.function, reward.arguments)
@@ -97,21 +97,23 @@ def refuse_other_model(reward: Reward) -> None:
     Raises:
         FinetuneError: with what the folder contains.
     """
-    folder, told = Path(reward.function), f"reward_funcs: '{reward.function}'"
+    folder, prefix = Path(reward.function), f"reward_funcs: '{reward.function}'"
     if not folder.is_dir():
-        raise FinetuneError(f"{told}: there is no such folder; name the run of a reward model")
+        raise FinetuneError(f"{prefix}: there is no such folder; name the run of a reward model")
     run = Run(folder)
     if run.recipe.is_file():
         method = read_object(run.recipe).get("method")
         if method != "reward":
-            raise FinetuneError(f"{told}: a run of method {method}, expected one of method reward")
+            raise FinetuneError(
+                f"{prefix}: a run of method {method}, expected one of method reward"
+            )
         if run.newest() is None:
-            raise FinetuneError(f"{told}: a run without a checkpoint; train it first")
+            raise FinetuneError(f"{prefix}: a run without a checkpoint; train it first")
         return
     fields = read_object(folder / "config.json")
     if not has_score_head(fields):
         raise FinetuneError(
-            f"{told}: neither a run nor a folder with a complete reward model (architectures in "
+            f"{prefix}: neither a run nor a folder with a complete reward model (architectures in "
             f"config.json: {fields.get('architectures')}); name a run of method reward, or its "
             "export with --merge"
         )

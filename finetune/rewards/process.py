@@ -75,13 +75,13 @@ class RewardProcess:
         for number, reward in enumerate(self.rewards):
             found = self._call(number, columns)
             if isinstance(found, Failure):
-                told = self._failure_text(reward, self._blamed(number, columns, found), columns)
+                problem = self._failure_text(reward, self._blamed(number, columns, found), columns)
                 if not skip:
                     raise RewardFailure(
-                        f"{told}; fix the function, or set on_reward_error=skip to leave "
+                        f"{problem}; fix the function, or set on_reward_error=skip to leave "
                         "completions without a score, and resume"
                     )
-                notes.append(told)
+                notes.append(problem)
                 found = self._one_by_one(number, columns, found)
             scores.append(found)
         return scores, notes
@@ -111,8 +111,8 @@ class RewardProcess:
             if isinstance(score, str):
                 return Failure(f"returns {score}, expected a finite number or None", index)
             if abs(score) > LARGEST:
-                told = f"expected a number from -{LARGEST:g} to {LARGEST:g}"
-                return Failure(f"returns {score}, {told}", index)
+                range_text = f"expected a number from -{LARGEST:g} to {LARGEST:g}"
+                return Failure(f"returns {score}, {range_text}", index)
         return scores
 
     def _blamed(self, number: int, columns: Columns, failure: Failure) -> Failure:

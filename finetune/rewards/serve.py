@@ -51,8 +51,8 @@ def serve() -> None:
             answer(problem="fails: " + "; ".join(error.problems))
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # by a user's function
             place = traceback.extract_tb(error.__traceback__)[-1]
-            told = ": ".join(filter(None, (type(error).__name__, _shown(str, error))))
-            answer(problem=f"raises {told} ({os.path.basename(place.filename)}:{place.lineno})")
+            cause = ": ".join(filter(None, (type(error).__name__, _shown(str, error))))
+            answer(problem=f"raises {cause} ({os.path.basename(place.filename)}:{place.lineno})")
 
 
 def _scores(reward: Reward, function: Callable[..., Any], columns: dict[str, Any]) -> Any:

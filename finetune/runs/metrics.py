@@ -345,12 +345,12 @@ class History:
     @property
     def seconds(self) -> float:
         """Total wall time, summed from each start to the last record before the next start."""
-        total, begun = 0.0, None
+        total, started = 0.0, None
         for record in self.records:
             if isinstance(record, Start):
-                begun = record.time
-            elif begun is not None:
-                total, begun = total + record.time - begun, record.time
+                started = record.time
+            elif started is not None:
+                total, started = total + record.time - started, record.time
         return total
 
     @property

@@ -117,15 +117,15 @@ def _rewards(history: History) -> str:
     first, last = (record.metrics.get("reward", math.nan) for record in (
         history.trained[0], history.trained[-1],
     ))  # fmt: skip
-    told = f"Reward of samples {first:.3g} at first, {last:.3g} at the end."
+    text = f"Reward of samples {first:.3g} at first, {last:.3g} at the end."
     if not history.evaluated:
-        return told
+        return text
     measured = [
         f"{name.split('/')[1]} {value:.3g}"
         for name, value in history.evaluated[-1].metrics.items()
         if name.startswith("rewards/")
     ]
-    return f"{told} Held-out prompts: {', '.join(measured)}."
+    return f"{text} Held-out prompts: {', '.join(measured)}."
 
 
 def _outcome(history: History) -> str:
@@ -144,9 +144,9 @@ def _outcome(history: History) -> str:
             f"{units.loss(best.loss)} at step {best.step:,}."
         )
     first, last = trained[0], trained[-1]
-    begun = f"{units.loss(first.loss)} at step {first.step:,}, " if first is not last else ""
+    prefix = f"{units.loss(first.loss)} at step {first.step:,}, " if first is not last else ""
     return (
-        f"Training loss {begun}{units.loss(last.loss)} at step {last.step:,}; nothing was "
+        f"Training loss {prefix}{units.loss(last.loss)} at step {last.step:,}; nothing was "
         "evaluated on held-out rows."
     )
 

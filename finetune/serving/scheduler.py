@@ -177,11 +177,11 @@ class _Group:
         self._begin()
         if self.rows is None:
             return
-        begun = self.jobs[: len(self.rows)]
-        tokens = self._choose(begun, self.rows.logits)
-        for job, token, logits in zip(begun, tokens, self.rows.logits, strict=True):
+        started = self.jobs[: len(self.rows)]
+        tokens = self._choose(started, self.rows.logits)
+        for job, token, logits in zip(started, tokens, self.rows.logits, strict=True):
             job.take(token, logits)
-        stays = [not job.ended for job in begun]
+        stays = [not job.ended for job in started]
         self._leave()
         if self.rows is not None:
             kept = [token for token, stay in zip(tokens, stays, strict=True) if stay]
@@ -201,25 +201,25 @@ class _Group:
 
     def _leave(self) -> None:
         """Finish jobs that have ended, and remove their rows."""
-        begun = 0 if self.rows is None else len(self.rows)
+        started = 0 if self.rows is None else len(self.rows)
         ended = [job.ended for job in self.jobs]
         if not any(ended):
             return
         for job, end in zip(self.jobs, ended, strict=True):
             if end:
                 job.finish()
-        kept = [number for number in range(begun) if not ended[number]]
+        kept = [number for number in range(started) if not ended[number]]
         self.jobs = [job for job, end in zip(self.jobs, ended, strict=True) if not end]
         if not kept:
             self.rows = None
-        elif self.rows is not None and len(kept) < begun:
+        elif self.rows is not None and len(kept) < started:
             self.rows.keep(kept)
 
     def _begin(self) -> None:
         """Read the prompts of waiting jobs, up to `READ_AT_ONCE` tokens."""
-        begun = 0 if self.rows is None else len(self.rows)
+        started = 0 if self.rows is None else len(self.rows)
         prompts, longest = list[list[int]](), 0
-        for job in self.jobs[begun:]:
+        for job in self.jobs[started:]:
             longest = max(longest, len(job.growing.question.ids))
             if prompts and longest * (len(prompts) + 1) > READ_AT_ONCE:
                 break
@@ -227,8 +227,8 @@ class _Group:
         if not prompts:
             return
         order, passes = in_passes(prompts, self.served.loaded.model.device)
-        new = self.jobs[begun : begun + len(prompts)]
-        self.jobs[begun : begun + len(prompts)] = [new[number] for number in order]
+        new = self.jobs[started : started + len(prompts)]
+        self.jobs[started : started + len(prompts)] = [new[number] for number in order]
         read = [Rows(self.served.loaded.model, each, self._pad) for each in passes]
         rows = self.rows or read.pop(0)
         rows.join(*read)

@@ -97,8 +97,8 @@ def answering(engine: Engine, data: Prepared, chat: Chat, pad: int) -> Answering
     try:
         metrics = choose(chosen.metrics, rows, Settings())
     except FinetuneError as error:
-        told = (each.replace("--metrics", "evaluation.metrics") for each in error.problems)
-        raise FinetuneError(*told) from None
+        problems = (each.replace("--metrics", "evaluation.metrics") for each in error.problems)
+        raise FinetuneError(*problems) from None
     prompts = [prompt_of(chat, each.question) for each in rows]
     return Answering(
         rows,

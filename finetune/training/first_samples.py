@@ -47,8 +47,8 @@ def inspect_samples(recipe: Recipe, rows: int, each: int) -> Inspection:
     data = prepare(recipe, chat, cache("data"))
     check_columns(recipe.reward_funcs, column_names(data.train))
     inspection = inspect_rows(recipe, data, tokenizer, rows)
-    said, failed = _first_samples(recipe, chat, data.train, rows, each)
-    return dataclasses.replace(inspection, completions=said, notes=[*inspection.notes, *failed])
+    sampled, failed = _first_samples(recipe, chat, data.train, rows, each)
+    return dataclasses.replace(inspection, completions=sampled, notes=[*inspection.notes, *failed])
 
 
 def _first_samples(
@@ -82,10 +82,10 @@ def _first_samples(
     totals = records.total(np.array(scores, dtype=np.float64), recipe.reward_funcs)
     shown = [
         Scored(
-            last_words(said), len(one.ids), one.ended, records.finite(float(reward)),
+            last_words(text), len(one.ids), one.ended, records.finite(float(reward)),
             dict(zip(records.names(recipe.reward_funcs), given, strict=True)),
         )
-        for said, one, reward, given in zip(
+        for text, one, reward, given in zip(
             columns["completions"], found, totals, zip(*scores, strict=True), strict=True
         )
     ]  # fmt: skip
@@ -102,8 +102,8 @@ def check_samples(recipe: Recipe) -> None:
         raise FinetuneError(
             f"--completions: method {recipe.method} samples no completions; only grpo and rloo do"
         )
-    told = [*recipe.problems(), *reward_problems(recipe.reward_funcs)]
+    issues = [*recipe.problems(), *reward_problems(recipe.reward_funcs)]
     if recipe.model.add_tokens:
-        told.append("--completions: the starting model has no rows for model.add_tokens")
-    if told:
-        raise FinetuneError(*told)
+        issues.append("--completions: the starting model has no rows for model.add_tokens")
+    if issues:
+        raise FinetuneError(*issues)

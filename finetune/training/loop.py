@@ -219,12 +219,12 @@ def train_step(
         noticed: more numbers of this rank for the collective, which reduces them to their
             maximum; every rank gives equally many.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     plan = engine.plan
     recipe = plan.recipe
     taken_rows = feed.take(step)
     batches, terms, real_tokens = taken_rows.batches, taken_rows.terms, taken_rows.real_tokens
-    waited = time.perf_counter() - begun
+    waited = time.perf_counter() - started
     if recipe.reads_kl:
         kl = step_kl(engine, taken_rows.mismatched, taken_rows.reference)
         batches = [dataclasses.replace(batch, kl=kl) for batch in batches]
@@ -251,7 +251,7 @@ def train_step(
     largest = [int(each) for each in most[: len(seen) - len(recipe.extremes)]]
     mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
     blamed = None if taken else suspects(engine, losses, taken_rows.mine, taken_rows.chosen)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     final = batches[-1]
     # Memory is measured over the last micro-batch, or over all of them in a pipeline.
     counted = batches if plan.mesh.pipeline > 1 else batches[-1:]
@@ -336,7 +336,7 @@ def _dropout_seed(seed: int, step: int, number: int) -> int:
 @torch.no_grad()
 def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     """Mean loss over the terms of all evaluation rows, independent of the number of ranks."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     recipe = engine.plan.recipe
     micro_rows = recipe.evaluation.micro_rows
     micro_tokens = recipe.batch.micro_tokens if micro_rows is None else None
@@ -374,6 +374,6 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     return EvalResult(
         loss=summed / max(1.0, counted),
         tokens=int(counted),
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
         metrics=metrics.over_ranks(measured, most),
     )

@@ -48,8 +48,8 @@ def out_of_memory(
     mesh = plan.mesh
     when = f"step {step}" if step else "before step 1"
     held = units.size(peak_bytes(device))
-    said = str(error).strip().splitlines()[0].split(". ")
-    tried = ". ".join(part for part in said if "ried to allocate" in part) or said[0]
+    sentences = str(error).strip().splitlines()[0].split(". ")
+    tried = ". ".join(part for part in sentences if "ried to allocate" in part) or sentences[0]
     stage = mesh.place(rank)["pipeline"]
     predicted = "no prediction for this model"
     if forecast is not None:

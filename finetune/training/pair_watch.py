@@ -12,7 +12,7 @@ class PairWatch:
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, float]] = []
-        self._told = False
+        self._reported = False
 
     def warnings(self, metrics: Mapping[str, float], has_reference: bool) -> list[str]:
         """New warnings after a step.
@@ -24,7 +24,7 @@ class PairWatch:
             metrics: metrics of the step by name; a step without both rewards is ignored.
             has_reference: whether rewards are relative to a reference.
         """
-        if MARGIN not in metrics or CHOSEN not in metrics or self._told:
+        if MARGIN not in metrics or CHOSEN not in metrics or self._reported:
             return []
         self._seen.append((metrics[MARGIN], metrics[CHOSEN]))
         if len(self._seen) < 2 * STEPS:
@@ -36,7 +36,7 @@ class PairWatch:
         grows, falls = newest[0] > max(before[0], 0.0), newest[1] < before[1]
         if not (grows and falls and newest[1] < (0.0 if has_reference else first[1])):
             return []
-        self._told = True
+        self._reported = True
         return [
             f"{CHOSEN}: it falls ({before[1]:.3g} to {newest[1]:.3g} in the last {STEPS} steps) "
             f"while {MARGIN} grows ({before[0]:.3g} to {newest[0]:.3g}): the chosen answers get "

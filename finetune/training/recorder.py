@@ -106,7 +106,7 @@ class Recorder:
             listeners.append(track(engine.accelerator))
         self.metrics = Metrics(self.run, is_main=engine.is_main, listeners=listeners)
         self.metrics.resume_at(progress.step)
-        self.begun = time.perf_counter()
+        self.started = time.perf_counter()
         self.metrics.write(
             Start(
                 step=progress.step,
@@ -162,8 +162,8 @@ class Recorder:
                 metrics=dict(result.metrics),
             )
         )
-        for told in self.watch.warnings(result.metrics, self.plan.recipe.reads_reference):
-            self.warned(progress.step, told)
+        for warning in self.watch.warnings(result.metrics, self.plan.recipe.reads_reference):
+            self.warned(progress.step, warning)
 
     @property
     def _rows_per_step(self) -> float:
@@ -193,12 +193,12 @@ class Recorder:
         """
         rows, step = places(suspects, self.data), progress.step
         loss, norm = result.loss, result.grad_norm
-        told = verdict(self.plan.recipe.optim, step, loss, norm, rows, progress.skipped)
-        self.metrics.write(Skipped(step=step, loss=loss, grad_norm=norm, rows=rows, told=told))
+        reason = verdict(self.plan.recipe.optim, step, loss, norm, rows, progress.skipped)
+        self.metrics.write(Skipped(step=step, loss=loss, grad_norm=norm, rows=rows, told=reason))
 
-    def warned(self, step: int, told: str) -> None:
+    def warned(self, step: int, message: str) -> None:
         """Record a warning about the training."""
-        self.metrics.write(Warned(step=step, told=told))
+        self.metrics.write(Warned(step=step, told=message))
 
     def memory(self, step: int, result: StepResult, counted: int | None) -> None:
         """Record the measured peak memory of a step next to the planned peak.
@@ -250,8 +250,8 @@ class Recorder:
         name = self.plan.recipe.evaluation.best.removeprefix("-")
         if name not in ("loss", *result.metrics):
             known = ", ".join(["loss", *result.metrics])
-            told = f"evaluation.best: {name} was not measured, so no checkpoint is the best"
-            self.warned(step, f"{told}; measured are: {known}")
+            problem = f"evaluation.best: {name} was not measured, so no checkpoint is the best"
+            self.warned(step, f"{problem}; measured are: {known}")
 
     def saved(self, records: list[Saved]) -> None:
         for record in records:
@@ -261,7 +261,7 @@ class Recorder:
         self.metrics.write(
             Ended(
                 step=step,
-                seconds=time.perf_counter() - self.begun,
+                seconds=time.perf_counter() - self.started,
                 reason=reason,
                 peak_memory=peak,
                 tokens_per_second=self.tokens / self.spent if self.spent else 0.0,

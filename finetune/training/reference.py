@@ -119,7 +119,7 @@ def with_reference(
     Raises:
         FinetuneError: the stored values cannot be read, or a value is not finite.
     """
-    numbers, begun, other = used(data), time.perf_counter(), other_model(engine.plan.recipe)
+    numbers, started, other = used(data), time.perf_counter(), other_model(engine.plan.recipe)
     sizes = {COLUMN: len(numbers)}
     if engine.plan.recipe.reads_kl:
         sizes |= {TRAIN: steps, EVAL: 1}
@@ -127,10 +127,10 @@ def with_reference(
     cached = None if key is None else cache("reference") / f"{key}.npz"
     # Another model can be evaluated again at any time; the start is gone once trained.
     found = engine.on_rank_0(lambda: _known(run, resumed, cached, sizes, again=other is not None))
-    told = "kept with the run" if resumed and run.reference.is_file() else f"from {cached}"
+    origin = "kept with the run" if resumed and run.reference.is_file() else f"from {cached}"
     if found is None:
         found = compute(engine, data, steps, pad_id)
-        told = f"computed in {time.perf_counter() - begun:.1f} s"
+        origin = f"computed in {time.perf_counter() - started:.1f} s"
         if cached is not None:
             engine.on_rank_0(lambda: _write(cached, found))
     values = found[COLUMN]
@@ -146,7 +146,7 @@ def with_reference(
     whole[numbers] = values
     data = data.with_columns({COLUMN: whole}, found.get(TRAIN), found.get(EVAL))
     of = "" if other is None else f" of {other.name}"
-    return data, f"\nreference  {len(numbers):,} log-probabilities{of}, {told}"
+    return data, f"\nreference  {len(numbers):,} log-probabilities{of}, {origin}"
 
 
 def used(data: Prepared) -> np.ndarray:

@@ -44,8 +44,8 @@ def reward_columns(
 
 def _text(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, completion: Completion) -> str:
     prompt = rows.documents.document(int(rows.members[row]))[0].tolist()
-    said = completion.ids[:-1] if completion.ended else completion.ids
-    return new_text(tokenizer, prompt, said)
+    answer_ids = completion.ids[:-1] if completion.ended else completion.ids
+    return new_text(tokenizer, prompt, answer_ids)
 
 
 def column_names(rows: Rows) -> list[str]:

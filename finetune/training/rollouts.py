@@ -120,13 +120,13 @@ class Rollouts:
         """Make sampling `number`, or read it back if the run resumes in the middle of it."""
         recipe, step = self.recipe, number * self.recipe.updates
         path = self.run.rollouts / f"step-{step:08d}.npz"
-        begun = time.perf_counter()
+        started = time.perf_counter()
         if resumes:
             sampled, of_tokens = self.engine.on_rank_0(lambda: records.read(path))
         else:
             sampled = self._sample(number)
             of_tokens = dict[str, np.ndarray]()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         rows = sampled.rows(self.train, recipe)
         if not resumes:
             of_tokens = self._of_tokens(rows)
@@ -243,14 +243,14 @@ class Rollouts:
         lines = [
             {
                 "prompt": last_words(asked),
-                "completion": last_words(said),
+                "completion": last_words(completion_text),
                 "reward": records.finite(reward),
                 "advantage": advantage,
                 "rewards": dict(zip(names, map(records.finite, scores), strict=True)),
                 "tokens": len(each.ids),
                 "ended": each.ended,
             }
-            for asked, said, reward, advantage, scores, each in values
+            for asked, completion_text, reward, advantage, scores, each in values
         ]
         records.log(self.run.completions, step, lines)
 
@@ -290,7 +290,7 @@ class Rollouts:
 
     def evaluate(self, rows: Rows) -> EvalResult:
         """Score greedy completions of held-out prompts; the loss is minus the mean reward."""
-        begun, recipe = time.perf_counter(), self.recipe
+        started, recipe = time.perf_counter(), self.recipe
         rewards = recipe.eval_reward_funcs or recipe.reward_funcs
         prompts = np.arange(len(rows))
         completions = self._complete(rows, prompts, np.zeros_like(prompts), 0, 0.0)
@@ -304,7 +304,7 @@ class Rollouts:
         return EvalResult(
             loss=-found["reward"],
             tokens=len(rows),
-            seconds=time.perf_counter() - begun,
+            seconds=time.perf_counter() - started,
             metrics={name: value for name, value in found.items() if np.isfinite(value)},
         )
 

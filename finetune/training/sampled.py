@@ -34,21 +34,21 @@ class Sampled:
     def rows(self, data: Rows, recipe: Online) -> Rows:
         """Training rows of prompt and completion, in the order of the completions."""
         given = [data.documents.document(int(data.members[row]))[0] for row in self.prompts]
-        said = [np.array(each.ids, dtype=np.int32) for each in self.completions]
+        sampled = [np.array(each.ids, dtype=np.int32) for each in self.completions]
         counted = [each.ended or not recipe.mask_truncated_completions for each in self.completions]
-        ids = np.concatenate([part for pair in zip(given, said, strict=True) for part in pair])
+        ids = np.concatenate([part for pair in zip(given, sampled, strict=True) for part in pair])
         trained = [
             np.repeat([False, is_counted], [len(a), len(b)])
-            for a, b, is_counted in zip(given, said, counted, strict=True)
+            for a, b, is_counted in zip(given, sampled, counted, strict=True)
         ]
-        lengths = [len(a) + len(b) for a, b in zip(given, said, strict=True)]
+        lengths = [len(a) + len(b) for a, b in zip(given, sampled, strict=True)]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         origins = data.documents.origins[data.members[self.prompts]]
         documents = Documents(ids, np.concatenate(trained), offsets, origins)
         advantages = np.where(counted, self.advantages, 0.0).astype(np.float32)
-        number = np.arange(len(said))
+        number = np.arange(len(sampled))
         return Rows(
-            documents, number, np.arange(len(said) + 1), packed=False,
+            documents, number, np.arange(len(sampled) + 1), packed=False,
             padding_free=data.padding_free, columns={ADVANTAGE: advantages},
         )  # fmt: skip
 
@@ -155,7 +155,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._flat, self._entropy = 0, 0.0
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def warnings(self, found: dict[str, float]) -> list[str]:
         """New warnings after a sampling; each kind is returned once."""
@@ -175,10 +175,10 @@ class Watch:
             "max_completion_length before they ended; raise it, or set "
             "mask_truncated_completions=true": found["completions/clipped_ratio"] > self.CUT,
         }
-        new = {told.split(":")[0]: told for told, is_so in seen.items() if is_so}
-        told = [new[kind] for kind in new if kind not in self._told]
-        self._told |= new.keys()
-        return told
+        by_kind = {text.split(":")[0]: text for text, is_so in seen.items() if is_so}
+        new = [by_kind[kind] for kind in by_kind if kind not in self._reported]
+        self._reported |= by_kind.keys()
+        return new
 
 
 # --- files of the run ----------------------------------------------------------------------------

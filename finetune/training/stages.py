@@ -88,7 +88,7 @@ class Training:
         )
         self.progress = self._build()
         (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
-        told = make_sure(self) + other
+        report = make_sure(self) + other
         self.answering = answering(self.engine, self.data, self.chat, self.pad_id)
         self.data, own = with_own(
             self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
@@ -98,7 +98,7 @@ class Training:
             self.engine, self.run, self.data.train, self.tokenizer, self.pad_id, self.reference
         )
         if self.engine.is_main:
-            print(told + own, flush=True)
+            print(report + own, flush=True)
 
     def _claim(self) -> int | None:
         self.held.enter_context(locked(self.run))
@@ -256,8 +256,8 @@ class Training:
 
     def _warn(self) -> None:
         if self.rollouts is not None:
-            for told in self.rollouts.warnings:
-                self.recorder.warned(self.progress.step, told)
+            for warning in self.rollouts.warnings:
+                self.recorder.warned(self.progress.step, warning)
             self.rollouts.warnings.clear()
 
     def _record(self, result: StepResult) -> None:

@@ -187,13 +187,13 @@ def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) ->
     )  # counts as free space: new checkpoints replace these
     needed = max(0, size * count + size // 3 - there)
     free = shutil.disk_usage(run.root).free
-    told = f"{units.size(free)} free, the coming checkpoints need up to {units.size(needed)}"
+    summary = f"{units.size(free)} free, the coming checkpoints need up to {units.size(needed)}"
     if needed > free:
         raise FinetuneError(
-            f"{run.root}: {told} ({count} of {units.size(size)} and the result); free disk space, "
-            "choose another --output, or lower saving.keep"
+            f"{run.root}: {summary} ({count} of {units.size(size)} and the result); free disk "
+            "space, choose another --output, or lower saving.keep"
         )
-    return told
+    return summary
 
 
 def refuse_full_gpu(engine: Engine, forecast: Forecast | None) -> None:
@@ -220,8 +220,8 @@ def memory_line(forecast: Forecast | None, place: torch.device) -> str:
     if forecast is None:
         return f"{units.size(free)} of {units.size(total)} free; no prediction for this model"
     predicted = forecast.peak_memory
-    told = f"{units.size(predicted)} predicted, {units.size(free)} of {units.size(total)} free"
-    return told if predicted <= free else f"{told}: it may run out of memory"
+    summary = f"{units.size(predicted)} predicted, {units.size(free)} of {units.size(total)} free"
+    return summary if predicted <= free else f"{summary}: it may run out of memory"
 
 
 def check_model(job: Job) -> str:
@@ -278,7 +278,7 @@ def rehearse(job: Job) -> str:
     """
     engine, progress = job.engine, job.progress
     place = Run(job.run.root / ".rehearsal")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     size = checkpoint.save(engine, place, progress, job.tokenizer)
     written = time.perf_counter()
     folder = place.checkpoint(progress.step)
@@ -298,7 +298,7 @@ def rehearse(job: Job) -> str:
             f"rehearsal: {len(wrong)} parameters were read back from {folder} with different "
             f"values, the first is {wrong[0]}"
         )
-    seconds = written - begun
+    seconds = written - started
     return (
         f"{units.size(size)} written in {seconds:.2f} s and read back in "
         f"{time.perf_counter() - written:.2f} s, equal"

@@ -157,9 +157,9 @@ def _is_trained(message: Message, where: str) -> bool | None:
 def _flag(value: Any, where: str) -> bool:
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    told = repr(value) if isinstance(value, int | float | str) else kind_of(value)
+    shown = repr(value) if isinstance(value, int | float | str) else kind_of(value)
     raise RowProblem(
-        f"{where} is {told}, expected 0 or false (context only), or 1 or true (trained)"
+        f"{where} is {shown}, expected 0 or false (context only), or 1 or true (trained)"
     )
 
 

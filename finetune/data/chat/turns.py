@@ -363,9 +363,9 @@ class Turns:
         if asked.tail.strip() and len(sample.messages) - 1 in asked.turns:
             return asked.tail
         # Some templates write it inside the turn of the last message.
-        told = self.mark(sample).text
-        if asked.text != told and asked.text.startswith(told):
-            return asked.text[len(told) :]
+        text = self.mark(sample).text
+        if asked.text != text and asked.text.startswith(text):
+            return asked.text[len(text) :]
         return asked.tail if len(sample.messages) - 1 in asked.turns else None
 
     @cached_property

@@ -62,11 +62,11 @@ def _code(rows: Sequence[Row], settings: Settings) -> list[Measure]:
         sum(each.passed for each in outcomes[row * samples : (row + 1) * samples])
         for row in range(len(rows))
     ]
-    said = Counter(re.sub(r":.*", "", each.said) for each in outcomes)
+    reasons = Counter(re.sub(r":.*", "", each.said) for each in outcomes)
     detail = {
         "samples": samples,
         "sandbox": sandbox.isolation(),
-        "outcomes": dict(said.most_common()),
+        "outcomes": dict(reasons.most_common()),
         "rows": [each.said for each in outcomes[::samples]],
     }
     found = list[Measure]()

@@ -50,22 +50,22 @@ def _of_corpus(name: str, metric: Any, of_rows: Any, rows: Sequence[Row]) -> Mea
     sacrebleu 2.6 has no public API for them: both methods are the ones that subclasses of its
     `Metric` implement and that its bootstrap calls.
     """
-    said = [first(given) for _, given in rows]
+    predicted = [first(given) for _, given in rows]
     wanted = [asked.expected for asked, _ in rows]
-    sums = np.array(metric._extract_corpus_statistics(said, [wanted]), dtype=np.float64)
-    scores = [of_rows.sentence_score(one, [other]).score for one, other in zip(said, wanted)]  # noqa: B905
+    sums = np.array(metric._extract_corpus_statistics(predicted, [wanted]), dtype=np.float64)
+    scores = [of_rows.sentence_score(one, [other]).score for one, other in zip(predicted, wanted)]  # noqa: B905
 
     def value(summed: np.ndarray) -> np.ndarray:
         flat = summed.reshape(-1, summed.shape[-1])
         found = [metric._aggregate_and_compute([each.tolist()]).score for each in flat]
         return np.array(found).reshape(summed.shape[:-1])
 
-    detail = {"signature": _signature(metric, said, wanted)}
+    detail = {"signature": _signature(metric, predicted, wanted)}
     return Measure(name, sums, value, unit="points", detail=detail, scores=np.array(scores))
 
 
-def _signature(metric: Any, said: list[str], wanted: list[str]) -> str:
-    metric.corpus_score(said[:1], [wanted[:1]])  # sets the number of references
+def _signature(metric: Any, predicted: list[str], wanted: list[str]) -> str:
+    metric.corpus_score(predicted[:1], [wanted[:1]])  # sets the number of references
     return str(metric.get_signature())
 
 

@@ -142,15 +142,15 @@ def run(program: str, limits: Limits = DEFAULT) -> Outcome:
         return _outcome(b"", process.returncode, late, limits)
 
 
-def _outcome(told: bytes, status: int, late: bool, limits: Limits) -> Outcome:
+def _outcome(output: bytes, status: int, late: bool, limits: Limits) -> Outcome:
     if late:
         return Outcome(False, f"runs longer than {limits.wall:g} s")
     if status in (-signal.SIGXCPU, -signal.SIGKILL, 128 + signal.SIGKILL, 128 + signal.SIGXCPU):
         return Outcome(False, f"computes longer than {limits.cpu} s")
     with contextlib.suppress(ValueError):
-        said = json.loads(told)
-        if isinstance(said, str):
-            return Outcome(said == PASSED and status == 0, said)
+        outcome = json.loads(output)
+        if isinstance(outcome, str):
+            return Outcome(outcome == PASSED and status == 0, outcome)
     return Outcome(False, f"ends before its tests (status {status})")
 
 

@@ -53,12 +53,12 @@ def _reading_only(action: int, name: str | None, *_: object) -> int:
     return sqlite3.SQLITE_OK if reads else sqlite3.SQLITE_DENY
 
 
-def same_result(said: Any, wanted: Any, query: str) -> bool:
+def same_result(predicted: Any, wanted: Any, query: str) -> bool:
     """Whether the rows are equal, in any order unless the reference has ORDER BY."""
-    if isinstance(said, str) or isinstance(wanted, str):
+    if isinstance(predicted, str) or isinstance(wanted, str):
         return False
     ordered = "order by" in " ".join(query.lower().split())
-    return said == wanted if ordered else Counter(said) == Counter(wanted)
+    return predicted == wanted if ordered else Counter(predicted) == Counter(wanted)
 
 
 def _sql(rows: Sequence[Row], settings: Settings) -> list[Measure]:
@@ -68,10 +68,10 @@ def _sql(rows: Sequence[Row], settings: Settings) -> list[Measure]:
         assert database is not None, "rows without one are refused"
         text = first(given).strip()
         fenced = FENCED.match(text.replace("```sql", "```", 1))
-        said = result(database, fenced[1] if fenced else text)
-        scores.append(same_result(said, result(database, asked.expected), asked.expected))
-        if isinstance(said, str):
-            wrong[said] += 1
+        predicted = result(database, fenced[1] if fenced else text)
+        scores.append(same_result(predicted, result(database, asked.expected), asked.expected))
+        if isinstance(predicted, str):
+            wrong[predicted] += 1
     return [of_scores("sql", scores, binary=True, detail={"errors": dict(wrong.most_common(20))})]
 
 

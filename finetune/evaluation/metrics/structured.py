@@ -45,10 +45,10 @@ def _json(rows: Sequence[Row], settings: Settings) -> list[Measure]:
     """The share of answers that parse and follow the schema, and of correct reference fields."""
     valid, shares, right = list[bool](), list[float](), dict[str, list[bool]]()
     for asked, given in rows:
-        said, wanted = parsed(first(given)), parsed(asked.expected)
+        predicted, wanted = parsed(first(given)), parsed(asked.expected)
         schema = schema_of(asked, settings)
-        valid.append(said is not NOTHING and (schema is None or follows(said, schema)))
-        got = dict(fields_of(said)) if said is not NOTHING else {}
+        valid.append(predicted is not NOTHING and (schema is None or follows(predicted, schema)))
+        got = dict(fields_of(predicted)) if predicted is not NOTHING else {}
         same = {path: path in got and same_value(got[path], v) for path, v in fields_of(wanted)}
         for path, equal in same.items():
             right.setdefault(path.removeprefix("."), []).append(equal)
@@ -160,9 +160,9 @@ def _tools(rows: Sequence[Row], settings: Settings) -> list[Measure]:
     """
     names, arguments = list[bool](), list[bool]()
     for asked, given in rows:
-        said, wanted = calls_in(given[0]), _reference(asked)
-        names.append([name for name, _ in said] == [name for name, _ in wanted])
-        arguments.append(said == wanted)
+        predicted, wanted = calls_in(given[0]), _reference(asked)
+        names.append([name for name, _ in predicted] == [name for name, _ in wanted])
+        arguments.append(predicted == wanted)
     return [
         of_scores("tools", arguments, binary=True),
         of_scores("tool_names", names, binary=True),

@@ -70,12 +70,12 @@ def _solutions(asked: Sequence[Asked], settings: Settings) -> bool:
 def _labels(rows: Sequence[Row], settings: Settings) -> list[Measure]:
     """Macro F1 over the labels of the references: the mean of F1 = 2 TP / (2 TP + FP + FN)."""
     wanted = [normalised(asked.expected) for asked, _ in rows]
-    said = [normalised(first(given)) for _, given in rows]
+    predicted = [normalised(first(given)) for _, given in rows]
     labels = sorted(set(wanted))
     places = {label: number for number, label in enumerate(labels)}
     sums = np.zeros((len(rows), len(labels), 3))  # TP, FP, FN of each label
     confusion = np.zeros((len(labels), len(labels) + 1), dtype=int)
-    for row, (right, got) in enumerate(zip(wanted, said, strict=True)):
+    for row, (right, got) in enumerate(zip(wanted, predicted, strict=True)):
         confusion[places[right], places.get(got, len(labels))] += 1
         if got == right:
             sums[row, places[right], 0] = 1
@@ -84,7 +84,7 @@ def _labels(rows: Sequence[Row], settings: Settings) -> list[Measure]:
         if got in places:
             sums[row, places[got], 1] = 1
     table = {"labels": labels, "columns": [*labels, OTHER], "confusion": confusion.tolist()}
-    scores = np.array([one == other for one, other in zip(wanted, said, strict=True)], float)
+    scores = np.array([one == other for one, other in zip(wanted, predicted, strict=True)], float)
     flat = sums.reshape(len(rows), -1)
     value = partial(_macro_f1, labels=len(labels))
     return [Measure("macro_f1", flat, value, detail={"confusion": table}, scores=scores)]
@@ -106,11 +106,11 @@ def _few_labels(asked: Sequence[Asked], settings: Settings) -> bool:
 
 def token_f1(answer: str, expected: str) -> float:
     """Harmonic mean of word precision and recall, as in SQuAD."""
-    said, wanted = normalised(answer).split(), normalised(expected).split()
-    if not said or not wanted:
-        return float(said == wanted)
-    shared = sum((Counter(said) & Counter(wanted)).values())
-    return 2 * shared / (len(said) + len(wanted))
+    predicted, wanted = normalised(answer).split(), normalised(expected).split()
+    if not predicted or not wanted:
+        return float(predicted == wanted)
+    shared = sum((Counter(predicted) & Counter(wanted)).values())
+    return 2 * shared / (len(predicted) + len(wanted))
 
 
 def _f1(rows: Sequence[Row], settings: Settings) -> list[Measure]:

@@ -293,17 +293,17 @@ def _reason_to_divide(best: Option, undivided: list[Option]) -> str:
     room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
     waits = schedules.bubble(axes, best.workload.accumulation)
     stages = f", and a stage waits {waits:.1%} of a step" if axes.pipeline > 1 else ""
-    begun = f"{best.words} fits ({room}{stages})"
+    prefix = f"{best.words} fits ({room}{stages})"
     if not undivided:
         rows = best.workload.rows * best.workload.accumulation * layout.data
-        return f"{begun}; {rows} rows a step are too few for {layout.processes} parallel groups"
+        return f"{prefix}; {rows} rows a step are too few for {layout.processes} parallel groups"
     fitting = [each for each in undivided if each.status != "no"]
     if not fitting:
-        return f"{begun}; {_what_lacks(undivided)}"
+        return f"{prefix}; {_what_lacks(undivided)}"
     other = min(fitting, key=lambda each: each.comparable)
     crowded = " tightly" if other.status == "tight" else ""
     times = f"{best.times.tokens_per_second:,.0f} tokens/s, {other.times.tokens_per_second:,.0f}"
-    return f"{begun} and is faster: {times} with {other.name}, which fits{crowded} too"
+    return f"{prefix} and is faster: {times} with {other.name}, which fits{crowded} too"
 
 
 def faster(best: Option, ranked: Iterable[Option]) -> str:

@@ -83,8 +83,8 @@ def _judge(
     try:
         shape = shape_of(dataclasses.replace(recipe, model=model, adapter=None))
     except FinetuneError as error:
-        told = (each.replace("model.name", "its model.name") for each in error.problems)
-        raise FinetuneError(*(f"reward_funcs: '{name}': {each}" for each in told)) from None
+        problems = (each.replace("model.name", "its model.name") for each in error.problems)
+        raise FinetuneError(*(f"reward_funcs: '{name}': {each}" for each in problems)) from None
     shape = dataclasses.replace(shape, tied=True, scores=1)
     workload = Workload(
         shape, AT_ONCE, tokens, "fp32" if cpu else "bf16",

@@ -158,10 +158,10 @@ class Examination:
 
     def _gradients(self) -> tuple[bool, str]:
         missing = sorted(self.plain.gradients.keys() - self.ours.gradients.keys())
-        told = f"; none for {missing[0]}" if missing else ""
+        note = f"; none for {missing[0]}" if missing else ""
         return self.gradient_apart <= GRADIENT, (
             f"{len(self.ours.gradients)} tensors, {self.gradient_apart:.1e} from those of "
-            f"transformers{self._and_peft}{told}"
+            f"transformers{self._and_peft}{note}"
         )
 
     def _causal(self) -> tuple[bool, str]:
@@ -227,7 +227,7 @@ class Examination:
         chosen = self.recipe.model
         chat = load_chat(tokenizer, chosen.chat_template, chosen.chat_template_kwargs)
         picked = (self.rows.row(index) for index in range(min(ROWS, len(self.rows))))
-        ends = {int(ids[said][-1]) for ids, said in picked} & chat.end_tokens
+        ends = {int(ids[is_trained][-1]) for ids, is_trained in picked} & chat.end_tokens
         named = ", ".join(repr(tokenizer.decode([end])) for end in sorted(ends))
         if not ends:
             return False, "rows are not trained to end, so the model would never stop"

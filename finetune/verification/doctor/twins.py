@@ -104,11 +104,11 @@ def plain_outcome(
     network = _plain(recipe, trained, config)
     network.train()
     picked = [rows.row(index) for index in range(min(ROWS, len(rows)))]
-    terms = sum(int(said[1:].sum()) for _, said in picked)
+    terms = sum(int(is_trained[1:].sum()) for _, is_trained in picked)
     total = 0.0
-    for ids, said in picked:
+    for ids, is_trained in picked:
         given = torch.from_numpy(ids.astype(np.int64))[None].to(network.device)
-        labels = torch.from_numpy(np.where(said, ids, -100).astype(np.int64))[1:]
+        labels = torch.from_numpy(np.where(is_trained, ids, -100).astype(np.int64))[1:]
         logits = network(input_ids=given).logits[0, :-1].float()  # (tokens - 1, vocabulary)
         loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / terms
         loss.backward()

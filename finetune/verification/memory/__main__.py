@@ -36,10 +36,10 @@ def main(request: Path, answer: Path) -> int:
         if not child:
             os._exit(_as_rank(rank, asked, answer))
         _, waited = os.waitpid(child, 0)
-        told = json.loads(answer.read_text()) if answer.exists() else {}
-        if waited or "steps" not in told:
+        result = json.loads(answer.read_text()) if answer.exists() else {}
+        if waited or "steps" not in result:
             return max(1, os.waitstatus_to_exitcode(waited))
-        found.append(told["steps"])
+        found.append(result["steps"])
     answer.write_text(json.dumps({"ranks": found}), encoding="utf-8")
     return 0
 
@@ -57,8 +57,8 @@ def _as_rank(rank: int, asked: dict[str, Any], answer: Path) -> int:
     except BaseException as error:  # a fork that returned would go on as the process it left
         print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
         return 1
-    told = {"steps": [dataclasses.asdict(step) for step in steps]}
-    answer.write_text(json.dumps(told), encoding="utf-8")
+    result = {"steps": [dataclasses.asdict(step) for step in steps]}
+    answer.write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 

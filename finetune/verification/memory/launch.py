@@ -94,13 +94,13 @@ def _rehearse(
             errors="replace",
             check=False,
         )
-        told = json.loads(answer.read_text()) if answer.exists() else {}
-    if "problems" in told:
-        raise FinetuneError(*told["problems"])
-    if "ranks" not in told:
+        result = json.loads(answer.read_text()) if answer.exists() else {}
+    if "problems" in result:
+        raise FinetuneError(*result["problems"])
+    if "ranks" not in result:
         last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
         raise FinetuneError(f"--verify: the model cannot be traced: {last}")
-    return told["ranks"]
+    return result["ranks"]
 
 
 def _of_a_launch(key: str) -> bool:

@@ -44,16 +44,16 @@ def write_data(
     its label.
     """
     rows: list[dict[str, object]] = list(conversations())
-    said: list[Any] = [row["messages"] for row in rows]
+    dialogues: list[Any] = [row["messages"] for row in rows]
     if data_format == "text":
-        rows = [{"text": answer["content"]} for _, answer in said]
+        rows = [{"text": answer["content"]} for _, answer in dialogues]
     elif data_format == "preference":
         rows = [
-            {"prompt": [asked], "chosen": [answer], "rejected": [said[number - 1][1]]}
-            for number, (asked, answer) in enumerate(said)
+            {"prompt": [asked], "chosen": [answer], "rejected": [dialogues[number - 1][1]]}
+            for number, (asked, answer) in enumerate(dialogues)
         ]
     elif data_format == "prompts":
-        rows = [{"prompt": [asked], "answer": answer["content"]} for asked, answer in said]
+        rows = [{"prompt": [asked], "answer": answer["content"]} for asked, answer in dialogues]
     elif data_format == "labelled":
         assert label is not None
         rows = [row | {"label": label(number)} for number, row in enumerate(rows)]

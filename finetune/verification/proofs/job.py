@@ -48,7 +48,7 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
     Raises:
         FinetuneError: the request cannot be honoured; nothing was started.
     """
-    begun = time.perf_counter()
+    started = time.perf_counter()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     _claim(request)
@@ -79,7 +79,7 @@ def carry_out(request: Request, cache: Path, say: Say) -> Proof:
         checks=tuple(_check_all(shop, pairs, crossings)),
         refused=tuple(refused),
         environment=environment(),
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
         launches=shop.launches,
     )
     write_proof(proof, request.output / "proof.json")

@@ -81,7 +81,7 @@ class Workshop:
 
     def carry_out(self, what: str, trial: Trial) -> None:
         """Run a trial and report it; a failure is stored for the checks that need the run."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         name = "-".join(trial.run.root.parts[-2:]) + ("-resume" if trial.resume else "")
         try:
             carry_out(trial, self.request.output / "logs" / f"{name}.log", self.under_way)
@@ -91,7 +91,7 @@ class Workshop:
             self.failed[trial.run.root] = str(error)
             self.say(f"[red]failed[/]  {what}: {escape(str(error))}")
         else:
-            self.say(f"{what} [dim]{time.perf_counter() - begun:.0f} s[/]")
+            self.say(f"{what} [dim]{time.perf_counter() - started:.0f} s[/]")
         self.launches += 1
 
     def each(self, works: Iterable[Callable[[], None]]) -> None:

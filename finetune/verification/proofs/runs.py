@@ -178,9 +178,9 @@ def end(family: list[psutil.Process]) -> None:
 
 def _last_words(status: int | None, log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if said and status == FinetuneError.exit_status:
-        return "; ".join(said)
+    messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if messages and status == FinetuneError.exit_status:
+        return "; ".join(messages)
     # A crash: the launcher's report does not have the reason, but the lines before it do.
     return "\n".join([f"ended with status {status}; the end of {log}:", *lines[-SHOWN_LINES:]])
 

@@ -71,20 +71,24 @@ def _measures(run: Run) -> dict[int, dict[str, float]]:
 
 
 def mean_reward(
-    subject: Subject, tokenizer: PreTrainedTokenizerBase, said: Sequence[list[int]]
+    subject: Subject, tokenizer: PreTrainedTokenizerBase, completion_ids: Sequence[list[int]]
 ) -> float:
     """Mean reward of one completion per held-out prompt, as in an evaluation.
 
     Args:
         subject: subject of an online method.
         tokenizer: tokenizer of its model.
-        said: token ids of each completion, including the stop token.
+        completion_ids: token ids of each completion, including the stop token.
     """
     recipe, rows = subject.recipe, subject.data.eval
     assert isinstance(recipe, Online)
-    ended = [len(ids) < recipe.max_completion_length for ids in said]
-    ended = [short or ids[-1] == subject.eos for short, ids in zip(ended, said, strict=True)]
-    completions = [Completion(ids, end, 0.0) for ids, end in zip(said, ended, strict=True)]
+    ended = [len(ids) < recipe.max_completion_length for ids in completion_ids]
+    ended = [
+        short or ids[-1] == subject.eos for short, ids in zip(ended, completion_ids, strict=True)
+    ]
+    completions = [
+        Completion(ids, end, 0.0) for ids, end in zip(completion_ids, ended, strict=True)
+    ]
     names = column_names(subject.data.train)
     columns = reward_columns(tokenizer, names, rows, np.arange(len(rows)), completions)
     rewards = recipe.eval_reward_funcs or recipe.reward_funcs
