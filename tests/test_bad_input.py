@@ -181,7 +181,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("template", BROKEN)
-def test_a_broken_chat_template_is_told_once(tmp_path: Path, template: str):
+def test_a_broken_chat_template_is_reported_once(tmp_path: Path, template: str):
     rows = [{"question": f"Hi {n}", "answer": f"Bye {n}"} for n in range(40)]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     broken = Chat(CHAT.tokenizer, template)
@@ -203,7 +203,7 @@ def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path: Path):
 ANSWERS = [{"question": f"Hi {n}", "answer": "Hello there " * 20} for n in range(5)]
 
 
-def test_rows_that_all_lose_their_end_are_a_mistake(tmp_path: Path):
+def test_losing_the_end_of_every_row_is_an_error(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", ANSWERS)
     recipe = recipe_of(source, max_length=24, overlong="truncate")
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
@@ -216,7 +216,7 @@ def test_rows_that_all_lose_their_end_are_a_mistake(tmp_path: Path):
     ]
 
 
-def test_truncation_that_eats_every_answer_is_a_mistake(tmp_path: Path):
+def test_truncating_every_answer_away_is_an_error(tmp_path: Path):
     asked = [{"question": "What is " * 30, "answer": "Bye"}] * 2
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, *asked])
     recipe = recipe_of(source, max_length=24, overlong="truncate")
@@ -240,7 +240,7 @@ def test_truncation_that_eats_every_answer_is_a_mistake(tmp_path: Path):
     ]
 
 
-def test_rows_that_are_empty_or_masked_or_too_long_are_told_with_the_first_of_each(tmp_path: Path):
+def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_path: Path):
     asked = {"role": "user", "content": "Hi"}
     answers = ("Bye", " \n", "Bye", "", "Bye " * 30)
     talks = [[asked, {"role": "assistant", "content": answer}] for answer in answers]
@@ -255,7 +255,7 @@ def test_rows_that_are_empty_or_masked_or_too_long_are_told_with_the_first_of_ea
     )
 
 
-def test_a_source_whose_rows_never_end_is_refused_beside_others_that_do(tmp_path: Path):
+def test_a_source_whose_rows_never_end_is_refused_in_a_mixture(tmp_path: Path):
     cut = write_jsonl(tmp_path / "cut.jsonl", [{"question": "Hi", "answer": "Bye " * 40}] * 3)
     whole = write_jsonl(tmp_path / "whole.jsonl", [{"question": "Hi", "answer": "Bye"}])
     sources = (Data(source, "question_answer") for source in (whole, cut))
@@ -265,7 +265,7 @@ def test_a_source_whose_rows_never_end_is_refused_beside_others_that_do(tmp_path
     assert said.startswith(f"{cut}: none of its 3 rows is trained to end (3 are truncated); raise")
 
 
-def test_what_is_unusual_is_counted_and_told(tmp_path: Path):
+def test_unusual_rows_are_counted_and_reported(tmp_path: Path):
     short = {"question": "Hi", "answer": "Bye"}
     only_asked = {"messages": [{"role": "user", "content": "Hi"}]}
     rows = [short, short, short, ANSWERS[0], {**short, "messages": only_asked}]

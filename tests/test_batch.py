@@ -58,7 +58,7 @@ def packed_rows(*packs: list[tuple[list[int], Iterable[int]]]) -> Rows:
     return Rows(documents, np.arange(len(documents)), bounds, packed=True)
 
 
-def test_packed_documents_lie_side_by_side_and_count_from_zero_each():
+def test_packed_documents_are_concatenated_with_positions_from_zero():
     rows = packed_rows(
         [([1, 2, 3, 4], [0, 1, 2, 3]), ([5, 6], [0, 1])], [([9, 9], [1])], [([7, 8, 9], [0, 2])]
     )
@@ -74,7 +74,7 @@ def test_packed_documents_lie_side_by_side_and_count_from_zero_each():
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (2, 5, 9)
 
 
-def test_rows_side_by_side_have_the_labels_of_padded_ones():
+def test_concatenated_rows_have_the_labels_of_padded_rows():
     rows = rows_of(([5, 6, 7, 8], [0, 2, 3]), ([1, 2], [1]), ([9, 9, 9], [2]))
     free = dataclasses.replace(rows, padding_free=True)
     padded = collate(rows, np.array([1, 0]), pad_id=2, device="cpu")
@@ -103,7 +103,7 @@ def test_no_packs_give_a_document_that_trains_nothing():
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
 
 
-def test_on_a_cpu_a_large_pack_is_filled_up_by_a_document_of_padding():
+def test_a_large_pack_on_a_cpu_is_filled_with_a_padding_document():
     """To a multiple of 64; "meta" stands for any other device."""
     for length, slots in ((1_023, 1_023), (1_024, 1_024), (1_025, 1_088), (1_087, 1_088)):
         rows = packed_rows([([5] * 700, range(1, 700)), ([6] * (length - 700), [1])])

@@ -62,7 +62,7 @@ def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_shape_is_measured_beside_its_plan_and_kept_when_the_next_fails(tmp_path: Path) -> None:
+def test_a_shape_is_measured_with_its_plan_and_kept_when_the_next_fails(tmp_path: Path) -> None:
     tiny = shapes.llama(64, 128, 2, 8, 2_000)
     wrong = {**tiny, "vocab_size": 8}  # less than its tokenizer has
     cases = (
@@ -359,7 +359,7 @@ def test_rows_of_a_file_are_raced(tmp_path: Path) -> None:
             workload.rows_of(path, job)
 
 
-def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_contender_is_reported_and_the_others_continue(tmp_path: Path) -> None:
     steady = (
         "import sys; print('{\"ready\": true}', flush=True)\n"
         'for _ in sys.stdin: print(\'{"seconds": 1, "cpu_seconds": 1}\', flush=True)'
@@ -391,7 +391,7 @@ def test_a_contender_that_ends_is_told_and_the_others_go_on(tmp_path: Path) -> N
         (["--rows-file", "nothing.jsonl"], "--rows-file: "),
     ],
 )
-def test_a_race_that_cannot_be_is_refused(
+def test_an_impossible_race_is_refused(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

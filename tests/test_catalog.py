@@ -92,7 +92,7 @@ def test_yaml_reads_numbers_as_python_does(tmp_path: Path, text: str, number: fl
 
 
 @pytest.mark.parametrize("text", ["1e", "e5", "1e5x", "2024-01-02e", "0xe5"])
-def test_text_that_is_no_number_stays_text_in_yaml(tmp_path: Path, text: str) -> None:
+def test_text_that_is_not_a_number_stays_text_in_yaml(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(f"method: sft\nmodel: {{config: {{name: {text}z}}}}\n")
     assert catalog.load(path).model.config == {"name": f"{text}z"}
@@ -263,7 +263,7 @@ def test_every_default_can_be_typed_as_it_is_shown() -> None:
         ("optim", "'optim': expected key=value"),
     ],
 )
-def test_an_override_that_cannot_be_is_refused(pair: str, problem: str) -> None:
+def test_an_invalid_override_is_refused(pair: str, problem: str) -> None:
     with pytest.raises(FinetuneError) as error:
         catalog.resolve("qwen3_0_6b_lora", [pair])
     assert error.value.problems == (problem,)
@@ -274,13 +274,13 @@ def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file() -> N
     assert (recipe.optim.lr, recipe.adapter) == (2.0, LoRA(r=4))
 
 
-def test_an_adapter_may_be_taken_away_and_given() -> None:
+def test_overrides_remove_and_add_an_adapter() -> None:
     assert catalog.resolve("qwen3_0_6b_lora", ["adapter=null"]).adapter is None
     assert catalog.resolve("qwen3_0_6b_full", ["adapter.r=4"]).adapter == LoRA(r=4)
     assert catalog.resolve("qwen3_0_6b_full", ['adapter={"r": 4}']).adapter == LoRA(r=4)
 
 
-def test_every_problem_is_told_with_its_path() -> None:
+def test_every_problem_is_reported_with_its_path() -> None:
     fields = {
         "method": "sft",
         "model": {"name": "a", "quantisation": "nf4", "attention": "flash"},

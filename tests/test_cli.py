@@ -214,7 +214,7 @@ TOLD: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_a_mistake_is_told_with_its_place_and_a_way_out(
+def test_a_mistake_is_reported_with_its_place_and_a_fix(
     name: str, finetune: Finetune, tmp_path: Path
 ) -> None:
     words, told = TOLD[name]
@@ -275,7 +275,7 @@ def test_a_recipe_that_is_not_utf8_is_named(finetune: Finetune, tmp_path: Path) 
         ),
     ],
 )
-def test_a_recipe_in_python_that_fails_is_told_without_a_traceback(
+def test_a_failing_python_recipe_is_reported_without_a_traceback(
     finetune: Finetune, tmp_path: Path, code: str, told: str
 ) -> None:
     (tmp_path / "r.py").write_text(code)
@@ -285,7 +285,7 @@ def test_a_recipe_in_python_that_fails_is_told_without_a_traceback(
 # What is told from the files that a recipe names, still without torch.
 
 
-def test_every_missing_file_is_told_at_once_and_the_plan_beside(
+def test_all_missing_files_and_plan_problems_are_reported_at_once(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     fields = tiny.fields(
@@ -316,7 +316,7 @@ def test_every_missing_file_is_told_at_once_and_the_plan_beside(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "r.json"]
 
 
-def test_a_plan_is_for_any_machine_and_tells_what_is_not_on_this_one(
+def test_a_plan_for_another_machine_reports_what_this_one_lacks(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     fields = tiny.fields(data=[{"source": "gone.jsonl", "format": "messages"}])
@@ -330,7 +330,7 @@ def test_a_plan_is_for_any_machine_and_tells_what_is_not_on_this_one(
     assert "not here" not in whole.stdout
 
 
-def test_a_folder_without_a_model_and_a_file_for_a_folder_are_told(
+def test_a_folder_without_a_model_and_a_file_for_a_folder_are_reported(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -387,7 +387,7 @@ def test_bad_data_is_named_with_its_row_and_leaves_the_directory_free(
     assert Run(output).steps() == [1]
 
 
-def test_a_mistake_that_a_process_finds_is_told_without_a_traceback(
+def test_a_mistake_found_by_a_worker_is_reported_without_a_traceback(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     """The same in a process of its own, whose every line is seen."""
@@ -428,7 +428,7 @@ def test_a_template_that_cannot_mark_assistant_turns_is_refused(
     assert problems[0].startswith(f"{tiny.data} row 1")
 
 
-def test_targets_that_match_nothing_leave_nothing_to_train(
+def test_targets_that_match_no_module_are_refused(
     tiny: Tiny, run_here: InProcess, tmp_path: Path
 ) -> None:
     fields = one_step(tiny, adapter={"targets": ["q_prj"]})
@@ -441,7 +441,7 @@ def test_targets_that_match_nothing_leave_nothing_to_train(
     )
 
 
-def test_each_name_in_an_adapter_that_no_module_has_is_told(
+def test_each_adapter_name_that_matches_no_module_is_reported(
     tiny: Tiny, run_here: InProcess, tmp_path: Path
 ) -> None:
     adapter = {
@@ -462,7 +462,7 @@ def test_each_name_in_an_adapter_that_no_module_has_is_told(
     ]
 
 
-def test_a_tokenizer_of_another_model_is_told(
+def test_a_tokenizer_of_another_model_is_reported(
     tiny: Tiny, run_here: InProcess, tmp_path: Path
 ) -> None:
     config = json.loads((tiny.model / "config.json").read_text()) | {"vocab_size": 20}
@@ -475,9 +475,7 @@ def test_a_tokenizer_of_another_model_is_told(
     )
 
 
-def test_weights_that_are_cut_short_are_told(
-    tiny: Tiny, run_here: InProcess, tmp_path: Path
-) -> None:
+def test_truncated_weights_are_reported(tiny: Tiny, run_here: InProcess, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny.model, model)
     weights = model / "model.safetensors"
@@ -504,7 +502,7 @@ def with_config(tiny: Tiny, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_a_tracker_that_is_not_installed_is_told_before_anything_is_made(
+def test_a_missing_tracker_is_reported_before_anything_is_created(
     tiny: Tiny, run_here: InProcess, tmp_path: Path
 ) -> None:
     absent = [name for name in ("wandb", "mlflow", "trackio") if find_spec(name) is None]
@@ -517,7 +515,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_do_not_fit_their_config_are_told(
+def test_weights_that_do_not_fit_their_config_are_reported(
     tiny: Tiny, run_here: InProcess, finetune: Finetune, tmp_path: Path
 ) -> None:
     deeper = with_config(tiny, tmp_path / "deeper", num_hidden_layers=3)
@@ -546,7 +544,7 @@ def test_weights_that_do_not_fit_their_config_are_told(
     assert told.endswith(f"; and 1 more like these{advice}")
 
 
-def test_rows_beyond_the_context_of_the_model_are_told(
+def test_rows_beyond_the_context_of_the_model_are_reported(
     tiny: Tiny, run_here: InProcess, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
@@ -772,7 +770,7 @@ def test_deepspeed_on_several_machines_starts_each_ones_own_processes(flags: lis
     assert words[words.index("--deepspeed_multinode_launcher") + 1] == "standard"
 
 
-def test_launch_gives_the_flags_that_it_does_not_know_to_accelerate(
+def test_launch_passes_unknown_flags_to_accelerate(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
@@ -787,7 +785,7 @@ def test_launch_gives_the_flags_that_it_does_not_know_to_accelerate(
     assert not (tmp_path / "run").exists()
 
 
-def test_overrides_may_stand_behind_options(finetune: Finetune) -> None:
+def test_overrides_may_follow_options(finetune: Finetune) -> None:
     words = ("plan", "quickstart", "--backend", "ddp", "optim.lr=1e-4", "--json", "batch.rows=64")
     told = json.loads(finetune(*words, "--processes", "4", "optim.lr=2e-4").stdout)
     assert (told["lr"], told["rows_per_step"], told["processes"]) == (2e-4, 64, 4)
@@ -862,7 +860,7 @@ def test_show_prints_a_recipe_that_can_be_read_again(finetune: Finetune, tmp_pat
         assert catalog.load(tmp_path / name) == recipe
 
 
-def test_plan_tells_the_same_as_json_and_as_text(finetune: Finetune) -> None:
+def test_plan_reports_the_same_as_json_and_as_text(finetune: Finetune) -> None:
     words = ("plan", "qwen3_8b_lora", "--backend", "fsdp_full_shard", "--processes", "4")
     told = json.loads(finetune(*words, "--json").stdout)
     assert told["engine"] == "fsdp"
@@ -876,7 +874,7 @@ def test_plan_tells_the_same_as_json_and_as_text(finetune: Finetune) -> None:
 # Several processes.
 
 
-def test_a_mistake_is_told_once_whatever_the_number_of_processes(
+def test_a_mistake_is_reported_once_for_any_number_of_processes(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     """Found by the processes, not before: one line, and nothing of torch's own report."""

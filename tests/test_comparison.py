@@ -39,7 +39,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     return found
 
 
-def test_runs_are_beside_each_other(
+def test_runs_are_compared_side_by_side(
     runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0

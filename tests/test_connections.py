@@ -54,7 +54,7 @@ def all_of(port: int, *parts: bytes) -> bytes:
         return found
 
 
-def test_headers_and_bodies_that_arrive_slowly_are_given_up(port: int) -> None:
+def test_slow_headers_and_bodies_time_out(port: int) -> None:
     assert all_of(port, b"") == b""
     assert all_of(port, HEAD[:1], HEAD[1:2], HEAD[2:3]) == b""
     whole = HEAD + b"Content-Length: 2\r\n\r\n{}"

@@ -87,7 +87,7 @@ def test_the_newest_intact_checkpoint_continues(
     assert newest_intact(run) == (6, {})
 
 
-def test_where_nothing_is_intact_the_error_says_what_to_do(
+def test_without_an_intact_checkpoint_the_error_names_a_way_out(
     finetune: Finetune, trained: Run, run: Run
 ) -> None:
     for step in (3, 6):
@@ -192,7 +192,7 @@ def test_a_kill_between_a_checkpoint_and_its_best_json_loses_nothing(
         assert (status, run.best.read_text()) == (0, right), stderr
 
 
-def test_a_torn_best_json_is_told(finetune: Finetune, run: Run, tmp_path: Path) -> None:
+def test_a_torn_best_json_is_reported(finetune: Finetune, run: Run, tmp_path: Path) -> None:
     run.best.write_text('{"st')
     done = finetune("export", run.root, "--to", tmp_path / "out")
     assert done.status == 2
@@ -200,7 +200,7 @@ def test_a_torn_best_json_is_told(finetune: Finetune, run: Run, tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
-def test_other_folders_beside_checkpoints_are_left_alone(run: Run) -> None:
+def test_other_folders_next_to_checkpoints_are_left_alone(run: Run) -> None:
     shutil.copytree(run.checkpoint(3), run.checkpoints / "step-personal")
     assert run.steps() == [3, 6]
 
@@ -274,7 +274,9 @@ ENTRY = {"bytes": 1, "sha256": ""}
         ({"format": None}, "no format: it is not a checkpoint's manifest"),
     ],
 )  # fmt: skip
-def test_a_manifest_that_is_none_is_damage(run: Run, changes: dict[str, object], told: str) -> None:
+def test_an_invalid_manifest_counts_as_damage(
+    run: Run, changes: dict[str, object], told: str
+) -> None:
     rewrite(run, 6, **changes)
     assert told in "\n".join(damage(run.checkpoint(6)))
 
@@ -362,7 +364,7 @@ def test_two_runs_in_one_directory_are_refused(
     )
 
 
-def test_the_lock_of_another_host_says_when_that_last_wrote(
+def test_the_lock_of_another_host_reports_its_last_write(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1))
@@ -385,7 +387,7 @@ def test_the_lock_of_another_host_says_when_that_last_wrote(
         assert finetune(*words).status == 0
 
 
-def test_a_disk_without_locks_is_said_and_trained_on(
+def test_a_disk_without_locks_is_reported_and_used(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     (tmp_path / "none.c").write_text(
@@ -426,7 +428,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_directory_that_cannot_be_written_is_told(
+def test_an_unwritable_directory_is_reported(
     tiny: Tiny, finetune: Finetune, tmp_path: Path, read_only: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.json", tiny.fields())
@@ -438,7 +440,7 @@ def test_a_directory_that_cannot_be_written_is_told(
     )
 
 
-def test_a_disk_too_small_is_told_before_the_first_step(
+def test_a_disk_too_small_is_reported_before_the_first_step(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     place = tmp_path / "small"
@@ -509,7 +511,7 @@ def test_another_base_under_the_same_name_is_refused(
     assert finetune(*words, "max_steps=4", "--resume").status == 0
 
 
-def test_a_large_base_is_told_apart_by_a_sample_of_each_tensor(tmp_path: Path) -> None:
+def test_a_large_base_is_identified_by_a_sample_of_each_tensor(tmp_path: Path) -> None:
     """20 MB in parts: one number in the middle of a tensor, a name, a size, a part's header."""
     torch.manual_seed(0)
     parts = {

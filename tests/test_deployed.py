@@ -68,7 +68,7 @@ def served_answers(run: Run, conversations: Conversations, folder: Path) -> list
         return list(pool.map(ask, conversations))
 
 
-def test_chat_server_adapter_and_merged_model_answer_alike(tmp_path: Path) -> None:
+def test_chat_server_adapter_and_merged_model_give_equal_answers(tmp_path: Path) -> None:
     run, _ = trained_run(tmp_path)
     conversations = asked()
     loaded = load(run)

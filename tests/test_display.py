@@ -188,7 +188,7 @@ def test_a_log_that_cannot_hold_every_character_is_still_written(tmp_path: Path)
     assert answer.stdout.decode("ascii").endswith("/l?uft'\n")
 
 
-def test_a_process_that_does_not_speak_prints_nothing(tmp_path: Path) -> None:
+def test_only_the_main_process_prints(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), "listens"]
     answer = subprocess.run(command, capture_output=True, check=True, env=child_environment())
     assert answer.stdout + answer.stderr == b""
@@ -243,7 +243,7 @@ def test_a_failure_takes_the_bar_away_first(tmp_path: Path) -> None:
     assert output.getvalue().endswith("\x1b[2K")  # the bar's line is erased
 
 
-def test_a_console_on_a_pipe_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_on_a_pipe_is_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     console = open_console(is_main=True)
     assert not console.is_terminal

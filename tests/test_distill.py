@@ -143,7 +143,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_however_a_step_is_cut_it_is_the_same(
+def test_a_step_does_not_depend_on_its_micro_batches(
     tiny: Tiny, data: Path, teacher: Path, tmp_path: Path
 ) -> None:
     whole = train(tmp_path / "whole", fields(tiny, data, teacher))

@@ -117,7 +117,7 @@ def test_experts_and_tensor_parallel_go_on_from_shards(
 
 
 @pytest.mark.slow
-def test_adapters_of_attention_beside_divided_experts(work: Path, finetune: Finetune) -> None:
+def test_adapters_of_attention_with_divided_experts(work: Path, finetune: Finetune) -> None:
     runs = [train(finetune, work, "lora", backend) for backend in ("single", "ep_fsdp")]
     assert_equal(*runs)
     assert_planned(runs[1])
@@ -171,7 +171,7 @@ def test_adapters_of_divided_experts_are_refused(adapter: dict[str, Any], proble
     assert [each.startswith(problem) for each in found] == ([True] if problem else [])
 
 
-def test_experts_lie_over_the_processes_that_hold_a_copy() -> None:
+def test_experts_are_divided_over_the_processes_of_a_copy() -> None:
     machine, count = backends.divided(backends.load("ep_fsdp"), None, {"experts": 4})
     assert (machine.axes.experts, count) == (4, 4)
     mesh = Mesh(replicate=2, shard=4, tensor=2, experts=4)

@@ -49,7 +49,7 @@ def test_a_model_alone_is_examined_with_lora(tiny: Tiny, finetune: Finetune) -> 
     assert "note no data is named: rows are generated" in lines
 
 
-def test_what_the_plan_refuses_is_a_no_and_the_rest_is_still_examined(
+def test_a_refused_plan_is_a_no_and_the_rest_is_still_examined(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     fields = tiny.fields(adapter={"r": 4}, backend="zero3", optim={"name": "muon"})

@@ -216,7 +216,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_however_a_step_is_cut_it_is_the_same(
+def test_a_step_does_not_depend_on_its_micro_batches(
     tiny: Tiny, data: Path, tmp_path: Path, name: str
 ) -> None:
     run = train(tmp_path / "run", fields(tiny, data, batch={"max_length": 64, **CUTS[name]}))
@@ -274,7 +274,7 @@ def test_an_adapter_that_is_trained_further_has_the_reference_that_is_named(
 
 @pytest.mark.parametrize("init", [True, "pissa", "olora"])
 @pytest.mark.parametrize("reference", ["start", "base"])
-def test_a_new_adapter_begins_as_the_base_whatever_it_took_out_of_it(
+def test_a_new_adapter_starts_as_the_base_for_every_initialization(
     tiny: Tiny, data: Path, tmp_path: Path, init: bool | str, reference: str
 ) -> None:
     sections = {"adapter": {"r": 4, "init_lora_weights": init}, "reference": reference}
@@ -296,7 +296,7 @@ def other_model(tiny: Tiny, folder: Path) -> Path:
     return folder
 
 
-def test_another_model_is_the_reference_and_says_the_same_when_a_run_goes_on(
+def test_another_reference_model_gives_the_same_numbers_after_resuming(
     tiny: Tiny, data: Path, tmp_path: Path
 ) -> None:
     """Though its numbers are gone, in the run as in the cache."""
@@ -317,7 +317,7 @@ def test_another_model_is_the_reference_and_says_the_same_when_a_run_goes_on(
 @pytest.mark.parametrize(
     "name", ["full", "lora", "pissa", "nf4", "continued", "continued, padded"]
 )  # fmt: skip
-def test_the_base_by_its_name_is_the_base_however_a_policy_begins(
+def test_a_reference_by_the_name_of_the_base_is_the_base_for_any_policy(
     tiny: Tiny, data: Path, tmp_path: Path, name: str
 ) -> None:
     sections: dict[str, Any] = {}

@@ -62,7 +62,7 @@ def test_a_module_of_the_working_folder_is_never_picked_up(
     assert (tmp_path / "run/final/adapter_model.safetensors").is_file()
 
 
-def test_a_module_beside_a_launch_by_hand_is_not_taken_for_one_of_the_standard_library(
+def test_a_module_next_to_a_manual_launch_does_not_shadow_the_standard_library(
     tmp_path: Path,
 ):
     (tmp_path / "tokenize.py").write_text("print('A STRANGER RUNS')\n")
@@ -79,7 +79,7 @@ def test_a_module_beside_a_launch_by_hand_is_not_taken_for_one_of_the_standard_l
 # Streams and signals.
 
 
-def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, made: tuple[Path, Path]):
+def test_training_continues_when_its_output_is_closed(tmp_path: Path, made: tuple[Path, Path]):
     reader, writer = os.pipe()
     os.close(reader)
     run = tmp_path / "run"
@@ -99,7 +99,7 @@ def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, made: tup
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 @pytest.mark.slow
-def test_a_launch_goes_on_where_the_disk_of_its_log_is_full(
+def test_a_launch_continues_when_the_disk_of_its_log_is_full(
     tmp_path: Path, made: tuple[Path, Path]
 ):
     run = tmp_path / "run"
@@ -114,7 +114,7 @@ def test_a_launch_goes_on_where_the_disk_of_its_log_is_full(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_an_answer_that_could_not_be_written_is_no_success(tmp_path: Path):
+def test_an_answer_that_could_not_be_written_is_a_failure(tmp_path: Path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "finetune", "list"], stdout=full, stderr=subprocess.PIPE,
@@ -151,7 +151,7 @@ def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path: Path, made: tuple
 # Files and records.
 
 
-def test_a_file_of_a_user_is_told_and_a_mistake_of_the_toolkit_is_not(tmp_path: Path):
+def test_a_file_error_of_a_user_is_reported_and_a_bug_is_not_hidden(tmp_path: Path):
     denied = PermissionError(13, "Permission denied", str(tmp_path / "a"))
     assert of_a_file(denied) == f"{tmp_path / 'a'}: Permission denied"
     assert of_a_file(FileNotFoundError(2, "No such file", str(ROOT / "finetune/x.json"))) is None
@@ -201,7 +201,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(made: tuple[Path, P
     assert {path.name for path in run.root.iterdir()} == before
 
 
-def test_an_export_tells_what_is_wrong_with_its_place(
+def test_an_export_reports_an_unusable_target(
     tmp_path: Path, made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
     from finetune.exporters.export import export
@@ -222,7 +222,9 @@ def test_an_export_tells_what_is_wrong_with_its_place(
     assert (tmp_path / "here/adapter_model.safetensors").is_file()
 
 
-def test_a_user_without_a_home_is_told_how_to_name_the_cache(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_home_directory_the_error_names_the_cache_variable(
+    monkeypatch: pytest.MonkeyPatch,
+):
     for name in ("FINETUNE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/.cache")

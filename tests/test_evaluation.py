@@ -242,7 +242,7 @@ def test_other_data_than_the_run_had_is_refused(run, tmp_path):
         run.recipe.write_text(kept)
 
 
-def test_a_run_without_held_out_rows_says_what_to_give(tmp_path):
+def test_without_held_out_rows_the_error_names_the_options(tmp_path):
     empty = start_run(tmp_path / "run", None)
     with pytest.raises(FinetuneError, match="no eval_data and no eval_rows; give --data and"):
         of_run(empty)

@@ -98,7 +98,7 @@ def test_one_row_has_the_loss_and_the_gradient_of_transformers(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-def test_a_step_is_the_same_however_its_rows_are_cut(kind: str) -> None:
+def test_a_step_does_not_depend_on_how_its_rows_are_split(kind: str) -> None:
     """Any accumulation, padded or side by side, and beside ranks that have no rows."""
     rows = rows_of([19, 7, 12, 3, 16, 5, 9, 11])
     numbers = np.arange(8)
@@ -218,7 +218,7 @@ def test_default_factors_are_those_of_transformers(kind: str) -> None:
     assert coefficient(Model(), fields) == (stated, "")
 
 
-def test_a_run_records_the_balance_and_says_so(finetune: Finetune, tmp_path: Path) -> None:
+def test_a_run_records_and_reports_the_balance(finetune: Finetune, tmp_path: Path) -> None:
     """The first step of all weights has the loss of transformers on each row, by its tokens."""
     fields = SIZES | MOE["qwen3_moe"] | ASKED | {"vocab_size": VOCABULARY, "eos_token_id": 256}
     model = build("qwen3_moe", **fields)

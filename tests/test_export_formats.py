@@ -77,7 +77,7 @@ def test_the_command_of_vllm_has_the_smallest_rank_that_fits(tmp_path):
     assert command in (folder / "README.md").read_text()
 
 
-def test_every_reason_against_vllm_is_told_and_nothing_is_left(tmp_path):
+def test_every_reason_against_vllm_is_reported_and_nothing_is_written(tmp_path):
     trained = lora_run(tmp_path, use_dora=True, modules_to_save=["lm_head"])
     with pytest.raises(FinetuneError) as caught:
         export(trained.run, tmp_path / "out", format="vllm", gate=unreachable)
@@ -228,7 +228,7 @@ def test_a_merge_of_a_quantised_run_shows_its_loss_and_offers_the_closer_one(tmp
     assert abs(plain["loss"] / plain["trained_loss"] - 1) > 1e-4
 
 
-def test_a_run_whose_rows_are_gone_says_that_nothing_was_compared(tmp_path):
+def test_an_export_without_the_runs_rows_reports_that_nothing_was_compared(tmp_path):
     run = run_with_rows(tmp_path)
     (tmp_path / "rows.jsonl").unlink()
     folder = export(run, tmp_path / "out")
@@ -284,7 +284,7 @@ def test_the_template_for_ollama_renders_what_training_did(template):
 
 
 @pytest.mark.parametrize("template", [TRIMMED, DEFAULT], ids=["changes words", "default system"])
-def test_a_template_that_ollama_cannot_say_is_refused(template):
+def test_a_template_that_ollama_cannot_express_is_refused(template):
     with pytest.raises(FinetuneError, match="does more than add text around each message"):
         ollama.go_template(byte_tokenizer(template))
 

@@ -141,7 +141,7 @@ def test_merged_weights_have_the_dtype_of_the_base_and_are_rounded_once(tmp_path
     assert all(torch.equal(stored[name], exact[name].bfloat16()) for name in exact)
 
 
-def test_the_tokenizer_travels_with_its_template_and_answers_end_at_the_turns_end(tmp_path):
+def test_the_tokenizer_is_exported_with_its_template_and_answers_end_with_the_turn(tmp_path):
     trained = lora_run(tmp_path)
     for merge in (False, True):
         folder = export(trained.run, tmp_path / str(merge), merge)
@@ -183,7 +183,7 @@ def test_an_adapter_names_the_base_that_it_belongs_to(tmp_path):
     assert config["inference_mode"] is True
 
 
-def test_a_merge_of_a_quantised_run_says_that_the_base_was_unquantised(tmp_path):
+def test_the_card_of_a_merged_quantised_run_states_the_unquantised_base(tmp_path):
     base = tiny_llama()
     run = start_run(
         tmp_path / "run", save_base(base, tmp_path / "base"), LoRA(r=4), quantization="nf4"
@@ -352,7 +352,7 @@ def test_a_file_that_is_gone_or_cut_is_named(tmp_path):
     ]
 
 
-def test_a_torn_manifest_is_told_and_an_older_checkpoint_named(tmp_path):
+def test_a_torn_manifest_is_reported_with_an_older_checkpoint(tmp_path):
     trained = lora_run(tmp_path)
     newer = save_checkpoint(trained.run, 20, trained_adapter(tiny_llama())) / "manifest.json"
     newer.write_bytes(newer.read_bytes()[:100])

@@ -47,7 +47,7 @@ def recipe(toy: Path, tiny: Tiny, name: str, **sections: object) -> Path:
     return path
 
 
-def test_what_is_not_of_the_package_is_named_and_runs(toy: Path, tiny: Tiny) -> None:
+def test_extensions_outside_the_package_are_named_and_run(toy: Path, tiny: Tiny) -> None:
     losses = {}
     for name, method in (("plain", "sft"), ("doubled", "toy_tuning:Doubled")):
         asked = recipe(toy, tiny, name, method=method)
@@ -97,7 +97,9 @@ def test_a_name_of_nothing_is_refused(
     assert not (toy / "no").exists()
 
 
-def test_a_module_that_fails_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_fails_to_import_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken_toy.py").write_text("import nothing_of_the_kind\n")
     (tmp_path / "raising_toy.py").write_text("raise ValueError('not today')\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -136,9 +136,7 @@ def test_a_run_that_meets_a_fault_is_continued_to_the_same_end(
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["report", "export"])
 @pytest.mark.parametrize("fault", ["kill", "full", "forbidden"])
-def test_what_is_made_of_a_run_is_whole_or_not_there(
-    trained: Trained, fault: str, verb: str
-) -> None:
+def test_products_of_a_run_are_complete_or_absent(trained: Trained, fault: str, verb: str) -> None:
     run, before = trained.straight.root, outcome(trained.straight)
     target = run / "report.html" if verb == "report" else trained.folder / f"{fault}-export"
     words = [verb, str(run), *(["--to", str(target)] if verb == "export" else [])]

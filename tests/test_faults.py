@@ -70,7 +70,7 @@ def recipe_of(poisoned: Tiny, **optim: object) -> dict[str, object]:
     )  # fmt: skip
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_its_row(
+def test_a_nan_loss_stops_the_run_and_names_its_row(
     poisoned: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.json", recipe_of(poisoned))
@@ -131,7 +131,7 @@ def test_every_backend_leaves_the_same_step_out(
     assert largest(losses(alone), losses(together)) < apart
 
 
-def test_an_evaluation_that_is_no_number_is_never_the_best(
+def test_a_nan_evaluation_is_never_the_best(
     poisoned: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     """The rows to be evaluated have the letter; those that are trained do not."""
@@ -271,7 +271,7 @@ def test_the_cause_is_the_worker_that_a_signal_ended(
     assert lost_worker(agent_report(*workers)) == expected
 
 
-def test_what_a_failed_start_leaves_does_not_stand_in_the_way(
+def test_files_of_a_failed_start_do_not_block_the_next_start(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     run = Run(tmp_path / "run")
@@ -380,7 +380,7 @@ for work in (second, first):
 """
 
 
-def test_every_collective_that_waits_for_a_lost_rank_is_known_as_such(tmp_path: Path) -> None:
+def test_every_collective_error_after_a_lost_rank_is_recognized(tmp_path: Path) -> None:
     """The second of two that wait together is told less than the first: see `TRANSPORTS`."""
     lost, left = (
         subprocess.Popen(
@@ -439,7 +439,7 @@ def test_workers_do_not_outlive_their_launcher(tiny: Tiny, tmp_path: Path) -> No
     assert run.newest() == steps_made(run)
 
 
-def test_the_first_error_of_an_attempt_is_the_one_that_is_told(
+def test_the_first_error_of_an_attempt_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = tmp_path / "status.json"

@@ -120,7 +120,7 @@ def test_terms_are_counted_without_the_micro_batches(packed: bool, free: bool) -
 
 
 @pytest.mark.parametrize("control", ["default", "gloo"])
-def test_ranks_meet_once_in_a_step_besides_the_gradient(
+def test_ranks_communicate_once_per_step_apart_from_the_gradient(
     tiny: Tiny, tmp_path: Path, control: str
 ) -> None:
     sections = {

@@ -117,7 +117,7 @@ def without_typing(path: Path) -> ast.Module:
     return Drop().visit(ast.parse(path.read_text(encoding="utf-8")))
 
 
-def test_every_module_stands_on_one_floor() -> None:
+def test_every_module_is_on_one_floor() -> None:
     names = sorted(name for names in FLOORS for name in names)
     assert names == sorted({top(path) for path in MODULES})
     assert len(names) == len(set(names))
@@ -139,7 +139,7 @@ def test_a_module_imports_only_from_lower_floors(path: Path) -> None:
     assert wrong == set()
 
 
-def test_few_modules_lie_at_the_root() -> None:
+def test_few_modules_are_at_the_root() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
 
 
@@ -163,7 +163,7 @@ def test_the_package_itself_is_imported_by_nobody(path: Path) -> None:
 
 
 @each_module
-def test_what_must_answer_at_once_never_imports_torch(path: Path) -> None:
+def test_quick_commands_never_import_torch(path: Path) -> None:
     if top(path) in NO_TORCH:
         roots = {name.split(".")[0] for name in imported(without_typing(path))}
         assert roots & HEAVY == set()

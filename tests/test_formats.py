@@ -934,7 +934,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_row_that_does_not_fit_says_why(name: str):
+def test_a_row_that_does_not_fit_is_refused_with_the_reason(name: str):
     data_format, row, message = PROBLEMS[name]
     with pytest.raises(RowProblem) as error:
         read_row(data_format, row)

@@ -34,7 +34,7 @@ def train(tiny: Tiny, place: Path, precision: Any, **sections: Any) -> Run:
 
 
 @pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_its_losses_are_near_those_of_fp32(
+def test_losses_in_fp16_are_near_those_of_fp32(
     tiny: Tiny, tmp_path: Path, kind: dict[str, Any]
 ) -> None:
     narrow = train(tiny, tmp_path / "fp16", "fp16", **kind)

@@ -145,7 +145,7 @@ def doubled(levels: int, form: str) -> str:
         ("a: \x07", "characters are not allowed"),
     ],
 )  # fmt: skip
-def test_yaml_that_has_no_end_or_is_none_is_refused_quickly(text: str, told: str) -> None:
+def test_endless_or_invalid_yaml_is_refused_quickly(text: str, told: str) -> None:
     begun = time.process_time()
     with pytest.raises(NotYAML) as refused:
         read_yaml(text)
@@ -273,7 +273,7 @@ PLACES: list[tuple[str, int, str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("words", "status", "told", "variables"), PLACES)
-def test_a_place_that_cannot_be_used_is_told_in_one_line(
+def test_an_unusable_path_is_reported_in_one_line(
     every: dict[str, Subject], home: Path, words: str, status: int, told: str,
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -179,7 +179,7 @@ def test_scores_merge_in_the_order_of_bpe():
     assert gguf_tokens.merge_scores({"model": model}) == {3: 0.0, 2: -1.0}
 
 
-def test_gguf_needs_a_checkout_and_says_how_to_get_one(tmp_path):
+def test_without_a_checkout_the_gguf_error_names_how_to_get_one(tmp_path):
     trained = lora_run(tmp_path)
     with pytest.raises(FinetuneError, match=r"git clone .* https://github.com/ggml-org/llama.cpp"):
         export(trained.run, tmp_path / "out", format="gguf")

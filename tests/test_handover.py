@@ -127,7 +127,7 @@ def said(model: Any, folder: Path, **more: Any) -> str:
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
 
-def test_rows_that_end_with_the_eos_keep_it_beside_the_end_of_a_turn(tmp_path, monkeypatch):
+def test_rows_that_end_with_the_eos_stop_at_it_and_at_the_end_of_a_turn(tmp_path, monkeypatch):
     base = save_base(tiny_llama(), tmp_path / "base")
     rows = tmp_path / "pairs.jsonl"
     rows.write_text(json.dumps({"prompt": "a", "completion": " b"}) + "\n")
@@ -137,7 +137,7 @@ def test_rows_that_end_with_the_eos_keep_it_beside_the_end_of_a_turn(tmp_path, m
     assert AutoTokenizer.from_pretrained(run.final).eos_token == "<|end|>"
 
 
-def test_training_tags_are_no_part_of_an_exported_template(tmp_path):
+def test_training_tags_are_removed_from_an_exported_template(tmp_path):
     base = tiny_llama()
     run = start_run(tmp_path / "run", save_base(base, tmp_path / "base"))
     save_checkpoint(run, 10, base, TEMPLATE)

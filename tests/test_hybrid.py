@@ -118,7 +118,7 @@ def test_other_axes_that_reach_a_worker_are_refused() -> None:
         (["--backend", "hsdp", "--verify"], "--verify: only one copy of hsdp could be traced"),
     ],
 )
-def test_copies_that_cannot_be_are_refused(
+def test_invalid_shard_sizes_are_refused(
     finetune: Finetune, words: list[str], problem: str
 ) -> None:
     done = finetune("plan", "smollm2_135m_full", *words)

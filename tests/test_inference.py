@@ -228,7 +228,7 @@ def test_a_run_is_loaded_at_a_step_the_last_or_the_best(tmp_path):
         load(trained.run, 15)
 
 
-def test_a_run_without_a_checkpoint_says_so(tmp_path):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path):
     run = start_run(tmp_path / "run", save_base(tiny_llama(), tmp_path / "base"))
     with pytest.raises(FinetuneError, match="no complete checkpoint; train the run first"):
         load(run)
@@ -344,7 +344,7 @@ def test_a_config_of_any_values_is_read_or_refused(tmp_path, changed, told):
             load_folder(folder)
 
 
-def test_memory_that_is_not_enough_is_told_in_one_line():
+def test_running_out_of_memory_is_reported_in_one_line():
     told = r"^m: not enough memory to load it \(.*allocate"
     with pytest.raises(FinetuneError, match=told), within_memory("m"):
         torch.empty(2**50, dtype=torch.uint8)
@@ -417,7 +417,7 @@ def test_exact_match_counts_answers_that_are_the_reference(tmp_path):
     assert exact_match(loaded, rows, limit=1).share == 1.0
 
 
-def test_samples_hold_both_answers_beside_the_reference(tmp_path):
+def test_samples_hold_both_answers_and_the_reference(tmp_path):
     loaded = saying(tmp_path, TURN_END)
     rows = [asked("a", "yes"), asked("b", "no")]
     assert samples(rows, ["?", "!"], answers(loaded, rows, 20)) == [
@@ -532,7 +532,7 @@ def test_a_chat_from_a_pipe_writes_the_answers_alone(tmp_path):
     assert "".join(written) == f"{answer}\n{answer}\n"
 
 
-def test_a_chat_that_no_longer_fits_says_so_and_goes_on(tmp_path):
+def test_a_chat_beyond_the_context_is_reported_and_continues(tmp_path):
     loaded = tiny(tmp_path)
     written: list[str] = []
     chat(loaded, Script("a" * 130, "hi"), written.append, 8)

@@ -426,7 +426,7 @@ def test_any_value_is_imported_or_refused_with_a_sentence(folder: Path, name: st
     assert min(refused, accepted) > 10
 
 
-def test_import_prints_what_became_of_each_key_and_writes_it_into_the_file(
+def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(
     finetune: Finetune, folder: Path
 ) -> None:
     done = finetune("import", "llama.yml", "--processes", "2", cwd=folder)
@@ -475,7 +475,7 @@ def test_import_prints_what_became_of_each_key_and_writes_it_into_the_file(
         ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: no dataset_info.json"),
     ],
 )
-def test_what_cannot_be_imported_is_said_with_its_file_and_key(
+def test_import_errors_name_the_file_and_the_key(
     finetune: Finetune, tmp_path: Path, text: str, told: str
 ) -> None:
     (tmp_path / "f.yml").write_text(text)
@@ -552,6 +552,6 @@ def test_methods_of_preferences_are_imported(
     assert not any(told == "no recipe field corresponds to it" for _, told in said.values())
 
 
-def test_a_file_that_is_not_there_is_said(finetune: Finetune, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(finetune: Finetune, tmp_path: Path) -> None:
     done = finetune("import", "gone.yml", cwd=tmp_path)
     assert (done.status, done.stderr) == (2, "error: gone.yml: No such file or directory\n")

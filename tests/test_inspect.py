@@ -100,7 +100,7 @@ def test_no_character_of_the_data_steers_a_terminal() -> None:
     assert visible("a\x1b[31mb\x00\x9b\tc\n") == "a\u241b[31mb\u2400\ufffd\tc\n"
 
 
-def test_what_cannot_be_inspected_is_said_without_a_traceback(
+def test_inspection_errors_have_no_traceback(
     finetune: Finetune, recipe: Path, tiny: Tiny, tmp_path: Path
 ) -> None:
     nameless = write_recipe(tmp_path / "r.json", tiny.fields() | {"model": {}})
@@ -156,7 +156,7 @@ def test_pieces_of_real_tokenizers_are_the_text(assets: Path, name: str) -> None
     assert [token for piece in found for token in piece.ids] == ids
 
 
-def test_what_is_not_read_or_dropped_or_held_out_twice_is_shown_by_inspect_and_at_a_start(
+def test_ignored_dropped_and_leaked_rows_are_shown_by_inspect_and_at_a_start(
     finetune: Finetune, tiny: Tiny, tmp_path: Path
 ) -> None:
     rows = [json.loads(line) | {"id": 1} for line in tiny.data.read_text().splitlines()]

@@ -162,13 +162,13 @@ def test_a_second_signal_ends_at_once(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("minutes", ["nan", "inf", "-1", "0", "soon"])
-def test_a_timeout_that_is_none_is_told(finetune: Finetune, minutes: str) -> None:
+def test_an_invalid_timeout_is_refused(finetune: Finetune, minutes: str) -> None:
     done = finetune("train", "quickstart", f"--timeout={minutes}")
     assert done.status == 2
     assert f"argument --timeout: got '{minutes}', expected minutes, such as" in done.stderr
 
 
-def test_resuming_where_there_is_nothing_says_what_to_do(
+def test_resuming_without_a_run_names_the_options(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     words = words_of(tiny, tmp_path / "run", **SHORT)

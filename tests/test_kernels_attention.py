@@ -94,7 +94,7 @@ ENDS = ([0, 1], [0, 31, 63, 64], [0, 32, 65, 160], [0, 3, 700])
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 96, 256])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_it_has_the_result_and_the_gradients_of_fp32(
+def test_tiled_attention_has_the_result_and_gradients_of_fp32(
     ends: list[int], size: int, groups: int
 ) -> None:
     given = heads(ends[-1], 2 * groups, 2, size)
@@ -165,7 +165,7 @@ def test_a_score_beyond_every_number_is_the_cap() -> None:
 
 
 @needs_tiles
-def test_a_window_that_holds_a_document_is_none() -> None:
+def test_a_window_longer_than_a_document_is_ignored() -> None:
     given, ends = heads(300, 6, 2, 64), [0, 1, 40, 300]
     every = with_gradients(TiledAttention.apply(*given, ends, 0.4), given)
     windowed = with_gradients(TiledAttention.apply(*given, ends, 0.4, 260), given)
@@ -173,7 +173,7 @@ def test_a_window_that_holds_a_document_is_none() -> None:
 
 
 @needs_tiles
-def test_documents_beside_each_other_have_the_bits_of_each_alone() -> None:
+def test_concatenated_documents_have_the_bits_of_each_alone() -> None:
     given, ends = heads(300, 6, 2, 64), [0, 1, 40, 300]
     together = with_gradients(TiledAttention.apply(*given, ends, 0.4), given)
     torch.manual_seed(1)
@@ -200,7 +200,7 @@ def test_a_later_token_changes_nothing_before_it() -> None:
 
 @needs_tiles
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_what_is_no_number_stays_none(wrong: float) -> None:
+def test_nan_inputs_stay_nan(wrong: float) -> None:
     given = heads(70, 2, 1, 32)
     with torch.no_grad():
         given[0][0, 1, 40, 3] = wrong
@@ -224,7 +224,7 @@ def test_several_threads_compute_the_same_bits() -> None:
 
 
 @needs_tiles
-def test_heads_may_lie_in_any_way() -> None:
+def test_heads_may_have_any_strides() -> None:
     """Parts of one projection, heads before tokens, and a gradient that is one number."""
     whole = torch.randn(1, 50, 3, 2, 32).bfloat16()
     query, key, value = (whole[:, :, place].transpose(1, 2) for place in range(3))
@@ -368,7 +368,7 @@ def test_a_model_trains_as_near_to_fp32_as_by_products(
         ("mistral", WIDER | {"sliding_window": 40}, ""),
     ],
 )
-def test_why_it_is_not_used_is_said(
+def test_the_fallback_reason_is_reported(
     compiling: None, kind: str, fields: dict[str, int], told: str
 ) -> None:
     config = build(kind, **fields).config
@@ -399,7 +399,7 @@ WRITTEN = "model.attention: scores are stored for each document, because they ar
         ),
     ],
 )
-def test_what_no_plain_product_computes_is_said(
+def test_unsupported_attention_is_reported(
     kind: str, fields: dict[str, Any], told: str | None
 ) -> None:
     config = build(kind, **fields).config
@@ -410,7 +410,9 @@ def test_what_no_plain_product_computes_is_said(
 
 @needs_tiles
 @pytest.mark.slow
-def test_packs_train_alike_on_every_backend(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+def test_packs_train_equally_on_every_backend(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
     """A pack has the same bits wherever it is; only sums over packs are in another order."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     build("llama", **WIDER, vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(
@@ -444,6 +446,6 @@ def test_packs_train_alike_on_every_backend(tiny: Tiny, finetune: Finetune, tmp_
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are of x86-64")
-def test_without_tiles_it_compiles_and_says_so() -> None:
+def test_without_tiles_it_compiles_and_reports_it() -> None:
     without = compiled(tiled_attention.SOURCE, [*tiled_attention.FLAGS, "-mno-avx512bf16"])
     assert without.tiles_of_this_process() == 0

@@ -68,7 +68,7 @@ def test_the_plan_knows_which_parts_of_a_type_are_known_here(kind: str) -> None:
         assert bool(planned[option].fallback) != fuses
 
 
-def test_parts_that_stay_plain_beside_fused_ones_are_told() -> None:
+def test_parts_without_fused_kernels_are_reported() -> None:
     given = Model(config={"model_type": "qwen2_moe"}, tokenizer="t")
     recipe = SFT(given).with_data(Data("a.jsonl", "messages"))
     settled = plan(recipe, "single", 1)
@@ -258,7 +258,7 @@ def test_several_threads_compute_the_same_bits() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_what_is_no_number_stays_none(wrong: float) -> None:
+def test_nan_inputs_stay_nan(wrong: float) -> None:
     """The loop takes no step on it: no chain may hide it."""
     for dtype in (torch.float32, torch.bfloat16):
         given = torch.randn(3, 64).to(dtype)
@@ -350,7 +350,7 @@ def test_what_is_compiled_follows_from_the_tokens_of_the_run(
     assert str(note).startswith(said) == (asked == "auto" and not compiled)
 
 
-def test_without_a_compiler_chains_are_eager_and_it_is_said(
+def test_without_a_compiler_chains_are_eager_with_a_note(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for path, reason in (

@@ -99,7 +99,7 @@ def test_an_adapter_gets_the_gradient_of_peft(kind: str, autocast: bool) -> None
     compare(plain, given, autocast)
 
 
-def test_a_head_that_is_trained_whole_beside_an_adapter_gets_its_gradient() -> None:
+def test_a_fully_trained_head_with_an_adapter_gets_its_gradient() -> None:
     plain = adapt(build("llama"), modules_to_save=["lm_head"])
     given = copy.deepcopy(plain)
     head.give_loss(given.get_base_model(), chunked=True)

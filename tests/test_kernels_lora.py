@@ -137,7 +137,7 @@ def test_gradients_over_tiles_are_as_near_to_fp32(kind: str, compiling: None) ->
     assert whole_distance(by_tiles, by_exact) < AS_EXACT * whole_distance(by_products, by_exact)
 
 
-def test_widths_that_tiles_do_not_divide_are_told(compiling: None) -> None:
+def test_widths_that_tiles_do_not_divide_are_reported(compiling: None) -> None:
     given = grouped(adapt(build("llama", torch.bfloat16, hidden_size=48, intermediate_size=96)))
     told = lora.reasons_against_tiles(given)
     if tiled_adapters.reason_against() is None:
@@ -147,7 +147,7 @@ def test_widths_that_tiles_do_not_divide_are_told(compiling: None) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are of x86-64")
-def test_without_tiles_it_compiles_and_says_so() -> None:
+def test_without_tiles_it_compiles_and_reports_it() -> None:
     flags = [*tiled_adapters.FLAGS, "-mno-avx512bf16"]
     assert compiled(tiled_adapters.SOURCE, flags).tiles_of_this_process() == 0
 

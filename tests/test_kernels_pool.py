@@ -185,7 +185,7 @@ def test_a_process_that_forks_has_a_pool_in_both(pooled: None) -> None:
 
 
 @needs_pool
-def test_memory_that_cannot_be_had_is_told_as_pytorch_tells_it(pooled: None) -> None:
+def test_failed_allocations_are_reported_as_by_pytorch(pooled: None) -> None:
     size = 2 * pool.RESERVED * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         tensor(size)
@@ -242,7 +242,7 @@ def test_what_is_pooled_follows_from_the_tokens_of_the_run(
     assert pool.settle(asked, torch.device(device), tokens) == expected
 
 
-def test_without_a_compiler_malloc_serves_and_it_is_said(
+def test_without_a_compiler_malloc_is_used_with_a_note(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

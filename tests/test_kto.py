@@ -90,7 +90,9 @@ def test_training_reproduces_published_values(
         assert left_out == {"rewards/rejected", "rewards/margins"} or not left_out
 
 
-def test_however_a_step_is_cut_it_is_the_same(tiny: Tiny, data: Path, tmp_path: Path) -> None:
+def test_a_step_does_not_depend_on_its_micro_batches(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
     wanted = steps_of(train(tmp_path / "whole", fields(tiny, data)))
     assert wanted[-1]["kl"] > 0.1
     cuts: list[dict[str, Any]] = [
@@ -115,7 +117,7 @@ def test_packs_train_as_their_answers_do(tiny: Tiny, data: Path, tmp_path: Path)
     assert_equal(steps_of(packed), steps_of(alone))
 
 
-def test_a_run_goes_on_with_its_numbers_and_not_beyond_them(
+def test_a_resumed_run_uses_its_own_reference_numbers(
     tiny: Tiny, data: Path, tmp_path: Path
 ) -> None:
     given = fields(tiny, data, saving={"every": 1}, eval_rows=4, evaluation={"every": 1})
@@ -134,7 +136,7 @@ def test_a_run_goes_on_with_its_numbers_and_not_beyond_them(
         train(run.root, given | {"max_steps": 5}, resume=True)
 
 
-def test_partners_are_the_answers_of_the_step_and_nobody_meets_itself() -> None:
+def test_partners_are_other_answers_of_the_step() -> None:
     """Document n is the ids n, n, 100 + n, 200 + n, of which the last two are the answer."""
     trained = np.array([False, False, True, True])
     documents = documents_of((np.array([n, n, 100 + n, 200 + n]), trained) for n in range(9))

@@ -41,13 +41,13 @@ def test_every_spelling_of_accelerate_launch_is_known(command: list[str]) -> Non
     assert given == read
 
 
-def test_other_commands_are_no_accelerate_launch() -> None:
+def test_other_commands_are_not_accelerate_launch() -> None:
     words = ["/accelerate/bin/finetune", "launch", "quickstart", "--backend", "ddp"]
     assert rendezvous.launch_words(["/accelerate/bin/python", *words]) is None
     assert rendezvous.launch_words(["bash", "-c", "accelerate launch x"]) is None
 
 
-def test_what_accelerate_loses_of_a_file_is_told(tmp_path: Path) -> None:
+def test_settings_dropped_by_accelerate_are_reported(tmp_path: Path) -> None:
     """The same file, its launch spelt as Accelerate's documents do not: nothing is trained."""
     path = tmp_path / "mine.yaml"
     fsdp = yaml.safe_load((ROOT / "accelerate_configs/fsdp_shard_grad_op.yaml").read_text())
@@ -89,7 +89,7 @@ def late(rank: int, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_mistake_is_told_once_whichever_rank_is_faster(slow: int, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_once_whichever_rank_is_faster(slow: int, tmp_path: Path) -> None:
     """torch's agent ends the job with its first process, which may be one that does not speak."""
     done = run(LAUNCHED, late(slow, tmp_path), tmp_path)
     assert done.returncode != 0
@@ -101,7 +101,7 @@ def test_a_mistake_is_told_once_whichever_rank_is_faster(slow: int, tmp_path: Pa
     assert re.search(r"exitcode +: 2 .*\n.*\n  traceback : " + re.escape(told[0]) + "\n", root)
 
 
-def test_a_mistake_that_rank_0_does_not_find_is_told_by_the_rank_that_does(
+def test_a_mistake_is_reported_by_the_rank_that_finds_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its machine lacks a file, say; nobody ends it while it waits."""
@@ -111,7 +111,7 @@ def test_a_mistake_that_rank_0_does_not_find_is_told_by_the_rank_that_does(
     assert capsys.readouterr().err == "error [rank 1]: no such file\n"
 
 
-def test_an_error_that_cannot_be_left_for_the_launcher_is_told_here(
+def test_an_error_that_cannot_be_passed_to_the_launcher_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for variable in (error_report.STATUS_FILE, error_report.AGENTS_FILE):

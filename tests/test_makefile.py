@@ -62,7 +62,7 @@ def test_train_and_plan_are_one_command_each():
         assert command == f".venv/bin/{expected}"
 
 
-def test_train_without_a_recipe_says_so_before_any_set_up(checkout: Path):
+def test_train_without_a_recipe_is_refused_before_setup(checkout: Path):
     result = make(checkout, "train", "BACKEND=ddp")
     assert result.returncode == 2
     assert "name a recipe: make train RECIPE=quickstart" in result.stderr
@@ -128,13 +128,13 @@ def test_a_machine_without_a_gpu_gets_the_cpu_build_that_pip_knows(checkout: Pat
 
 
 @on_linux
-def test_else_the_cpu_build_of_pytorchs_own_index(checkout: Path):
+def test_otherwise_the_cpu_build_comes_from_pytorchs_own_index(checkout: Path):
     pips = installed(checkout, gpu=False, reachable=INDEX_CPU)
     assert pips == [LOCAL_CPU, INDEX_CPU, REST, COMPILED]
 
 
 @on_linux
-def test_and_the_package_indexs_build_only_where_no_cpu_build_can_be_had(checkout: Path):
+def test_the_package_index_is_used_only_without_a_cpu_build(checkout: Path):
     pips = installed(checkout, gpu=False, reachable=PLAIN)
     assert pips == [LOCAL_CPU, INDEX_CPU, PLAIN, REST, COMPILED]
 

@@ -97,7 +97,7 @@ def test_every_kind_of_record_is_read_back_as_it_was_written(tmp_path: Path) -> 
     ]
 
 
-def test_a_process_that_does_not_speak_writes_and_tells_nothing(tmp_path: Path) -> None:
+def test_only_the_main_process_writes_and_notifies(tmp_path: Path) -> None:
     heard: list[Record] = []
     metrics = Metrics(Run(tmp_path / "run"), is_main=False, listeners=(heard.append,))
     metrics.resume_at(0)

@@ -73,7 +73,7 @@ def test_variables_without_a_launcher_are_refused(
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "0"])
-def test_a_world_size_that_is_no_count_is_refused(variables: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_world_size_is_refused(variables: pytest.MonkeyPatch, text: str) -> None:
     variables.setenv("WORLD_SIZE", text)
     with pytest.raises(FinetuneError, match=f"WORLD_SIZE={text}: expected a whole number"):
         rendezvous.started(False)

@@ -236,7 +236,7 @@ def test_a_recipe_file_defines_exactly_one_recipe(path: Path):
 
 
 @each_recipe
-def test_a_recipe_says_in_one_sentence_what_it_is(path: Path):
+def test_a_recipe_docstring_starts_with_one_sentence(path: Path):
     first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
     assert re.fullmatch(r"[A-Z].{20,95}\.", first)
 
@@ -254,7 +254,7 @@ def test_a_recipe_can_run_on_the_backend_that_it_names(path: Path):
 
 
 @pytest.mark.parametrize("path", [p for p in RECIPES if "quickstart" not in p.stem], ids=str)
-def test_the_name_of_a_recipe_says_how_it_trains(path: Path):
+def test_the_name_of_a_recipe_states_how_it_trains(path: Path):
     recipe = catalog.load(path)
     kinds = {(False, "none"): "full", (True, "none"): "lora", (True, "nf4"): "qlora"}
     how = kinds[recipe.adapter is not None, recipe.model.quantization]

@@ -280,7 +280,7 @@ def test_documents_of_a_pack_in_16_bits_are_attended_to_as_each_alone():
         assert (found - wanted).norm() <= NEAR * wanted.norm()
 
 
-def test_documents_beside_each_other_have_the_gradients_of_each_alone():
+def test_concatenated_documents_have_the_gradients_of_each_alone():
     torch.manual_seed(1)
     given = [torch.randn(1, heads, 60, 8).bfloat16().requires_grad_() for heads in (6, 2, 2)]
     ends = [0, 1, 18, 60]

@@ -83,7 +83,7 @@ def test_a_padded_run_goes_on_side_by_side(tiny: Tiny, tmp_path: Path, padded: R
     assert column(run, "slots")[3:] == column(run, "real_tokens")[3:]
 
 
-def test_a_model_whose_documents_may_see_each_other_is_padded_and_says_why(
+def test_a_model_that_mixes_documents_is_padded_with_the_reason(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {
@@ -123,7 +123,7 @@ def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(
 FALCON = AutoConfig.for_model("falcon").to_dict()
 
 
-def test_padded_rows_say_what_would_fill_their_slots() -> None:
+def test_padded_rows_report_what_would_fill_their_slots() -> None:
     """Micro-batches of 2 of the rows of 8, 4, 2 and 1 tokens: 15 of 2 x 8 + 2 x 2 slots."""
     rows = single_rows(documents_of((np.ones(n, np.int32), np.ones(n, bool)) for n in (8, 4, 2, 1)))
     recipe = SFT().with_batch(rows=4, micro_rows=2, max_length=8)

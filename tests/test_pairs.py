@@ -231,7 +231,7 @@ def test_inspection_shows_both_answers_and_which_is_longer(tmp_path: Path) -> No
     assert "the chosen answer is the longer one in 100% of the pairs; the model may mostly" in told
 
 
-def test_what_a_method_settles_later_leaves_its_prepared_rows_alone(tmp_path: Path) -> None:
+def test_training_options_do_not_change_prepared_rows(tmp_path: Path) -> None:
     source = write(tmp_path / "pairs.jsonl", ROWS)
     first = prepare(recipe_of(source), CHAT, tmp_path / "cache").folder
     other = dataclasses.replace(recipe_of(source), beta=0.5, loss_type="ipo")
@@ -247,7 +247,7 @@ def test_a_recipe_has_the_methods_own_learning_rate_until_one_is_given() -> None
     assert DPO().with_optim(schedule="linear").optim.warmup == 0.1
 
 
-def test_a_plan_says_what_is_risky_for_preferences() -> None:
+def test_a_plan_warns_of_risks_for_preferences() -> None:
     recipe = DPO(Model("m")).with_data(Data("a.jsonl", "preference")).with_lora(8, dropout=0.1)
     notes = plan(recipe.with_optim(lr=2e-4), "single").notes()
     assert any(note.startswith("optim.lr: 0.0002 is high for preferences") for note in notes)

@@ -86,9 +86,7 @@ def test_the_batch_of_a_step_is_the_same_on_any_number_of_processes() -> None:
 
 
 @pytest.mark.parametrize(("rule", "lr"), [("none", 1e-3), ("sqrt", 2e-3), ("linear", 4e-3)])
-def test_the_learning_rate_is_scaled_only_if_asked_and_the_plan_says_so(
-    rule: str, lr: float
-) -> None:
+def test_the_learning_rate_is_scaled_only_on_request_and_reported(rule: str, lr: float) -> None:
     recipe = BASE.with_optim(lr=1e-3, lr_scaling=rule)
     settled = plan(recipe, "ddp", 4)
     assert settled.lr == lr
@@ -105,7 +103,7 @@ def indented(recipe: Recipe, precision: backend.Precision = "bf16") -> list[str]
     return [line.strip() for line in lines if line.startswith(" ")]
 
 
-def test_a_plan_says_by_which_rule_a_option_is_settled_later() -> None:
+def test_a_plan_names_the_rule_of_an_option_chosen_at_run_time() -> None:
     assert indented(BASE) == [
         "pointwise: compiled from 10,000 tokens of the run on a CPU, from 3,000,000 on a GPU",
         "allocator: pooled from 10,000 tokens of the run on a CPU under Linux",
@@ -130,7 +128,7 @@ ONE_PASS, ONE_KERNEL = "one pass where pointwise is compiled", "one variable-len
         ("llama", {}, "fp32", *["fp32 has none"] * 2),
     ],
 )
-def test_a_plan_says_how_documents_side_by_side_attend(
+def test_a_plan_reports_the_attention_of_concatenated_documents(
     kind: str, fields: dict[str, Any], precision: backend.Precision, cpu: str, gpu: str
 ) -> None:
     model = Model(config={"model_type": kind} | fields, tokenizer="models/small")
@@ -175,7 +173,7 @@ def test_a_plan_says_how_documents_side_by_side_attend(
         ),
     ],
 )
-def test_a_plan_says_how_rows_are_laid_out_and_why(
+def test_a_plan_reports_the_layout_of_rows_and_its_reason(
     kind: str, attention: Any, batch: dict[str, Any], told: str
 ) -> None:
     model = Model(config={"model_type": kind}, tokenizer="models/small", attention=attention)
@@ -391,7 +389,7 @@ def test_a_number_of_processes_that_cannot_be_is_refused(
     assert error.value.problems == (reason,)
 
 
-def test_every_reason_is_told_at_once() -> None:
+def test_every_reason_is_reported_at_once() -> None:
     recipe = (
         SFT(Model("models/small", quantization="int8"), adapter=LoRA(init_lora_weights="pissa"))
         .with_data(ROWS)
@@ -439,7 +437,7 @@ REALISED = {
 }
 
 
-def test_a_backend_is_what_its_name_says() -> None:
+def test_a_backend_matches_its_name() -> None:
     read = {n: (b.engine, b.shard, b.offload, b.device) for n, b in BACKENDS.items()}
     assert read == REALISED
 
@@ -557,7 +555,7 @@ def test_a_backend_is_read_strictly(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"a: [", b"- 1", b"", b"a: \xe9"])
-def test_a_file_that_is_no_backend_is_refused(text: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_backend_is_refused(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(text)
     with pytest.raises(FinetuneError, match=re.escape(f"{path}: ")):
@@ -620,7 +618,7 @@ def test_hybrid_sharding_has_a_mesh_of_copies_and_shards() -> None:
         ),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(lines: str, problem: str, tmp_path: Path) -> None:
+def test_an_invalid_mesh_is_refused(lines: str, problem: str, tmp_path: Path) -> None:
     text = backend.find("hsdp").read_text().splitlines()
     path = tmp_path / "mine.yaml"
     path.write_text("\n".join([*text[:-1], lines]) + "\n")

@@ -233,7 +233,7 @@ def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason(
     assert "in 16 bits" not in capsys.readouterr().out
 
 
-def test_what_fits_is_not_said_to_need_more_than_the_card() -> None:
+def test_a_plan_that_fits_does_not_report_more_than_the_card() -> None:
     shapes = shape("llama-3.1-8b")
     for name in ("T4", "RTX4090", "A100-80", "B200"):
         for count in (1, 2, 8):
@@ -250,12 +250,12 @@ def test_what_fits_is_not_said_to_need_more_than_the_card() -> None:
                 assert status != "safe" or found.process < machine.gpu.memory
 
 
-def test_pipelines_wait_as_their_paper_says() -> None:
+def test_the_pipeline_bubble_matches_the_paper() -> None:
     assert parallelism.bubble(4, 1) == 0.75
     assert parallelism.bubble(8, 32, 4) == 7 / (4 * 32 + 7)
 
 
-def test_an_unknown_gpu_lists_the_known_and_says_how_to_describe_one() -> None:
+def test_an_unknown_gpu_is_refused_with_the_known_ones_and_how_to_describe_one() -> None:
     with pytest.raises(FinetuneError) as caught:
         hardware.machine("RTX4900")
     assert "did you mean 'RTX4090'?" in str(caught.value)
@@ -263,7 +263,7 @@ def test_an_unknown_gpu_lists_the_known_and_says_how_to_describe_one() -> None:
     assert all(name in str(caught.value) for name in hardware.GPUS)
 
 
-def test_links_and_networks_are_told_apart_and_spelt() -> None:
+def test_links_and_networks_are_distinguished_and_spelled() -> None:
     with pytest.raises(FinetuneError) as caught:
         hardware.machine("RTX4090", 7, 2, link="nvlink", network="ib40")
     assert len(caught.value.problems) == 3
@@ -303,7 +303,7 @@ def test_links_and_networks_are_known_however_they_are_written() -> None:
     assert hardware.machine("H100-80", 16, 2, network="efa3200").network == 50e9
 
 
-def test_a_port_is_of_each_gpu_or_of_a_node_and_the_page_says_so(
+def test_network_ports_are_counted_per_gpu_or_per_node(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for network, rate in (("10gbe", 1.25e9), ("10 GbE/node", 1.25e9 / 8), ("efa3200/node", 50e9)):
@@ -398,7 +398,7 @@ def test_a_machine_of_another_size_than_the_plan_is_refused() -> None:
         predict(plan(full_recipe(), "fsdp_full_shard", 8), hardware.machine("H100-80", 4))
 
 
-def test_a_model_without_a_config_says_where_one_was_looked_for(tmp_path: Path) -> None:
+def test_a_model_without_a_config_is_refused_with_the_searched_places(tmp_path: Path) -> None:
     nowhere = {str(tmp_path / "nothing"): "no such folder", "nobody/nothing": "hub cache"}
     for name, told in nowhere.items():
         with pytest.raises(FinetuneError, match=told):
@@ -424,7 +424,7 @@ def words(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def test_the_command_ranks_backends_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ranks_backends_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     begun = time.perf_counter()
     assert command.run(words("--gpu", "H100-80", "--gpus", "8", "--json"), full_recipe()) == 0
     assert time.perf_counter() - begun < 3
@@ -470,7 +470,7 @@ def test_the_command_describes_a_gpu_by_numbers(capsys: pytest.CaptureFixture[st
         command.run(words("--gpu", "H100-80", "--host-ram", "-1"), recipe)
 
 
-def test_counts_below_one_and_numbers_that_are_none_are_refused() -> None:
+def test_counts_below_one_and_invalid_numbers_are_refused() -> None:
     for flag in ("--gpus", "--rows", "--nodes"):
         with pytest.raises(FinetuneError, match=f"{flag} 0: expected a whole number of at least 1"):
             command.run(words("--gpu", "H100-80", flag, "0"), full_recipe())
@@ -526,7 +526,7 @@ def test_hybrid_sharding_has_shards_within_a_node_and_copies_over_nodes(
         command.run(words(*given), full_recipe())
 
 
-def test_a_shape_that_is_taken_from_a_name_is_said_to_be(
+def test_a_shape_taken_from_a_name_is_marked_as_such(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
@@ -572,7 +572,9 @@ def test_four_bits_are_proposed_before_a_disk(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["changes"] == []
 
 
-def test_what_the_host_lacks_is_said_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_host_memory_is_reported_when_nothing_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     recipe = dataclasses.replace(full_recipe(), model=ft.Model("meta-llama/Llama-3.1-70B"))
     given = ("--gpu", "A100-80", "--gpus", "8", "--host-ram", "128")
     assert command.run(words(*given), recipe) == 0
@@ -581,7 +583,7 @@ def test_what_the_host_lacks_is_said_where_nothing_fits(capsys: pytest.CaptureFi
     assert "of host memory in a node of 128.0 GB" in first
 
 
-def test_the_verdict_comes_first_and_a_ranking_says_what_it_left_out(
+def test_the_verdict_comes_first_and_a_ranking_names_what_it_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = ("--gpu", "H100-80", "--gpus", "8")
@@ -594,7 +596,7 @@ def test_the_verdict_comes_first_and_a_ranking_says_what_it_left_out(
     assert f"and {every - command.SHOWN} that are slower or less simple" in text
 
 
-def test_a_gpu_without_bf16_is_said_to_have_none_in_the_ranking_too(
+def test_a_gpu_without_bf16_is_noted_in_the_ranking_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command.run(words("--gpu", "T4"), full_recipe().with_qlora()) == 0

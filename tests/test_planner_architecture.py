@@ -33,7 +33,7 @@ def test_every_config_has_its_published_number_of_parameters(assets: Path) -> No
     assert len(found) >= 30
 
 
-def test_mixtral_counts_all_experts_and_meets_two() -> None:
+def test_mixtral_counts_all_experts_and_uses_two_per_token() -> None:
     config = published.find("mistralai/Mixtral-8x7B-v0.1")
     assert config is not None
     shape = read(config)
@@ -110,7 +110,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     assert all(kind in str(caught.value) for kind in READERS)
 
 
-def test_every_problem_of_a_config_is_told_at_once() -> None:
+def test_every_problem_of_a_config_is_reported_at_once() -> None:
     with pytest.raises(FinetuneError) as caught:
         read(small("llama", vocab_size=0, hidden_act="relu6", num_key_value_heads=3))
     assert len(caught.value.problems) == 3
@@ -153,6 +153,6 @@ def test_a_config_of_another_form_is_refused_with_its_path(text: str, tmp_path: 
         model_source(ft.SFT(ft.Model(str(tmp_path))))
 
 
-def test_an_activation_that_is_no_word_is_a_problem_of_the_config() -> None:
+def test_an_activation_that_is_not_a_name_is_a_problem_of_the_config() -> None:
     with pytest.raises(FinetuneError, match="hidden_act"):
         read(small("llama", hidden_act=["silu"]))

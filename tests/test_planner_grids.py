@@ -49,7 +49,7 @@ def test_a_grid_holds_its_share_and_waits_for_its_pipeline() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_grid_that_cannot_be_is_refused_with_its_numbers(
+def test_an_impossible_grid_is_refused_with_its_numbers(
     recipe: Any, tensor: int, pipeline: int, told: str
 ) -> None:
     with pytest.raises(ft.FinetuneError) as caught:
@@ -57,7 +57,7 @@ def test_a_grid_that_cannot_be_is_refused_with_its_numbers(
     assert told in str(caught.value)
 
 
-def test_the_command_prints_a_grid_and_says_that_it_is_arithmetic(finetune: Finetune) -> None:
+def test_the_command_prints_a_grid_marked_as_arithmetic(finetune: Finetune) -> None:
     words = ("plan", "llama3_3_70b_full", "--tensor", "8", "--pipeline", "2")
     done = finetune(*words, "--gpu", "H100-80", "--gpus", "64", "--nodes", "8")
     assert done.status == 0, done.output

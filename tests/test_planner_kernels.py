@@ -85,7 +85,7 @@ EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @pytest.mark.parametrize("targets", [EVERY, ("q_proj", "v_proj", "up_proj")], ids=["all", "some"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_a_layer_of_grouped_adapters_keeps_what_the_tape_says(
+def test_a_layer_of_grouped_adapters_keeps_the_tensors_of_the_tape(
     fused: bool, targets: tuple[str, ...]
 ) -> None:
     expected = kept_by_a_real_layer(fused, list(targets))

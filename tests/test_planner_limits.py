@@ -82,7 +82,7 @@ def test_causal_models_and_types_that_are_not_known_pass(kind: str) -> None:
     assert refused(of(kind), "single") == []
 
 
-def test_code_of_a_repository_says_what_its_model_is() -> None:
+def test_a_type_with_a_custom_causal_class_is_accepted() -> None:
     config = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
     model = Model(config=config, tokenizer="t", trust_remote_code=True)
     assert refused(of("vit").with_model(model), "single") == []

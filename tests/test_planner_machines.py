@@ -60,7 +60,7 @@ def test_a_gpu_multiplies_at_the_rate_of_its_data_sheet_in_each_type(
 
 
 @pytest.mark.parametrize("name", ["T4", "V100"])
-def test_a_gpu_without_bf16_is_timed_in_fp32_and_says_what_its_fast_type_is(
+def test_a_gpu_without_bf16_is_timed_in_fp32_with_a_hint_to_fp16(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for more in ((), ("--backend", "single")):
@@ -146,7 +146,7 @@ def test_the_first_of_the_ranking_fills_the_gpu_where_few_rows_do_not(
     assert speed[1] < speed[2] < speed[4]
 
 
-def test_a_cpu_takes_time_for_what_is_no_matrix_product() -> None:
+def test_a_cpu_plan_counts_time_outside_matrix_products() -> None:
     cpu = hardware.processor(200e9, 1, 16e9)
     here = Workload(read(SMALL), 2, 64, cpu=True)
     found = advice.option(here, cpu).times
@@ -156,7 +156,7 @@ def test_a_cpu_takes_time_for_what_is_no_matrix_product() -> None:
     assert found.moves > 32 * here.trained / hardware.CPU_BANDWIDTH
 
 
-def test_a_plan_without_a_gpu_says_how_long_a_step_takes_on_this_cpu(
+def test_a_plan_without_a_gpu_predicts_the_step_time_on_this_cpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi

@@ -189,7 +189,7 @@ def test_nf4_takes_the_bits_of_its_paper() -> None:
     assert workload.frozen_bytes == inside * states.nf4_bits() / 8 + 2 * outside
 
 
-def test_three_totals_lie_in_their_band() -> None:
+def test_three_totals_are_within_their_band() -> None:
     workload = large(layout=Layout("fsdp", "params", 8), scheme="fsdp")
     found = totals.of(memory.timeline(workload), workload)
     assert found.allocated < found.reserved < found.process

@@ -142,7 +142,7 @@ def counted_and_predicted(
         "gemma3",
     ],
 )
-def test_a_small_model_takes_what_was_predicted_also_beside_what_an_earlier_training_left(
+def test_a_small_model_matches_its_prediction_after_an_earlier_training(
     tmp_path: Path,
     rows: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -86,7 +86,7 @@ def test_rows_of_a_file_become_columns_in_its_order(tmp_path: Path):
     assert len(prepared.eval) == 0
 
 
-def test_the_counts_are_of_what_came_out(tmp_path: Path):
+def test_counts_describe_the_prepared_rows(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
     prepared = prepare(recipe_of(source), CHAT, tmp_path / "cache")
     lengths = prepared.train.lengths
@@ -181,7 +181,7 @@ def test_json_lines_under_the_name_of_json_are_read(tmp_path: Path):
     assert answers(prepare(recipe_of(source), CHAT, tmp_path / "cache").train) == SAID
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_no_data(tmp_path: Path):
+def test_a_byte_order_mark_and_windows_line_ends_are_ignored(tmp_path: Path):
     lines = b"\r\n".join(json.dumps(row).encode() for row in PAIRS)
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines + b"\r\n\r\n")
     recipe = recipe_of(str(tmp_path / "a.jsonl"))
@@ -295,7 +295,7 @@ def test_held_out_rows_are_chosen_by_the_seed_and_never_trained(tmp_path: Path):
     assert len(set(chosen)) > 1
 
 
-def test_evaluation_data_is_read_beside(tmp_path: Path):
+def test_evaluation_data_is_read_with_the_training_data(tmp_path: Path):
     train = Data(write_jsonl(tmp_path / "a.jsonl", PAIRS[:4]), "question_answer")
     held_out = Data(write_jsonl(tmp_path / "b.jsonl", PAIRS[4:]), "question_answer")
     recipe = dataclasses.replace(SFT(eval_rows=1).with_data(train, eval_data=held_out))
@@ -322,7 +322,7 @@ def prepare_long(tmp_path: Path, overlong: str) -> Prepared:
     return prepare(recipe, CHAT, tmp_path / "cache")
 
 
-def test_overlong_rows_are_an_error_that_says_how_long(tmp_path: Path):
+def test_overlong_rows_are_an_error_with_their_length(tmp_path: Path):
     with pytest.raises(FinetuneError) as error:
         prepare_long(tmp_path, "error")
     source = tmp_path / "a.jsonl"
@@ -599,7 +599,7 @@ def test_a_cache_under_a_file_is_refused(tmp_path: Path):
 # What is refused.
 
 
-def test_every_problem_of_the_sections_is_told_at_once(tmp_path: Path):
+def test_every_problem_of_the_sections_is_reported_at_once(tmp_path: Path):
     write_jsonl(tmp_path / "train.jsonl", PAIRS)
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.xlsx").write_text("x")
@@ -799,7 +799,7 @@ def test_a_torn_parquet_file_is_named(tmp_path: Path):
     assert problem.startswith(f"{path}: it is not a complete Parquet file: ")
 
 
-def test_several_bad_rows_are_told_at_once_and_reading_stops_some_time(tmp_path: Path):
+def test_several_bad_rows_are_reported_at_once_up_to_a_limit(tmp_path: Path):
     bad = [{"question": n, "answer": "x"} for n in range(3)]
     other = {"question": "x", "answer": None}
     source = write_jsonl(tmp_path / "a.jsonl", [PAIRS[0], *bad, PAIRS[1], other])
@@ -826,7 +826,7 @@ def test_the_format_that_fits_is_suggested(tmp_path: Path):
     ]
 
 
-def test_conversations_without_a_template_are_told_once(tmp_path: Path):
+def test_conversations_without_a_template_are_reported_once(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", PAIRS[:3])
     bare = Chat(small_tokenizer(), None)
     (problem,) = problems_of(recipe_of(source), tmp_path / "cache", bare)

@@ -54,7 +54,7 @@ def test_products_are_measured_in_flops_per_second() -> None:
     assert 1e8 < rate < 1e13  # from a phone's core to a large server
 
 
-def test_products_are_told_apart_by_their_shapes(tmp_path: Path) -> None:
+def test_products_are_distinguished_by_their_shapes(tmp_path: Path) -> None:
     told: list[str] = []
     traced = Profile(tmp_path, 0, told.append, vocabulary=320, ranks=frozenset({8}))
     hidden, weight, down, head = (torch.randn(100, 64), torch.randn(64, 96), torch.randn(64, 8),
@@ -87,7 +87,7 @@ def test_products_of_our_attention_are_attention(tmp_path: Path) -> None:
     assert found[ATTENTION] > 0.5 * (sum(found.values()) - found[REST])
 
 
-def test_compiled_operations_are_no_waiting(tmp_path: Path) -> None:
+def test_compiled_operations_do_not_count_as_waiting(tmp_path: Path) -> None:
     traced = Profile(tmp_path, 0, None, 320, frozenset())
     given = torch.randn(2000, 2000), torch.randn(2000, 2000), False
     compile_chains(True)
@@ -135,7 +135,7 @@ def test_each_kernel_of_a_gpu_counts_once() -> None:
     assert told == {ELEMENTWISE: 1000, HEAD: 4000, COPIES: 500, ATTENTION: 2000, REST: 500}
 
 
-def test_a_run_that_ends_before_the_step_that_is_traced_says_so(
+def test_a_run_that_ends_before_the_traced_step_reports_it(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=2))
@@ -144,7 +144,7 @@ def test_a_run_that_ends_before_the_step_that_is_traced_says_so(
     assert "--profile has no effect: it traces step 3" in " ".join(done.output.split())
 
 
-def test_a_run_tells_its_rates_and_traces_one_step(
+def test_a_run_reports_its_rates_and_traces_one_step(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=4, adapter={"r": 4}))

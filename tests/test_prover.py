@@ -221,7 +221,7 @@ def test_other_trained_weights_are_found_although_the_losses_agree(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("elements", "equal"), [(1, True), (2, False)])
-def test_one_element_that_rounding_moved_is_no_other_result(
+def test_one_element_moved_by_rounding_is_the_same_result(
     proved: Proved, tmp_path: Path, elements: int, equal: bool
 ) -> None:
     """Of the 512 elements of lora_A one in a thousand is left out, so one."""
@@ -416,14 +416,14 @@ def test_refused_pairs_are_listed_with_the_reason(tiny: Tiny, tmp_path: Path) ->
         ("full", "none", False),
     ],
 )
-def test_a_kind_is_what_is_trained(
+def test_a_kind_names_what_is_trained(
     tiny: Tiny, tmp_path: Path, kind: Any, quantization: str, adapted: bool
 ) -> None:
     recipe = subject_of(tiny, tmp_path, kind).recipe
     assert (recipe.model.quantization, recipe.adapter is not None) == (quantization, adapted)
 
 
-def test_what_this_machine_lacks_is_stood_in_for_and_said(tmp_path: Path) -> None:
+def test_missing_models_and_data_are_replaced_and_reported(tmp_path: Path) -> None:
     recipe = catalog.resolve("qwen3_0_6b_lora")
     subject = make_subject(recipe, SHAPE, tmp_path / "subject", tmp_path / "cache")
     config = AutoConfig.from_pretrained(subject.recipe.model.name)
@@ -442,7 +442,7 @@ def test_what_this_machine_lacks_is_stood_in_for_and_said(tmp_path: Path) -> Non
     assert subject.recipe.adapter == recipe.adapter
 
 
-def test_the_real_model_is_not_stood_in_for(tmp_path: Path) -> None:
+def test_the_real_model_is_not_replaced(tmp_path: Path) -> None:
     shape = dataclasses.replace(SHAPE, whole=True)
     with pytest.raises(FinetuneError, match="not on this machine; --full proves the real model"):
         make_subject(catalog.resolve("qwen3_0_6b_lora"), shape, tmp_path / "s", tmp_path / "c")
@@ -516,7 +516,7 @@ def other_than(recipe: Recipe) -> Recipe:
         (["--output", "."], "which no proof wrote; choose another --output"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_started(
+def test_a_mistake_is_reported_before_anything_is_started(
     proved: Proved, finetune: Finetune, tmp_path: Path, words: list[str], said: str
 ) -> None:
     (tmp_path / "mine.txt").write_text("keep")

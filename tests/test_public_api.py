@@ -150,7 +150,7 @@ def test_a_wrong_field_in_python_is_the_error_of_the_command_line(
     assert caught.value.__suppress_context__
 
 
-def test_every_problem_of_a_value_is_told_at_once() -> None:
+def test_every_problem_of_a_value_is_reported_at_once() -> None:
     with pytest.raises(FinetuneError) as caught:
         ft.SFT().with_optim(lr=-1, warmpu=3)
     assert len(caught.value.problems) == 2
@@ -160,7 +160,7 @@ def test_every_problem_of_a_value_is_told_at_once() -> None:
     ("key", "use"),
     [("optim.lr=fast", lambda: ft.Optim(lr="fast")), ("optim.wd=1", lambda: ft.Optim(wd=1))],
 )
-def test_python_and_the_command_line_say_the_same(key: str, use: Callable[[], object]) -> None:
+def test_python_and_the_command_line_report_the_same(key: str, use: Callable[[], object]) -> None:
     with pytest.raises(FinetuneError) as typed:
         catalog.override(ft.SFT(), [key])
     with pytest.raises(FinetuneError) as called:

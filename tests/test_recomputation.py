@@ -46,7 +46,7 @@ def test_attention_runs_once_where_it_is_kept(
     assert whole_distance(gradients(given), gradients(plain)) < 2e-6
 
 
-def test_without_an_accelerator_inputs_lie_on_the_host_already() -> None:
+def test_without_an_accelerator_inputs_are_already_on_the_host() -> None:
     plain = adapt(build("llama"))
     given = copy.deepcopy(plain)
     recompute(given.get_base_model(), "offload")

@@ -184,7 +184,7 @@ def test_a_turn_that_repeats_the_header_or_the_question_is_still_found():
 
 
 @pytest.mark.parametrize("answer", ["\n\nHello", "\n"])
-def test_an_answer_that_begins_as_its_header_ends_is_trained_whole(answer: str):
+def test_an_answer_that_begins_as_its_header_ends_is_trained_completely(answer: str):
     chat = Chat(small_tokenizer(more=["\n\n"]), CHATML_UNMARKED)
     assert len(chat.tokenizer("\n\n")["input_ids"]) == 1
     row = chat.render(talk("Hi", answer, "Hi", answer), "assistant")
@@ -207,7 +207,7 @@ SAID = st.characters(codec="utf-8")
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(SAID), min_size=2, max_size=6), st.booleans())
-def test_whatever_is_said_is_what_is_trained(contents: list[str], marked: bool):
+def test_exactly_the_answers_are_trained(contents: list[str], marked: bool):
     chat = load_chat(small_tokenizer_once(), "chatml") if marked else UNMARKED
     row = chat.render(talk(*contents), "assistant")
     assert trained_texts(chat, row) == [f"{said}<|im_end|>" for said in contents[1::2]]
@@ -307,7 +307,7 @@ def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_text_is_trained_whole_with_its_end(adds_bos: bool):
+def test_text_is_trained_completely_with_its_end(adds_bos: bool):
     chat = Chat(small_tokenizer(adds_bos=adds_bos), None)
     row = chat.render(Text("Hello there"), "assistant")
     bos = ["<s>"] if adds_bos else []
@@ -320,7 +320,7 @@ def test_a_text_that_has_its_bos_and_its_end_gets_no_second_one():
     assert trained_pieces(chat, row) == [["<s>", "Hello", "</s>"]]
 
 
-def test_of_a_prompt_with_completion_the_completion_is_trained():
+def test_only_the_completion_of_a_prompt_is_trained():
     chat = Chat(small_tokenizer(adds_bos=True), None)
     sample = Completion("What is two and two", " four")
     row = chat.render(sample, "completion")
@@ -438,7 +438,7 @@ def test_a_template_that_leaves_out_tool_calls_or_tools_is_refused():
     )
 
 
-def test_a_template_that_refuses_a_conversation_says_why():
+def test_a_template_that_refuses_a_conversation_is_reported_with_its_reason():
     template = "{{ raise_exception('roles must alternate') }}"
     assert refusal(chat_of(template), talk("Hi", "Hello")) == (
         "chat template: it refuses this conversation (user, assistant): roles must alternate"
@@ -648,7 +648,7 @@ def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets: Path
         ("stories260K", "Once", " upon", ["upon", "</s>"]),
     ],
 )
-def test_completions_of_real_tokenizers_are_trained_whole(
+def test_completions_of_real_tokenizers_are_trained_completely(
     assets: Path, tokenizer: str, prompt: str, completion: str, pieces: list[str]
 ):
     real = AutoTokenizer.from_pretrained(assets / "tokenizers" / tokenizer)

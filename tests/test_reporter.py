@@ -293,7 +293,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     assert run.report.stat().st_size < 150_000
 
 
-def test_text_that_is_no_unicode_does_not_stop_the_page(tmp_path: Path) -> None:
+def test_invalid_unicode_does_not_stop_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path, unmeasured_run())
     (run.root / "samples.json").write_text('[{"prompt": "lone \\ud800", "after": "\\u2028"}]')
     assert "lone ?" in page_of(run).text
@@ -400,7 +400,7 @@ def front_of(card: Path) -> dict[str, Any]:
     return yaml.safe_load(card.read_text().split("---\n")[1])
 
 
-def test_the_card_says_what_was_done(tmp_path: Path) -> None:
+def test_the_card_describes_the_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", whole_run())
     write_json(
         run.data, {"train": {"rows": 80, "tokens": 9_000, "dropped": 2}, "eval": {"rows": 8}}
@@ -437,7 +437,7 @@ def test_the_card_says_what_was_done(tmp_path: Path) -> None:
     assert "Nothing was evaluated" not in card.read_text()
 
 
-def test_a_card_without_evaluation_says_so(tmp_path: Path) -> None:
+def test_a_card_without_evaluation_states_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", unmeasured_run())
     text = write_card(run, run.final).read_text()
     assert "**Nothing was evaluated.**" in text
@@ -514,7 +514,7 @@ def test_pages_name_no_folders_of_the_machine_and_no_secrets(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["adapter", "model"])
-def test_the_cards_code_loads_what_lies_beside_it(
+def test_the_code_in_the_card_loads_the_exported_files(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, final = tmp_path / "base", tmp_path / "run" / "final"
@@ -589,7 +589,9 @@ def test_a_record_that_is_missing_has_a_name_too() -> None:
     assert technique({"adapter": {}}) == "full weights"
 
 
-def test_hub_names_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_distinguished_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").mkdir()

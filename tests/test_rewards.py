@@ -122,7 +122,7 @@ def scored(name: str, skip: bool = False, timeout: float = 60.0, **arguments: An
         ("asks", "raises EOFError: EOF when reading a line (bad_rewards.py:39)", [1, None, 1]),
     ],
 )
-def test_a_reward_that_fails_is_told_with_its_completion(
+def test_a_failing_reward_is_reported_with_its_completion(
     name: str, told: str, left: list[float | None]
 ) -> None:
     with pytest.raises(RewardFailure) as caught:
@@ -146,7 +146,7 @@ def test_a_reward_that_fails_is_told_with_its_completion(
         ("ends", "ended its process with status 7"),
     ],
 )
-def test_a_reward_without_a_number_for_each_is_told(name: str, told: str) -> None:
+def test_a_reward_without_a_number_for_each_completion_is_reported(name: str, told: str) -> None:
     with pytest.raises(RewardFailure, match=told):
         scored(name)
 
@@ -175,7 +175,7 @@ def test_a_function_is_given_columns_and_arguments_by_their_names() -> None:
 
 
 @pytest.mark.usefixtures("module")
-def test_what_cannot_be_called_is_told_before_anything_is_loaded() -> None:
+def test_an_uncallable_reward_is_reported_before_anything_is_loaded() -> None:
     rewards = [
         Reward("no_such_module:reward"), Reward("bad_rewards:rises"), Reward("exact"),
         Reward("bad_rewards:prints", arguments={"scal": 2}),
@@ -230,7 +230,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("text", MODULES)
-def test_a_module_that_cannot_be_imported_is_told_and_ends_nothing(
+def test_a_module_that_cannot_be_imported_is_reported_as_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     (tmp_path / "own_broken.py").write_text(text)

@@ -163,7 +163,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_however_completions_are_cut_a_step_is_the_same(
+def test_a_step_does_not_depend_on_the_micro_batches_of_completions(
     tiny: Tiny, data: Path, tmp_path: Path, alone: Run, name: str
 ) -> None:
     assert_same(train(tmp_path / "run", fields(tiny, data, **CUTS[name])), alone)
@@ -246,7 +246,7 @@ def test_each_update_of_a_sampling_and_its_penalty_are_their_definitions(
     }
 
 
-def test_a_training_that_learns_nothing_or_never_ends_is_warned_of_once() -> None:
+def test_constant_rewards_and_endless_completions_are_warned_of_once() -> None:
     watch = Watch()
     usual = {"frac_reward_zero_std": 0.0, "entropy": 3.0, "completions/clipped_ratio": 0.1}
     usual["reward"] = 1.0

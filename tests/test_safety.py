@@ -49,7 +49,7 @@ def test_a_pickle_is_refused_and_when_asked_for_runs_no_code(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_folder_with_a_pickle_is_not_talked_to(
+def test_chat_refuses_a_folder_with_a_pickle(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
@@ -61,7 +61,7 @@ def test_a_folder_with_a_pickle_is_not_talked_to(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_adapter_that_is_a_pickle_is_refused_in_words(
+def test_an_adapter_that_is_a_pickle_is_refused_with_a_reason(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     adapter = tmp_path / "adapter"
@@ -78,7 +78,7 @@ def test_an_adapter_that_is_a_pickle_is_refused_in_words(
     assert not (tmp_path / "ran").exists()
 
 
-def test_code_of_a_model_folder_runs_only_where_the_recipe_says_so(
+def test_custom_model_code_runs_only_if_the_recipe_allows_it(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
@@ -154,7 +154,7 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("token", TOKENS)
-def test_the_tokens_of_today_are_hidden_wherever_they_stand(token: str) -> None:
+def test_common_token_formats_are_hidden_everywhere(token: str) -> None:
     told = hide(f"--url=https://host/x?a=1 {token} data.source='{token}'")
     assert token not in told
     assert told.startswith("--url=https://host/x?a=1 *** ")

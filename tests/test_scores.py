@@ -135,7 +135,7 @@ def test_a_reward_model_scores_completions_as_plain_transformers_does(
     assert len({each["rewards"]["judge"] for each in kept}) > 4
 
 
-def test_a_folder_that_gives_no_score_is_no_reward(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_folder_without_a_score_head_is_not_a_reward(tiny: Tiny, tmp_path: Path) -> None:
     sft = Run(tmp_path / "sft")
     sft.root.mkdir()
     sft.recipe.write_text('{"method": "sft"}')
@@ -261,7 +261,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", ["reward", "classifier"])
-def test_however_a_step_is_cut_it_is_the_same(
+def test_a_step_does_not_depend_on_its_micro_batches(
     tiny: Tiny, sources: dict[str, Path], tmp_path: Path, method: str
 ) -> None:
     source = sources[method]

@@ -181,7 +181,7 @@ def test_a_judge_is_asked_in_both_orders(url):
     assert "{question}" in found.detail["prompt"]
 
 
-def test_a_judge_says_who_wins_whoever_is_asked_about(url, data, capsys, tmp_path):
+def test_a_judge_gives_the_same_winner_in_both_directions(url, data, capsys, tmp_path):
     """A model that says something else loses every row against one that says "right"."""
     base = str(save_base(tiny_llama(), tmp_path / "base"))
     words = ["--data", str(data), "--max-new-tokens", "4", "--metrics", "exact", "--json"]

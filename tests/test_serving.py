@@ -144,7 +144,7 @@ def test_the_ids_of_a_request_are_those_of_training(server):
     assert by_ids.choices[0].text == wanted(server)
 
 
-def test_log_probabilities_are_the_models_own_whatever_the_temperature(server):
+def test_log_probabilities_do_not_depend_on_the_temperature(server):
     asked = {"model": "tuned", "messages": ASKED, "max_tokens": 6}
     asked |= {"logprobs": True, "top_logprobs": 3}
     greedy = server.client.chat.completions.create(**asked)

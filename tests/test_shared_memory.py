@@ -92,20 +92,20 @@ def together(script: str, count: int, folder: Path) -> Finished:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_parts_of_any_size_reach_everybody(count: int, tmp_path: Path) -> None:
+def test_parts_of_any_size_reach_every_rank(count: int, tmp_path: Path) -> None:
     done = together(EXCHANGES, count, tmp_path)
     assert done.status == 0, done.stderr[-3_000:]
     assert done.stdout.count("alike") == count
 
 
-def test_where_one_process_has_no_memory_to_share_nobody_shares(tmp_path: Path) -> None:
+def test_memory_is_shared_by_all_processes_or_none(tmp_path: Path) -> None:
     done = together(REFUSAL, 2, tmp_path)
     assert done.status == 0, done.stderr[-3_000:]
     assert done.stdout.count("no memory can be shared: File too large") == 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_run_over_gloo_says_so_and_has_the_same_digits(
+def test_a_run_over_gloo_reports_it_and_has_the_same_digits(
     finetune: Finetune, tiny: Tiny, tmp_path: Path, precision: str
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(max_steps=3))

@@ -227,7 +227,7 @@ def test_a_model_that_sees_later_tokens_is_found(kind: str, dtype: torch.dtype) 
         assert problem.startswith("its attention is not causal: later tokens change the logits")
 
 
-def test_a_decoder_with_windows_and_one_made_causal_are_no_mistake() -> None:
+def test_a_decoder_with_windows_and_one_made_causal_are_accepted() -> None:
     assert noncausal(build("gemma2", sliding_window=4), 320) is None
     assert noncausal(model_of("bert", **SIZES, is_decoder=True), 320) is None
 
@@ -264,7 +264,7 @@ def test_models_of_other_kinds_are_refused_before_training(tiny: Tiny, tmp_path:
 # --- weights -----------------------------------------------------------------------------------
 
 
-def test_weights_that_are_no_numbers_are_blamed_on_the_base(tiny: Tiny, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_blamed_on_the_base(tiny: Tiny, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     model = saved(build("llama"), tmp_path / "base", tiny)
     file = tmp_path / "base" / "model.safetensors"
@@ -279,9 +279,7 @@ def test_weights_that_are_no_numbers_are_blamed_on_the_base(tiny: Tiny, tmp_path
     )
 
 
-def test_a_row_of_the_embedding_that_is_no_number_is_blamed_when_it_is_read(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_nan_row_of_the_embedding_is_blamed_when_it_is_read(tiny: Tiny, tmp_path: Path) -> None:
     """The check before the first step draws tokens of its own."""
     base = AutoModelForCausalLM.from_pretrained(tiny.model)
     with torch.no_grad():
@@ -291,7 +289,7 @@ def test_a_row_of_the_embedding_that_is_no_number_is_blamed_when_it_is_read(
         train(tiny, tmp_path / "run", model=model, adapter={"r": 4})
 
 
-def test_a_quantised_weight_keeps_that_it_was_no_number() -> None:
+def test_a_quantized_nan_weight_is_still_detected() -> None:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     weight = torch.randn(64, 64)
@@ -316,7 +314,7 @@ def test_all_that_is_trained_is_held_in_fp32() -> None:
     assert model.get_input_embeddings()(torch.tensor([3])).dtype == torch.bfloat16
 
 
-def test_a_module_that_is_saved_whole_moves_in_bf16(
+def test_a_fully_trained_module_moves_in_bf16(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update of 1e-5 is rounded away in bf16, where weights are 0.02."""

@@ -281,7 +281,7 @@ def test_a_name_that_a_row_has_already_is_refused(tmp_path: Path):
     ]
 
 
-def test_the_name_of_who_speaks_is_read_by_the_template_or_named(tmp_path: Path):
+def test_names_of_speakers_are_used_by_the_template_or_reported(tmp_path: Path):
     """A template with tools has the word `name` in it, and need not read that of a message."""
     chatml = load_chat(small_tokenizer(), "chatml").template or ""
     of_tools = "{#- tool.function.name and message['name'] -#}" + chatml
@@ -320,7 +320,7 @@ def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path:
     )
 
 
-def test_a_text_beside_its_answer_is_told_what_would_train_both(tmp_path: Path):
+def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "Add two numbers", "code": "a + b"}])
     counts = prepare(recipe_of(source, "text"), CHAT, tmp_path / "cache").counts["train"]
     assert describe(counts)[-2:] == [
@@ -386,7 +386,7 @@ def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path: Path):
     ]
 
 
-def test_without_a_request_every_kind_of_bad_row_is_told(tmp_path: Path):
+def test_by_default_every_kind_of_bad_row_is_reported(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": \n{"text": "Hi"}\n{"text": \n{"text": 4}\ncaf\xe9\n')
     assert problems_of(recipe_of(str(path), "text"), tmp_path / "cache") == [
@@ -422,7 +422,7 @@ def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path: Path):
 # Weights.
 
 
-def test_weights_that_contradict_are_refused_whoever_reads_the_data(tmp_path: Path):
+def test_contradicting_weights_are_refused_by_every_reader(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
     one, other = (Data(source, "question_answer", weight=w) for w in (1, None))
     assert problems_of(SFT(data=(one, other)), tmp_path / "cache") == [

@@ -118,7 +118,7 @@ def test_an_operator_that_lean_headers_cannot_build_is_built_with_all(
     assert whole == again == (["-O0"], ["/aio"])
 
 
-def test_compiled_code_is_kept_unless_a_person_says_where(
+def test_compiled_code_is_cached_unless_the_user_sets_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))

@@ -246,7 +246,7 @@ def test_tensors_that_do_not_fit_the_base_are_named(tiny: Tiny, tmp_path: Path) 
     )
 
 
-def test_a_table_of_the_base_beside_an_adapter_is_refused_unless_it_is_the_same(
+def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     adapter = foreign(tiny, tmp_path / "adapter")
@@ -260,7 +260,7 @@ def test_a_table_of_the_base_beside_an_adapter_is_refused_unless_it_is_the_same(
         train(tiny, tmp_path / "other", model={"adapter": str(adapter)})
 
 
-def test_every_place_that_has_no_adapter_says_what_to_name(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny: Tiny, tmp_path: Path) -> None:
     full = train(tiny, tmp_path / "full", max_steps=1)
     (tmp_path / "empty").mkdir()
     adapter = foreign(tiny, tmp_path / "adapter")

@@ -188,7 +188,7 @@ def test_names_that_cannot_be_adapted_are_refused_with_those_that_can(
         assert "; expert tensors here: experts.down_proj, experts.gate_up_proj" in told
 
 
-def test_a_model_of_which_the_plan_knew_nothing_is_refused_when_it_is_loaded() -> None:
+def test_a_model_unknown_to_the_plan_is_refused_when_loaded() -> None:
     with pytest.raises(FinetuneError, match=r"adapter\.dropout: 0\.1 cannot be applied inside"):
         adapted("qwen3_moe", dropout=0.1)
 
@@ -238,7 +238,7 @@ def test_the_plan_counts_the_adapters_of_experts(kind: str, fields: dict[str, An
     assert counted == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def test_the_plan_says_what_a_mixture_has_adapted_and_in_four_bits(
+def test_the_plan_reports_adapted_and_quantized_shares_of_a_mixture(
     finetune: Finetune, tmp_path: Path
 ) -> None:
     build("deepseek_v3", **KINDS["deepseek_v3"]).config.save_pretrained(tmp_path / "m")
@@ -267,7 +267,7 @@ def test_the_share_in_four_bits_is_that_of_linear_layers() -> None:
     assert "86.9% of the base in nf4 (linear layers, without the head)" in told
 
 
-def test_a_loaded_base_says_what_is_not_in_four_bits() -> None:
+def test_a_loaded_base_reports_what_is_not_in_four_bits() -> None:
     base = build("mixtral", **KINDS["mixtral"])
     base = replace_with_bnb_linear(base, ["lm_head"], quantization_config("nf4", torch.bfloat16))
     total = sum(p.numel() for p in base.parameters())

@@ -156,7 +156,7 @@ def test_turns_are_found_however_a_template_walks_over_them(template: str):
     assert said(chat_of(template), TALK) == ["Hello there<|im_end|>", "red<|im_end|>"]
 
 
-def test_a_template_without_a_place_for_its_turns_says_so_and_does_not_blame_the_data():
+def test_a_template_without_turns_is_blamed_instead_of_the_data():
     template = "{% filter trim %}" + CHATML.partition(HEADER)[0] + "{% endfilter %}\n" + HEADER
     message = refusal(chat_of(template), sample_of(user("Hi"), says("Hello")))
     assert message.startswith("chat template: its assistant turns cannot be located in ")
@@ -551,7 +551,9 @@ def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch: pyte
     assert chat.render(TALK, "assistant") == quick
 
 
-def test_inspect_ends_with_status_2_and_tells_each_count(finetune: Any, tiny: Any, tmp_path: Path):
+def test_inspect_ends_with_status_2_and_reports_each_count(
+    finetune: Any, tiny: Any, tmp_path: Path
+):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.chat_template = {"rag": RAG, "dated": "{{ strftime_now('%Y') }}" + CUTTING_HISTORY}
     tokenizer.save_pretrained(tmp_path / "tokenizer")

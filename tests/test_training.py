@@ -216,7 +216,7 @@ TWO = ["--backend", "ddp", "--processes", "2", "--precision", "fp32", "--output"
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_disk_that_fills_between_checkpoints_is_told(
+def test_a_disk_that_fills_between_checkpoints_is_reported(
     tiny: Tiny, tmp_path: Path, small_disk: Path, processes: int, steps: int
 ) -> None:
     """After one step what was built is written too, and either may be what there is no room for."""
@@ -247,7 +247,7 @@ def on_two(
 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_error_that_tokenizers_gives_no_name_ends_every_rank_with_the_cause(
+def test_an_unnamed_error_of_tokenizers_ends_every_rank_with_its_cause(
     tiny: Tiny, tmp_path: Path, background: bool
 ) -> None:
     """A limit on the size of files, set while it runs: the state fits, tokenizer.json does not."""

@@ -161,7 +161,7 @@ def test_every_large_moment_of_the_kernels_is_that_of_the_trace(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_weights_of_the_head_arrive_beside_the_last_layer(
+def test_weights_of_the_head_are_gathered_with_the_last_layer(
     finetune: Finetune, tmp_path: Path, quantization: str
 ) -> None:
     """FSDP's largest moment where rows are short: three buffers of weights at once."""
@@ -245,7 +245,7 @@ def test_an_architecture_without_formulas_is_traced(finetune: Finetune, tmp_path
 
 
 @pytest.mark.slow
-def test_a_model_with_attention_of_its_own_says_how_to_trace_it(
+def test_a_model_with_custom_attention_is_refused_with_how_to_trace_it(
     finetune: Finetune, tmp_path: Path
 ) -> None:
     config = {
@@ -259,7 +259,7 @@ def test_a_model_with_attention_of_its_own_says_how_to_trace_it(
 
 
 @pytest.mark.slow
-def test_a_model_that_nobody_knows_is_refused(finetune: Finetune, tmp_path: Path) -> None:
+def test_an_unknown_model_is_refused(finetune: Finetune, tmp_path: Path) -> None:
     file = recipe(tmp_path, UNKNOWN | {"model_type": "never_heard_of"})
     done = finetune("plan", file, "--gpu", "H100-80", "--backend", "single", "--verify")
     assert done.status == 2

@@ -139,7 +139,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("calls", BESIDE)
 @pytest.mark.parametrize("name", FORMS)
-def test_words_beside_calls_are_trained_with_them(name: str, calls: str):
+def test_text_next_to_calls_is_trained_with_them(name: str, calls: str):
     chat = chat_of(FORMS[name])
     alone = written(chat, BESIDE[calls])
     for words in WORDS:
@@ -147,7 +147,7 @@ def test_words_beside_calls_are_trained_with_them(name: str, calls: str):
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_words_that_a_template_leaves_out_beside_calls_are_refused(words: str):
+def test_text_that_a_template_leaves_out_next_to_calls_is_refused(words: str):
     chat = chat_of(FORMS["glm"])
     assert chat.template is not None
     chat.tokenizer.chat_template = chat.template.replace(
