@@ -28,7 +28,7 @@ from finetune.methods.losses import token_loss_sum
 from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS, attend, check_layout, implementation, layout
 from finetune.models.pretrained import causal
-from finetune.models.recurrence import keep_apart
+from finetune.models.recurrence import separate_documents
 from finetune.planner.kernels import LOGITS, SCORE_BLOCK
 from finetune.planner.padding import SHOWN_EXACT, Padding, known_fields, padding
 from finetune.planner.rules import WITHOUT_SDPA
@@ -97,7 +97,7 @@ def tiny(kind: str, attention: str, **fields: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
     give_loss(model, chunked=kind in LOGITS)
     if attention == DOCUMENTS:
-        keep_apart(model)
+        separate_documents(model)
     return model
 
 
@@ -366,7 +366,7 @@ def test_padded_rows_of_a_recurrent_model_are_left_to_transformers():
     rows = documents()
     loss, grads = gradient(tiny("lfm2", "sdpa"), [batch_of(rows)])
     model = tiny("lfm2", "sdpa")
-    keep_apart(model)
+    separate_documents(model)
     other, others = gradient(model, [batch_of(rows)])
     assert loss == other
     assert torch.equal(grads, others)

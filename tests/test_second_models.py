@@ -87,7 +87,7 @@ def test_a_reference_that_runs_before_the_first_step_is_a_moment_of_its_own(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[int] = []
-    of_documents = reference._of_documents
+    of_documents = reference._document_logps
 
     def counted(*given: Any) -> Any:
         with counting(torch.device("cpu")) as found:
@@ -95,7 +95,7 @@ def test_a_reference_that_runs_before_the_first_step_is_a_moment_of_its_own(
         measured.extend(found)
         return numbers
 
-    monkeypatch.setattr(reference, "_of_documents", counted)
+    monkeypatch.setattr(reference, "_document_logps", counted)
     run = train(tmp_path / "run", of_method(tiny, tmp_path, "dpo"))
     settled = plan(catalog.load(run.recipe), backend.load("single"), 1, "fp32")
     workload = workload_of(settled, model_source(settled.recipe).shape)

@@ -34,7 +34,7 @@ def fingerprint(model: Model) -> str | None:
         return None
     folders = (config.parent for config in config_paths(model.name, model.revision))
     found = next(filter(None, map(_files, folders)), None)
-    return None if found is None else _of_files(found)
+    return None if found is None else _hash_of_files(found)
 
 
 def refuse_other_base(checkpoint: Path, model: Model) -> None:
@@ -68,7 +68,7 @@ def _files(folder: Path) -> list[Path]:
     return []
 
 
-def _of_files(files: list[Path]) -> str:
+def _hash_of_files(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         try:

@@ -38,10 +38,10 @@ def locked(run: Run) -> Iterator[None]:
     try:
         file = path.open("a+")
     except OSError as error:
-        raise _no_place(run.root, error) from None
+        raise _unusable_directory(run.root, error) from None
     with file:
         until = time.monotonic() + LOCK_SECONDS
-        while not _taken(file.fileno(), path):
+        while not _acquired(file.fileno(), path):
             if time.monotonic() > until:
                 file.seek(0)
                 raise FinetuneError(_locked_message(run, file.read().strip()))
@@ -57,7 +57,7 @@ def locked(run: Run) -> Iterator[None]:
                 path.unlink(missing_ok=True)
 
 
-def _taken(descriptor: int, path: Path) -> bool:
+def _acquired(descriptor: int, path: Path) -> bool:
     """Whether the lock was acquired, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,7 +89,7 @@ def _refuse_foreign(root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         found = sorted(path.name for path in root.iterdir())
     except OSError as error:
-        raise _no_place(root, error) from None
+        raise _unusable_directory(root, error) from None
     others = [name for name in found if name not in NOT_A_RUN and not name.startswith(".")]
     if others:
         raise FinetuneError(
@@ -98,7 +98,7 @@ def _refuse_foreign(root: Path) -> None:
         )
 
 
-def _no_place(root: Path, error: OSError) -> FinetuneError:
+def _unusable_directory(root: Path, error: OSError) -> FinetuneError:
     return FinetuneError(
         f"{root}: cannot be a run directory ({error.strerror}); choose another --output"
     )

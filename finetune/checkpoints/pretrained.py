@@ -151,14 +151,14 @@ def write_settings(network: PreTrainedModel, folder: Path, dtype: torch.dtype) -
     """Write what `save_pretrained` writes next to the weights: configs, and the model's code."""
     config = saved_config(network, dtype)
     if network.is_remote_code():
-        kinds = (kind for kind in type(network).__mro__ if _is_of_its_own(kind))
+        kinds = (kind for kind in type(network).__mro__ if _is_custom_code(kind))
         custom_object_save(object.__new__(next(kinds)), folder, config=config)
     config.save_pretrained(folder)
     if network.generation_config is not None:
         network.generation_config.save_pretrained(folder)
 
 
-def _is_of_its_own(kind: type) -> bool:
+def _is_custom_code(kind: type) -> bool:
     """Whether a class is code that came with a model, not one that an engine derived from it."""
     return kind.__module__.startswith("transformers_modules.")
 

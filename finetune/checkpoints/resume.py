@@ -122,7 +122,7 @@ def _recorded(path: Path, key: str) -> Any:
 
 
 def _intact(run: Run, recipe: Recipe) -> int:
-    step, damaged = newest_intact(run, lambda manifest: _of_another_recipe(manifest, recipe))
+    step, damaged = newest_intact(run, lambda manifest: _recipe_mismatch(manifest, recipe))
     lines = [
         f"{run.checkpoint(number)}: damaged: {'; '.join(found[:3])}"
         for number, found in damaged.items()
@@ -140,7 +140,7 @@ def _intact(run: Run, recipe: Recipe) -> int:
     return step
 
 
-def _of_another_recipe(manifest: dict[str, Any], recipe: Recipe) -> list[str]:
+def _recipe_mismatch(manifest: dict[str, Any], recipe: Recipe) -> list[str]:
     """Why a checkpoint is not of a recipe's run; empty for manifests without a recipe."""
     if "recipe" not in manifest:
         return []

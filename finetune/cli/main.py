@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(_spell_out_resume(words))
-    _sort_out(arguments, unknown)
+    _assign_words(arguments, unknown)
     quiet()
     if arguments.verb in OUTLAST_READERS:
         outlast_readers()
@@ -103,7 +103,7 @@ def _spell_out_resume(words: Sequence[str] | None) -> list[str]:
     return spelt
 
 
-def _sort_out(arguments: argparse.Namespace, unknown: list[str]) -> None:
+def _assign_words(arguments: argparse.Namespace, unknown: list[str]) -> None:
     """Assign `key=value` words after options to the recipe, and unknown flags to `launch`."""
     after_flag = [False, *(word.startswith("--") and "=" not in word for word in unknown)]
     pairs = [

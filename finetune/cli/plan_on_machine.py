@@ -261,7 +261,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         raise FinetuneError(_too_few_rows(recipe, machine))
     whole = advice.rank(found)
     best = whole[0] if whole else None
-    ranked = _possible(recipe, whole, precision)
+    ranked = _allowed(recipe, whole, precision)
     first = changes.before_disk(found, machine, precision)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
@@ -378,7 +378,7 @@ def _too_few_rows(recipe: Recipe, machine: hardware.Machine) -> str:
     )
 
 
-def _possible(
+def _allowed(
     recipe: Recipe, ranked: list[advice.Option], precision: backends.Precision
 ) -> list[advice.Option]:
     """The ranking without options that the rules forbid, and layouts that have no backend."""

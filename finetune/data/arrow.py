@@ -166,7 +166,7 @@ def _restorer(kind: Any, feature: Any, is_decoded: bool) -> Restore | None:
     if types.is_dictionary(kind):
         return _restorer(kind.value_type, feature, is_decoded)
     if types.is_map(kind):
-        return _of_map(_restorer(kind.item_type, None, is_decoded))
+        return _restore_map(_restorer(kind.item_type, None, is_decoded))
     if types.is_struct(kind):
         inner = {
             field.name: _restorer(
@@ -175,11 +175,11 @@ def _restorer(kind: Any, feature: Any, is_decoded: bool) -> Restore | None:
             )
             for field in kind
         }  # fmt: skip
-        return _of_struct(inner)
+        return _restore_struct(inner)
     if _is_list(kind):
         inside = feature[0] if isinstance(feature, list) and feature else None
         inside = feature.get("feature") if isinstance(feature, Mapping) else inside
-        return _of_list(_restorer(kind.value_type, inside, is_decoded))
+        return _restore_list(_restorer(kind.value_type, inside, is_decoded))
     return None
 
 
@@ -205,7 +205,7 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _of_struct(inner: Mapping[str, Restore | None]) -> Restore:
+def _restore_struct(inner: Mapping[str, Restore | None]) -> Restore:
     def restore(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
@@ -218,7 +218,7 @@ def _of_struct(inner: Mapping[str, Restore | None]) -> Restore:
     return restore
 
 
-def _of_map(inner: Restore | None) -> Restore | None:
+def _restore_map(inner: Restore | None) -> Restore | None:
     if inner is None:
         return None
 
@@ -228,7 +228,7 @@ def _of_map(inner: Restore | None) -> Restore | None:
     return restore
 
 
-def _of_list(inner: Restore | None) -> Restore | None:
+def _restore_list(inner: Restore | None) -> Restore | None:
     if inner is None:
         return None
 

@@ -54,7 +54,7 @@ def _is_verdict(value: Any) -> bool:
     return verdict(value) is not None
 
 
-def _is_no_full_weight(value: Any) -> bool:
+def _is_partial_weight(value: Any) -> bool:
     try:
         return float(value) != 1
     except (TypeError, ValueError):
@@ -86,7 +86,7 @@ MEANING: dict[str, tuple[Check, str]] = {
     "chat_template_kwargs": (is_given, "the template's variables would be lost"),
     **dict.fromkeys(
         ("weight", "loss_weight", "sample_weight"),
-        (_is_no_full_weight, "every row has the same weight; a source has `repeat` and `weight`"),
+        (_is_partial_weight, "every row has the same weight; a source has `repeat` and `weight`"),
     ),
     **dict.fromkeys(
         ("train", "trainable", "train_turn"), (_is_refusal, "rows with false would be trained too")

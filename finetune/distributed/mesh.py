@@ -63,12 +63,12 @@ class MeshEngine(Native):
         self.mesh: DeviceMesh = init_device_mesh(
             self.device.type, self.plan.mesh.sizes, mesh_dim_names=tuple(NAMED[a] for a in AXES)
         )
-        self.meshes = layers.Meshes(self.mesh, self._of_experts())
+        self.meshes = layers.Meshes(self.mesh, self._expert_mesh())
         self.place = self.plan.mesh.place(self.rank)
         self.partial: frozenset[str] = frozenset()
         """Names of parameters whose gradients are partial sums on each tensor-parallel process."""
 
-    def _of_experts(self) -> DeviceMesh | None:
+    def _expert_mesh(self) -> DeviceMesh | None:
         """Mesh of the same processes by their experts; None if experts are not divided."""
         mesh = self.plan.mesh
         if mesh.experts == 1:

@@ -226,7 +226,7 @@ def evaluate(request: Request) -> Evaluation:
         (measures, earlier), rewards.measure(request.rewards, asked, sides), strict=False
     ):
         found |= more
-    measures |= _of_both(after, before, pairs)
+    measures |= _loss_measures(after, before, pairs)
     if request.judge is not None and before is not None:
         compared = [(each.prompt, a.text, b.text) for each, a, b in zip(
             asked, after.answers, before.answers, strict=True
@@ -343,7 +343,7 @@ def _perplexity(sums: np.ndarray) -> np.ndarray:
     return np.exp(mean(sums))
 
 
-def _of_both(after: Side, before: Side | None, pairs: bool) -> dict[str, Measure]:
+def _loss_measures(after: Side, before: Side | None, pairs: bool) -> dict[str, Measure]:
     """Measures computed from the losses of both models."""
     found = dict[str, Measure]()
     if before is None or after.losses is None or before.losses is None:

@@ -100,8 +100,8 @@ def document_sums(loaded: Loaded, columns: Sequence[Columns], batch_rows: int) -
     """
     if not columns:
         return np.zeros((0, 2))
-    _give_loss(loaded)
-    rows = _one_each(columns)
+    _enable_loss(loaded)
+    rows = _single_documents(columns)
     model: Any = loaded.model
     pad = pad_id(loaded.tokenizer, token_rows(model))
     found = np.zeros((len(rows), 2))
@@ -117,7 +117,7 @@ def document_sums(loaded: Loaded, columns: Sequence[Columns], batch_rows: int) -
     return found
 
 
-def _one_each(columns: Sequence[Columns]) -> Rows:
+def _single_documents(columns: Sequence[Columns]) -> Rows:
     """Rows of one document each."""
     documents = Documents(
         ids=np.concatenate([ids for ids, _ in columns]),
@@ -128,7 +128,7 @@ def _one_each(columns: Sequence[Columns]) -> Rows:
     return Rows(documents, np.arange(len(columns)), np.arange(len(columns) + 1), packed=False)
 
 
-def _give_loss(loaded: Loaded) -> None:
+def _enable_loss(loaded: Loaded) -> None:
     """Make a loaded model compute its loss, in chunks if its head supports it."""
     network: Any = loaded.model
     if isinstance(network, PeftModel):

@@ -58,12 +58,12 @@ def measure(
         return [{} for _ in sides]
     process = RewardProcess(rewards, TIMEOUT)
     try:
-        return [_of_side(process, asked, answers) for answers in sides]
+        return [_rewards_of_side(process, asked, answers) for answers in sides]
     finally:
         process.close()
 
 
-def _of_side(
+def _rewards_of_side(
     process: RewardProcess, asked: Sequence[Asked], answers: Sequence[Answer]
 ) -> dict[str, Measure]:
     columns: dict[str, list[Any]] = {"prompts": [], "completions": []}
@@ -78,7 +78,7 @@ def _of_side(
     if failed:
         raise FinetuneError(*(f"--rewards: {each}" for each in failed))
     named = zip(map(name_of, process.rewards), scores, strict=True)
-    return {name: _of(name, each) for name, each in named}
+    return {name: _mean_score(name, each) for name, each in named}
 
 
 def columns_of(asked: Sequence[Asked]) -> dict[str, list[Any]]:
@@ -90,7 +90,7 @@ def columns_of(asked: Sequence[Asked]) -> dict[str, list[Any]]:
     return {ANSWER: [each.expected for each in asked], **found}
 
 
-def _of(name: str, scores: Sequence[float | None]) -> Measure:
+def _mean_score(name: str, scores: Sequence[float | None]) -> Measure:
     """The mean of the scores; rows without a score are not counted."""
     sums = np.array([[each or 0.0, each is not None] for each in scores], dtype=np.float64)
     binary = all(each in (0, 1) for each in scores)

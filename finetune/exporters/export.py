@@ -93,7 +93,7 @@ def export(
         merge_into=merge_into,
         base=base,
     )
-    name = format or _usual(source, merge or merge_into is not None)
+    name = format or _default_format(source, merge or merge_into is not None)
     if merge_into is not None and (source.adapter is None or name in ("adapter", "vllm")):
         raise FinetuneError(
             f"--merge-into: --format {name} does not merge an adapter; remove this flag"
@@ -106,7 +106,7 @@ def export(
     if source.recipe.scores is not None and name in GENERATING:
         raise FinetuneError(
             f"--format {name}: this format is for models that generate text, and this one outputs "
-            f"scores; use {_usual(source, merge)}"
+            f"scores; use {_default_format(source, merge)}"
         )
     write: Exporter = extensions.find("--format", name, EXPORTERS)
     if name in CHECKS:
@@ -135,7 +135,7 @@ def export(
     return to
 
 
-def _usual(source: Source, merge: bool) -> str:
+def _default_format(source: Source, merge: bool) -> str:
     if source.adapter is None:
         return "model"
     return "merged" if merge else "adapter"

@@ -182,9 +182,9 @@ class Reader:
             offer(left[first])
             offer(first)
         for part in filter(None, parts):
-            yield from self._of(part)
+            yield from self._piece_ids(part)
 
-    def _of(self, part: str) -> Sequence[int]:
+    def _piece_ids(self, part: str) -> Sequence[int]:
         if part in self._ids:
             return [self._ids[part]]
         return [self._ids[f"<0x{byte:02X}>"] for byte in part.encode()]

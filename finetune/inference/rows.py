@@ -100,8 +100,8 @@ class Rows:
         moved = chosen.to(self.logits.device)
         for layer in self._cache.layers:
             if layer.is_initialized:
-                layer.keys = _of_rows(layer.keys, moved, width)
-                layer.values = _of_rows(layer.values, moved, width)
+                layer.keys = _last_tokens(layer.keys, moved, width)
+                layer.values = _last_tokens(layer.values, moved, width)
         self.logits = self.logits[moved]
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ def _below(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return whole[:, :, :width]
 
 
-def _of_rows(held: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
+def _last_tokens(held: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
     """The last `width` tokens of the given rows: (rows, heads, width, head size)."""
     whole = held.new_empty(len(rows), held.shape[1], width + ROOM, held.shape[3])
     whole[:, :, :width] = held[rows, :, held.shape[2] - width :]

@@ -37,7 +37,7 @@ from finetune.models.packed_attention import (
 )
 from finetune.models.pretrained import compute_dtype, from_scratch, pretrained, weight_dtype
 from finetune.models.quantization import keep_unpacked
-from finetune.models.recurrence import keep_apart
+from finetune.models.recurrence import separate_documents
 from finetune.models.soundness import (
     DECODER_ONLY,
     blame,
@@ -126,7 +126,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     given = None if recipe.model.adapter is None else continued.prepare_base(model, recipe)
     by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
     tokenizer = load_tokenizer(recipe) if recipe.model.add_tokens or by_rows else None
-    grown = range(0) if tokenizer is None else vocabulary.give_rows(model, recipe, tokenizer)
+    grown = range(0) if tokenizer is None else vocabulary.add_rows(model, recipe, tokenizer)
 
     def attach(base: Any, adapter: LoRA) -> nn.Module:
         return adapters.attach(base, adapter, tokenizer, grown, given)
@@ -256,7 +256,7 @@ def install_fused(model: PreTrainedModel, plan: Plan) -> None:
         if values[option] == "fused":
             fuse(model)
     compute_as_autocast()
-    keep_apart(model)
+    separate_documents(model)
 
 
 def kernel_notes(model: nn.Module, plan: Plan) -> list[str]:

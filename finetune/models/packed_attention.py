@@ -201,7 +201,7 @@ def attend(
         elif softcap is None and s_aux is None:
             part = _causal(q, k, v, dropout, scale, window)
         else:
-            part = _written_out(q, k, v, dropout, scale, window, softcap, s_aux)
+            part = _eager(q, k, v, dropout, scale, window, softcap, s_aux)
         parts.append(part.transpose(1, 2))
     return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
 
@@ -257,7 +257,7 @@ def _needs_whole_heads(query: torch.Tensor, masked: bool) -> bool:
     return masked or not flash
 
 
-def _written_out(
+def _eager(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

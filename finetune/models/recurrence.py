@@ -31,7 +31,7 @@ class SharedBoundaries:
     """0 and the end of each document; None for padded rows."""
 
 
-def keep_apart(model: PreTrainedModel) -> None:
+def separate_documents(model: PreTrainedModel) -> None:
     """Make each recurrent layer of a model run once per document.
 
     Classes are replaced by subclasses of the same name, as `kernels.head.give_loss` does. Call that

@@ -187,7 +187,7 @@ def tables(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def give_rows(model: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> range:
+def add_rows(model: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> range:
     """Add table rows for the tokens that a recipe adds; returns the new rows.
 
     Raises:

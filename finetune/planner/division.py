@@ -78,9 +78,9 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
             f"that divide a model ({axes.words()}); set it to 0 in config.json"
         )
     if axes.pipeline > 1:
-        yield from _of_pipeline(axes, fields)
+        yield from _pipeline_problems(axes, fields)
     if axes.context > 1:
-        yield from _of_context(axes, fields)
+        yield from _context_problems(axes, fields)
     if axes.sequence > 1:
         ways, each, kept = axes.sequence, heads // axes.tensor, keys // axes.tensor
         beside = " of a tensor parallel process" if axes.tensor > 1 else ""
@@ -89,7 +89,7 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         if kept % ways and ways % max(kept, 1):
             yield _does_not_divide("sequence", ways, kept, f"key heads{beside}")
     if axes.experts > 1:
-        yield from _of_experts(axes, fields)
+        yield from _expert_problems(axes, fields)
     if axes.tensor > 1:
         known = EXPERTS if expert_count(fields) > 1 else TENSOR
         if kind not in known:
@@ -107,7 +107,7 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
                 yield _does_not_divide("tensor", axes.tensor, count, what)
 
 
-def _of_experts(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+def _expert_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     kind, count = fields.get("model_type"), expert_count(fields)
     if count < 2:
         yield f"--experts {axes.experts}: {kind} has no experts to divide; use fsdp_full_shard"
@@ -121,7 +121,7 @@ def _of_experts(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         yield _does_not_divide("experts", axes.experts, count, "experts")
 
 
-def _of_context(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+def _context_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     kind = fields.get("model_type")
     if kind not in CONTEXT:
         yield (
@@ -135,7 +135,7 @@ def _of_context(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_pipeline(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+def _pipeline_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     kind, count = fields.get("model_type"), fields.get("num_hidden_layers") or 0
     name, parts = f"--pipeline {axes.pipeline}", axes.pipeline * axes.chunks
     if kind not in PIPELINE:
@@ -210,7 +210,7 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
                 f"method: {recipe.method} needs {what}; it does not run under {backend.name} "
                 f"({axes.words()}); use fsdp_full_shard"
             )
-    yield from _of_batch(recipe, backend, processes)
+    yield from _batch_problems(recipe, backend, processes)
     if axes.parts > 1:
         if not padding(recipe, known_fields(recipe)).free:
             yield (
@@ -232,7 +232,7 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         )
 
 
-def _of_batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def _batch_problems(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     axes, batch = backend.axes, recipe.batch
     if axes.pipeline == 1:
         return

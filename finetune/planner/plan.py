@@ -123,12 +123,12 @@ class Plan:
             "padding": self.padding.line(),
             "accumulation": self.accumulation,
             "lr": self.lr,
-            **self._of_pipeline(),
+            **self._pipeline_summary(),
             "kernels": {choice.option: choice.value for choice in self.kernels},
             "notes": self.notes(),
         }
 
-    def _of_pipeline(self) -> dict[str, object]:
+    def _pipeline_summary(self) -> dict[str, object]:
         if self.mesh.pipeline == 1:
             return {}
         return {"schedule": self.backend.axes.schedule, "bubble": self.bubble}

@@ -73,10 +73,10 @@ def order(stage: int, axes: Axes, count: int) -> list[Task]:
     else:
         rounds = max(1, count // axes.pipeline)
         ahead = (axes.chunks - 1) * (count // rounds) + 2 * (axes.pipeline - 1 - stage)
-    return _one_each(stage, axes, count, ahead)
+    return _one_forward_one_backward(stage, axes, count, ahead)
 
 
-def _one_each(stage: int, axes: Axes, count: int, ahead: int) -> list[Task]:
+def _one_forward_one_backward(stage: int, axes: Axes, count: int, ahead: int) -> list[Task]:
     """`ahead` forward passes, then alternating forward and backward passes, then the rest."""
     total, parts = axes.chunks * count, parts_of(stage, axes)
     each = count // max(1, count // axes.pipeline) if axes.chunks > 1 else count

@@ -63,7 +63,7 @@ def write_for_launcher(error: FinetuneError) -> bool:
     path = os.environ.get(STATUS_FILE)
     if path is None:
         return False
-    earlier = _left(Path(path))
+    earlier = _read_error(Path(path))
     first = earlier is not None and earlier["attempt"] == rendezvous.restarts()
     if earlier is not None and first and earlier["status"] != Interrupted.exit_status:
         return True
@@ -75,7 +75,7 @@ def write_for_launcher(error: FinetuneError) -> bool:
     return True
 
 
-def _left(path: Path) -> dict[str, Any] | None:
+def _read_error(path: Path) -> dict[str, Any] | None:
     """The error that a rank has written for the launcher; None if there is none."""
     try:
         return json.loads(path.read_text())

@@ -26,7 +26,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     entry in PYTHONPATH, which means the working folder, is removed.
     """
     kept = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    usual = {Path(folder).resolve() for folder in (*site.getsitepackages(), _own_site())}
+    usual = {Path(folder).resolve() for folder in (*site.getsitepackages(), _site_packages())}
     if HOME not in usual:
         kept = [str(HOME), *(entry for entry in kept if entry != str(HOME))]
     changed = {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(kept)} if kept else {})
@@ -34,6 +34,6 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     return rest | changed
 
 
-def _own_site() -> str:
+def _site_packages() -> str:
     """The user's site-packages if this interpreter uses them, otherwise the global ones."""
     return site.getusersitepackages() if site.ENABLE_USER_SITE else site.getsitepackages()[0]

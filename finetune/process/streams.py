@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 
-class _Lasting(io.RawIOBase):
+class _RedirectedStream(io.RawIOBase):
     """A file descriptor that is redirected to the null device after the first failed write."""
 
     def __init__(self, descriptor: int) -> None:
@@ -58,7 +58,7 @@ def outlast_readers() -> None:
         if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
             continue
         if stream.fileno() == descriptor:
-            raw: Any = _Lasting(descriptor)
+            raw: Any = _RedirectedStream(descriptor)
             lasting = io.TextIOWrapper(
                 raw if stream.write_through else io.BufferedWriter(raw),
                 encoding=stream.encoding,

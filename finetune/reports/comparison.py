@@ -35,12 +35,12 @@ def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
     histories = [read_history(run) for run in runs]
     recipes = [dict(_flat(public(read_object(run.recipe)))) for run in runs]
     keys = list(dict.fromkeys(key for recipe in recipes for key in recipe))
-    differing = [key for key in keys if len({_said(r.get(key)) for r in recipes}) > 1]
+    differing = [key for key in keys if len({_cell_text(r.get(key)) for r in recipes}) > 1]
     tables = [Table(
-        [[key, *(_short(_said(r.get(key))) for r in recipes)] for key in differing],
+        [[key, *(_short(_cell_text(r.get(key))) for r in recipes)] for key in differing],
         ["", *names], "Recipes: differences",
     )]  # fmt: skip
-    tables.append(Table(list(_reached(histories)), ["", *names], "Training"))
+    tables.append(Table(list(_result_rows(histories)), ["", *names], "Training"))
     tables += _evaluations(runs, names)
     return {
         "names": names,
@@ -94,7 +94,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _said(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     """A value as text; empty and disabled values are shown as absent."""
     if value in (None, False, [], {}, ""):
         return ABSENT
@@ -105,7 +105,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 48 else f"{text[:45]}..."
 
 
-def _reached(histories: Sequence[History]) -> Iterator[list[str]]:
+def _result_rows(histories: Sequence[History]) -> Iterator[list[str]]:
     """Rows of the table of results."""
     rates = [throughput(history.trained) for history in histories]
     yield ["steps", *(f"{history.step:,}" for history in histories)]

@@ -239,7 +239,7 @@ class Metrics:
         try:
             lines = self._path.read_bytes().splitlines(keepends=True)
             with scratch.open("wb") as file:
-                file.writelines(line for line in lines if _happened_by(step, line))
+                file.writelines(line for line in lines if _is_until(step, line))
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(self._path)
@@ -290,7 +290,7 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _happened_by(step: int, line: bytes) -> bool:
+def _is_until(step: int, line: bytes) -> bool:
     """Whether a line is a complete record with at most this step."""
     try:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step

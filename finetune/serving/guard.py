@@ -37,7 +37,7 @@ class Guard:
                 if isinstance(body, Response):
                     refusal = body
                 else:
-                    receive = _again(body, receive)
+                    receive = _replayed(body, receive)
         await (self.app if refusal is None else refusal)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
@@ -84,7 +84,7 @@ async def _read(receive: Receive) -> bytes | Response | None:
         return problem(408, text, {"Connection": "close"})
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def _replayed(body: bytes, receive: Receive) -> Receive:
     """Receive a body that has been read."""
     given = False
 

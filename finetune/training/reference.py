@@ -162,7 +162,7 @@ def compute(engine: Engine, data: Prepared, steps: int, pad_id: int) -> Numbers:
     """
     recipe = engine.plan.recipe
     with _as_reference(engine):
-        found = {COLUMN: _of_documents(engine, data, pad_id)}
+        found = {COLUMN: _document_logps(engine, data, pad_id)}
         if recipe.reads_kl:
             found[TRAIN] = np.array([
                 sum_logps(engine, mismatched_batches(
@@ -179,7 +179,7 @@ def compute(engine: Engine, data: Prepared, steps: int, pad_id: int) -> Numbers:
 
 
 @torch.no_grad()
-def _of_documents(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
+def _document_logps(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
     """(documents,) fp64, in eval mode, because dropout would make the values random."""
     numbers, each = used(data), engine.plan.recipe.documents_per_row
     bounds = np.arange(0, len(numbers) + 1, each)

@@ -129,7 +129,7 @@ class Rollouts:
         seconds = time.perf_counter() - started
         rows = sampled.rows(self.train, recipe)
         if not resumes:
-            of_tokens = self._of_tokens(rows)
+            of_tokens = self._token_logps(rows)
             if recipe.penalty:
                 sampled = penalised(sampled, recipe, rows, of_tokens)
                 rows = sampled.rows(self.train, recipe)
@@ -256,7 +256,7 @@ class Rollouts:
 
     # Log-probabilities that stay fixed while the policy is updated -------------------------------
 
-    def _of_tokens(self, rows: Rows) -> dict[str, np.ndarray]:
+    def _token_logps(self, rows: Rows) -> dict[str, np.ndarray]:
         """Log-probabilities of every trained token, 0 elsewhere, by name: `OLD`, `REFERENCE`."""
         found: dict[str, np.ndarray] = {}
         if self.recipe.updates > 1 or self.recipe.penalty:

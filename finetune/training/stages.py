@@ -40,9 +40,9 @@ from finetune.training.reference import with_other, with_own
 from finetune.training.rollouts import rollouts_of, second_model
 from finetune.training.shared_rows import prepare_on_ranks
 from finetune.training.startup_checks import (
-    make_sure,
     refuse_full_gpu,
     refuse_weights_not_finite,
+    run_checks,
 )
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Training:
         )
         self.progress = self._build()
         (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
-        report = make_sure(self) + other
+        report = run_checks(self) + other
         self.answering = answering(self.engine, self.data, self.chat, self.pad_id)
         self.data, own = with_own(
             self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
@@ -229,7 +229,7 @@ class Training:
     ) -> StepResult:
         step = self.progress.step
         with self._saving_if_rewards_fail():
-            return train_step(self.engine, feed, step, self.steps, measuring, self._noticed)
+            return train_step(self.engine, feed, step, self.steps, measuring, self._local_values)
 
     @contextlib.contextmanager
     def _saving_if_rewards_fail(self) -> Iterator[None]:
@@ -242,7 +242,7 @@ class Training:
             self._finish_saving()
             raise
 
-    def _noticed(self) -> list[int]:
+    def _local_values(self) -> list[int]:
         """This rank's values to reduce in a step: peak bytes, and whether it got a signal."""
         return [peak_bytes(self.engine.device), int(self.interruption.asked)]
 

@@ -60,7 +60,7 @@ class Job(Protocol):
     def on_rank_0(self, work: Callable[[], T]) -> T: ...
 
 
-def make_sure(job: Job) -> str:
+def run_checks(job: Job) -> str:
     """Run all checks, collectively on every rank; returns the six lines.
 
     Raises:

@@ -34,17 +34,17 @@ def _bleu(rows: Sequence[Row], settings: Settings) -> list[Measure]:
     _need("sacrebleu", "bleu")
     from sacrebleu.metrics.bleu import BLEU as SacreBLEU
 
-    return [_of_corpus("bleu", SacreBLEU(), SacreBLEU(effective_order=True), rows)]
+    return [_corpus_score("bleu", SacreBLEU(), SacreBLEU(effective_order=True), rows)]
 
 
 def _chrf(rows: Sequence[Row], settings: Settings) -> list[Measure]:
     _need("sacrebleu", "chrf")
     from sacrebleu.metrics.chrf import CHRF as SacreCHRF
 
-    return [_of_corpus("chrf", SacreCHRF(), SacreCHRF(), rows)]
+    return [_corpus_score("chrf", SacreCHRF(), SacreCHRF(), rows)]
 
 
-def _of_corpus(name: str, metric: Any, of_rows: Any, rows: Sequence[Row]) -> Measure:
+def _corpus_score(name: str, metric: Any, of_rows: Any, rows: Sequence[Row]) -> Measure:
     """The score of a corpus from the statistics of its rows, which the bootstrap resamples.
 
     sacrebleu 2.6 has no public API for them: both methods are the ones that subclasses of its

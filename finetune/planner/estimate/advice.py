@@ -225,7 +225,7 @@ def rank(found: Iterable[Option]) -> list[Option]:
         left = sorted(options, key=lambda each: each.comparable)
         ranked: list[Option] = []
         while left:
-            near = _near(left)
+            near = _nearly_fastest(left)
             best = min(near, key=lambda each: (_simplicity(each), each.comparable))
             ranked.append(best)
             left.remove(best)
@@ -238,7 +238,7 @@ def rank(found: Iterable[Option]) -> list[Option]:
     return order(safe) + order(tight)
 
 
-def _near(left: list[Option]) -> list[Option]:
+def _nearly_fastest(left: list[Option]) -> list[Option]:
     """Options about as fast as the fastest; `left` is sorted by time.
 
     An option that divides the model is preferred only if it is twice as fast as those that do not.
@@ -271,10 +271,10 @@ def reason(best: Option, found: Iterable[Option]) -> str:
         return f"{name} fits ({room}) and sends least: nothing needs to be sharded"
     if not simpler:
         return f"{name} fits ({room}) and is fastest: {times.step:.2f} s a step"
-    return f"{name} fits ({room}); {_what_lacks(simpler)}"
+    return f"{name} fits ({room}); {_missing_memory(simpler)}"
 
 
-def _what_lacks(options: list[Option]) -> str:
+def _missing_memory(options: list[Option]) -> str:
     """The memory that the option closest to fitting would need."""
     crowded = [each for each in options if each.peak.total > each.usable]
     if not crowded:
@@ -299,7 +299,7 @@ def _reason_to_divide(best: Option, undivided: list[Option]) -> str:
         return f"{prefix}; {rows} rows a step are too few for {layout.processes} parallel groups"
     fitting = [each for each in undivided if each.status != "no"]
     if not fitting:
-        return f"{prefix}; {_what_lacks(undivided)}"
+        return f"{prefix}; {_missing_memory(undivided)}"
     other = min(fitting, key=lambda each: each.comparable)
     crowded = " tightly" if other.status == "tight" else ""
     times = f"{best.times.tokens_per_second:,.0f} tokens/s, {other.times.tokens_per_second:,.0f}"

@@ -26,7 +26,7 @@ def candidates(shape: Architecture, machine: Machine, precision: Precision) -> I
     FSDP2.
     """
     known = {name: backends.load(name) for name in backends.names()}
-    for name, sizes in _of_experts(shape, machine):
+    for name, sizes in _expert_divisions(shape, machine):
         found, _ = backends.divided(known[name], machine.count, sizes)
         yield dataclasses.replace(found, precision=precision)
     for name, sizes in _sizes(shape, machine):
@@ -38,7 +38,9 @@ def candidates(shape: Architecture, machine: Machine, precision: Precision) -> I
         yield dataclasses.replace(found, precision=precision)
 
 
-def _of_experts(shape: Architecture, machine: Machine) -> Iterator[tuple[str, dict[str, int]]]:
+def _expert_divisions(
+    shape: Architecture, machine: Machine
+) -> Iterator[tuple[str, dict[str, int]]]:
     """Backends that divide experts, and their axis sizes."""
     if shape.experts is None:
         return

@@ -66,7 +66,7 @@ class Forecast:
         """
         scored = longest if self.workload.scored else 0
         workload = dataclasses.replace(self.workload, rows=rows, scored=scored)
-        workload = _of_length(workload, length, padded, labelled)
+        workload = _with_length(workload, length, padded, labelled)
         return [found.peak for found in memory.by_stage(workload)]
 
     def of_ranks(self, peaks: list[Moment]) -> list[int]:
@@ -120,7 +120,7 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         apart=facts.apart,
         scored=facts.scored,
     )  # fmt: skip
-    workload = _of_length(workload, facts.length, facts.padded, facts.labelled)
+    workload = _with_length(workload, facts.length, facts.padded, facts.labelled)
     width = 2 if plan.backend.precision == "bf16" else 4
     sampled = sampling(
         plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length
@@ -131,7 +131,7 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
     return Forecast(workload, facts, machine, steps, sampled, tuple(found))
 
 
-def _of_length(workload: Workload, length: int, padded: bool, labelled: int) -> Workload:
+def _with_length(workload: Workload, length: int, padded: bool, labelled: int) -> Workload:
     """The workload with rows of `length` tokens; padded rows need an attention mask."""
     attention = workload.attention
     if attention != "eager":

@@ -51,7 +51,7 @@ class _Stage:
         """Number of layers of each part whose weights are gathered."""
         self.moments: dict[str, Moment] = {}
         self.largest: dict[str, float] = {}
-        self.base = {**state(here), "hand-overs": self._handed(), "casts": self._casts()}
+        self.base = {**state(here), "hand-overs": self._receive_buffers(), "casts": self._casts()}
         self._sizes()
 
     def _sizes(self) -> None:
@@ -77,7 +77,7 @@ class _Stage:
         head = here.shape.head_weights * (self.last in self.parts)
         return 2.0 * (here.shape.layers * here.shape.linear_weights + head)
 
-    def _handed(self) -> float:
+    def _receive_buffers(self) -> float:
         """Bytes of receive buffers from the previous and next stages, for all micro-batches."""
         count = 0
         for number in self.parts:

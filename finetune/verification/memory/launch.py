@@ -73,7 +73,7 @@ def _rehearse(
 ) -> list[list[comparison.Step]]:
     """The traced steps of each rank, from processes that run as those of the plan's job."""
     count = str(plan.processes)
-    environment = {key: value for key, value in os.environ.items() if not _of_a_launch(key)}
+    environment = {key: value for key, value in os.environ.items() if not _is_launch_variable(key)}
     # Fake tensors are on the CPU; with a visible GPU, Accelerate would place some of them there.
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if plan.processes > 1:
@@ -103,5 +103,5 @@ def _rehearse(
     return result["ranks"]
 
 
-def _of_a_launch(key: str) -> bool:
+def _is_launch_variable(key: str) -> bool:
     return key.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")) or key in OF_A_LAUNCH

@@ -33,9 +33,9 @@ def check_realised(kind: str, plan: Plan, run: Run) -> Check:
         ("optimizer", stored["trained"]),
     ):
         held = [rank[what] for rank in ranks]
-        least, most = _promise(plan, what, whole, stored["small"])
+        least, most = _expected_elements(plan, what, whole, stored["small"])
         if plan.traits.divides:
-            least, most = whole, _promise_of_division(plan, what, whole, stored)
+            least, most = whole, _expected_of_division(plan, what, whole, stored)
         on_disk = what == "optimizer" and plan.backend.device == "nvme"
         if max(held) > most or (sum(held) < least and not on_disk):
             wrong.append(f"{what}: {held} of {whole}, promised at most {most} a process")
@@ -53,7 +53,7 @@ def check_realised(kind: str, plan: Plan, run: Run) -> Check:
 _HELD = ("parameters", "gradients", "optimizer")
 
 
-def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
+def _expected_elements(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
     """Minimum number of elements over all ranks, and maximum on one rank."""
     backend, mesh = plan.backend, plan.mesh
     zero = plan.traits.masters
@@ -77,7 +77,7 @@ def _promise(plan: Plan, what: str, whole: int, small: int) -> tuple[int, int]:
     return whole * mesh.replicate, kept + math.ceil(UNEVEN * (whole - kept) / mesh.shard)
 
 
-def _promise_of_division(plan: Plan, what: str, whole: int, stored: dict[str, int]) -> int:
+def _expected_of_division(plan: Plan, what: str, whole: int, stored: dict[str, int]) -> int:
     """Maximum elements on one process: a stage's layers, and the first or last stage's embeddings.
 
     Tensor parallelism replicates norms, and the gradient of an embedding is unsharded (torch 2.13).

@@ -143,7 +143,7 @@ def _killed(process: subprocess.Popen[bytes], trial: Trial, step: int, log: Path
 def _await_step(process: subprocess.Popen[bytes], run: Run, step: int, log: Path) -> None:
     """Wait until a step is recorded and, except for step 1, a checkpoint is complete."""
     until = time.monotonic() + LIMIT_SECONDS
-    while not _reached(run, step) or (step > 1 and run.newest() is None):
+    while not _has_step(run, step) or (step > 1 and run.newest() is None):
         if process.poll() is not None:
             raise TrainingFailure(_last_words(process.returncode, log))
         if time.monotonic() > until:
@@ -151,7 +151,7 @@ def _await_step(process: subprocess.Popen[bytes], run: Run, step: int, log: Path
         time.sleep(POLL_SECONDS)
 
 
-def _reached(run: Run, step: int) -> bool:
+def _has_step(run: Run, step: int) -> bool:
     return any(record["step"] >= step for record in run.read_metrics("train"))
 
 

@@ -33,7 +33,7 @@ def differences(reference: Run, run: Run, tolerance: Tolerance) -> list[str]:
     """Completions, rewards and metrics of samplings that differ from the reference."""
     if not reference.completions.is_file():
         return []
-    wrong = _of_texts(_completions(reference), _completions(run))
+    wrong = _compare_texts(_completions(reference), _completions(run))
     alone, here = _measures(reference), _measures(run)
     for step, wanted in alone.items():
         for name, value in wanted.items():
@@ -43,7 +43,7 @@ def differences(reference: Run, run: Run, tolerance: Tolerance) -> list[str]:
     return wrong[:3]
 
 
-def _of_texts(alone: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[str]:
+def _compare_texts(alone: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[str]:
     if len(alone) != len(here):
         return [f"{len(here)} completions are kept instead of {len(alone)}"]
     return [

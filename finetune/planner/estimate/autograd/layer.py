@@ -204,7 +204,7 @@ class Layer:
             lse = Value(statistics, grad=False)
             mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
             return self._attend(q, (query, key, values), [query, key, values, lse, mask])
-        return self._written_out(query, key, values)
+        return self._eager(query, key, values)
 
     def _gathered(self, key: Value, values: Value) -> Value:
         """Keys and values of all tokens of a row, as gathered by `distributed.context`.
@@ -216,7 +216,7 @@ class Layer:
         beside, whole = self.tape.run(own, (key, values)), own * self.numerics.gathered
         return self.tape.run(whole, (beside,), forward=own, backward=whole)
 
-    def _written_out(self, query: Value, key: Value, values: Value) -> Value:
+    def _eager(self, query: Value, key: Value, values: Value) -> Value:
         """Eager attention: scores, scaled and masked, softmax in fp32, and the weighted values.
 
         Softmax casts its input to fp32 and saves its result, in addition to the 16-bit copy that

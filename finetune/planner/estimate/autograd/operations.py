@@ -28,7 +28,7 @@ def operations(workload: Workload, tokens: float) -> Operations:
     """Operations of a step of one process, and the bytes they move for `tokens` tokens."""
     passes = 3 + (workload.checkpointing in ("full", "attention"))
     layers, steps = workload.shape.layers, workload.accumulation
-    started = steps * (passes * layers * _of_layer(workload) + 3 * HEAD)
+    started = steps * (passes * layers * _layer_operations(workload) + 3 * HEAD)
     layer = _bytes(layer_of(workload)) / workload.tokens
     entries = workload.labelled * (workload.shape.scores or workload.shape.vocab) * 3.0 * 4
     moved = tokens * (passes * layers * layer + entries)
@@ -36,7 +36,7 @@ def operations(workload: Workload, tokens: float) -> Operations:
     return Operations(started, moved + 8.0 * 4 * workload.trained)
 
 
-def _of_layer(workload: Workload) -> float:
+def _layer_operations(workload: Workload) -> float:
     """Operations of a layer's forward pass."""
     shape, adapter = workload.shape, workload.adapter
     found = NORM * (shape.norms + 2 * shape.qk_norm) + ATTENTION + UNIT + 2 * ADDITION
