@@ -57,11 +57,11 @@ def kept_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 
     With an adapter, only the buffers of `modules_to_save`: the others are in the base's own files.
     """
-    whole = engine.plan.recipe.adapter is None
+    is_full = engine.plan.recipe.adapter is None
     for name, buffer in persistent_buffers(engine.module):
-        if engine.writes_unsharded and (whole or ".modules_to_save." in name):
+        if engine.writes_unsharded and (is_full or ".modules_to_save." in name):
             yield name, to_host(buffer)
-    if not whole:
+    if not is_full:
         return
     elsewhere = engine.counted_elsewhere(engine.module)
     for name, parameter in engine.module.named_parameters():

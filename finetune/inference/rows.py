@@ -130,19 +130,19 @@ def _below(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     width = max(each.shape[2] for each in parts)
     first = parts[0]
     shape = (sum(map(len, parts)), first.shape[1], width + ROOM, first.shape[3])
-    whole = first.new_zeros(shape)  # masked values are multiplied by 0, so they must be finite
+    buffer = first.new_zeros(shape)  # masked values are multiplied by 0, so they must be finite
     row = 0
     for each in parts:
-        whole[row : row + len(each), :, width - each.shape[2] : width] = each
+        buffer[row : row + len(each), :, width - each.shape[2] : width] = each
         row += len(each)
-    return whole[:, :, :width]
+    return buffer[:, :, :width]
 
 
 def _last_tokens(held: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
     """The last `width` tokens of the given rows: (rows, heads, width, head size)."""
-    whole = held.new_empty(len(rows), held.shape[1], width + ROOM, held.shape[3])
-    whole[:, :, :width] = held[rows, :, held.shape[2] - width :]
-    return whole[:, :, :width]
+    buffer = held.new_empty(len(rows), held.shape[1], width + ROOM, held.shape[3])
+    buffer[:, :, :width] = held[rows, :, held.shape[2] - width :]
+    return buffer[:, :, :width]
 
 
 class Draw:

@@ -188,12 +188,12 @@ def _appended(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     Both are (rows, heads, tokens, head size).
     """
     before, after = held.shape[-2], held.shape[-2] + new.shape[-2]
-    whole = _with_room(held)
-    if whole.shape[-2] < after:
-        whole = held.new_empty(*held.shape[:2], after + ROOM, held.shape[-1])
-        whole[:, :, :before] = held
-    whole[:, :, before:after] = new
-    return whole[:, :, :after]
+    buffer = _with_room(held)
+    if buffer.shape[-2] < after:
+        buffer = held.new_empty(*held.shape[:2], after + ROOM, held.shape[-1])
+        buffer[:, :, :before] = held
+    buffer[:, :, before:after] = new
+    return buffer[:, :, :after]
 
 
 def _with_room(held: torch.Tensor) -> torch.Tensor:

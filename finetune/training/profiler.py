@@ -193,13 +193,13 @@ def _above(event: FunctionEvent) -> Iterator[str]:
 def table(found: dict[str, float]) -> list[str]:
     """One line per kind, largest first; communication overlaps the rest and is listed last."""
     inside = {kind: seconds for kind, seconds in found.items() if kind != COMMUNICATION}
-    whole = sum(inside.values()) or 1.0
-    lines = [f"time of a step of {whole:.3g} s"]
+    total = sum(inside.values()) or 1.0
+    lines = [f"time of a step of {total:.3g} s"]
     for kind, seconds in sorted(inside.items(), key=lambda pair: -pair[1]):
         if seconds:
-            lines.append(f"  {kind:34} {seconds / whole:6.1%}  {seconds:.4f} s")
+            lines.append(f"  {kind:34} {seconds / total:6.1%}  {seconds:.4f} s")
     if found[COMMUNICATION]:
-        share = found[COMMUNICATION] / whole
+        share = found[COMMUNICATION] / total
         lines.append(
             f"  {COMMUNICATION + ' (overlapping)':34} {share:6.1%}  {found[COMMUNICATION]:.4f} s"
         )

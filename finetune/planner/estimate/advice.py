@@ -245,11 +245,11 @@ def _nearly_fastest(left: list[Option]) -> list[Option]:
     """
     least = left[0].comparable
     near = [each for each in left if each.comparable <= least * (1 + SAME_TIME)]
-    whole = [each for each in left if not each.divides]
+    undivided = [each for each in left if not each.divides]
     if any(not each.divides for each in near):
         return near
-    if whole and whole[0].comparable <= least * DIVIDED_GAIN:
-        return whole[:1]
+    if undivided and undivided[0].comparable <= least * DIVIDED_GAIN:
+        return undivided[:1]
     return [each for each in left if each.comparable <= least * (1 + SAME_TIME_DIVIDED)]
 
 

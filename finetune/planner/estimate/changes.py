@@ -92,8 +92,8 @@ def before_disk(
     fitting = [each for each in options if each.status != "no"]
     if not fitting or any(each.workload.layout.device != "nvme" for each in fitting):
         return []
-    whole = [each for each in options if each.workload.layout.offload == "none"]
-    least = min(whole, key=lambda each: each.peak.total).workload
+    on_device = [each for each in options if each.workload.layout.offload == "none"]
+    least = min(on_device, key=lambda each: each.peak.total).workload
     return [
         change
         for change in changes(least, machine, precision)

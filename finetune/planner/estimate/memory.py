@@ -58,8 +58,8 @@ class _Step:
         trained = workload.adapter is None
         per_layer = workload.shape.layer_parameters if trained else self._adapter_layer()
         self.trained_layer = per_layer
-        whole = 0 if workload.adapter is None else workload.adapter.whole
-        self.trained_outer = float(workload.shape.outer_parameters if trained else whole)
+        fully_trained = 0 if workload.adapter is None else workload.adapter.whole
+        self.trained_outer = float(workload.shape.outer_parameters if trained else fully_trained)
         width = workload.gradient_width / workload.layout.share("grads")
         # Offloaded gradients move to the host as soon as they are reduced.
         leaves = deepspeed.leave(workload)

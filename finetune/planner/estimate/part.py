@@ -87,10 +87,12 @@ def _adapter(workload: Workload, found: Part) -> Adapter:
     """The adapter on the layers of this part; of a split matrix, either A or B is split."""
     given = workload.adapter
     assert given is not None
-    whole = _by_rows(given, workload.shape)
+    total_rows = _by_rows(given, workload.shape)
     mine = _by_rows(given, found)
     share = found.layers / workload.shape.layers
-    inside = (given.parameters - given.whole) / max(1, sum(whole.values()) * workload.shape.layers)
+    inside = (given.parameters - given.whole) / max(
+        1, sum(total_rows.values()) * workload.shape.layers
+    )
     parameters = round(inside * found.layers * sum(mine.values()))
     return dataclasses.replace(
         given,

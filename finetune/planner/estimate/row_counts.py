@@ -34,9 +34,9 @@ def known_row_tokens(recipe: Recipe) -> int | None:
     rows = local_rows(dataclasses.replace(recipe, eval_rows=None))
     if rows is None:
         return None
-    whole = sum(Path(data.source).stat().st_size for data in recipe.data)
+    total_bytes = sum(Path(data.source).stat().st_size for data in recipe.data)
     lines = sum(_lines(Path(data.source)) for data in recipe.data)
-    return max(1, round(whole / lines / LETTERS))
+    return max(1, round(total_bytes / lines / LETTERS))
 
 
 def _lines(path: Path) -> int:

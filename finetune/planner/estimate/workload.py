@@ -434,5 +434,7 @@ def lora(
         HEADS.get(shape.kind, "lm_head"): "head",
     }
     parts = frozenset(part for name, part in tables.items() if name in names)
-    whole = shape.embedding * len(parts)
-    return Adapter(ranks, parameters + whole, width, dropout, dora, parts, whole, experts, rows)
+    fully_trained = shape.embedding * len(parts)
+    return Adapter(
+        ranks, parameters + fully_trained, width, dropout, dora, parts, fully_trained, experts, rows
+    )

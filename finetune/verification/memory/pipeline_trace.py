@@ -24,9 +24,9 @@ class PipelineStep(Step):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        axes, whole = self.plan.backend.axes, self.plan.accumulation
+        axes, accumulation = self.plan.backend.axes, self.plan.accumulation
         repeats = axes.schedule == "1F1B"
-        self.micro = min(whole, 2 * axes.pipeline + 1) if repeats else whole
+        self.micro = min(accumulation, 2 * axes.pipeline + 1) if repeats else accumulation
         self.steady = axes.pipeline
         """A micro-batch before and after which the stage does the same, where some are left out."""
         self.handed: int | None = None

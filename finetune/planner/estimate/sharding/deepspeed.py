@@ -33,8 +33,8 @@ def _share(workload: Workload) -> float:
 
 def standing(workload: Workload) -> float:
     """Bytes of gradients that are always allocated."""
-    whole = {"optimizer": 4.0 * workload.trained, "params": 4.0 * _share(workload)}
-    found = whole.get(workload.layout.shard, 0.0) + _passing(workload)
+    unsharded = {"optimizer": 4.0 * workload.trained, "params": 4.0 * _share(workload)}
+    found = unsharded.get(workload.layout.shard, 0.0) + _passing(workload)
     return found + _on_host(workload) if workload.cpu else found  # host memory is counted
 
 
@@ -63,8 +63,8 @@ def _passing(workload: Workload) -> float:
 
 def reduced(workload: Workload) -> float:
     """Bytes of gradients after a backward pass, in addition to those always allocated."""
-    whole = {"optimizer": 2.0 * workload.trained, "grads": 4.0 * _share(workload)}
-    return whole.get(workload.layout.shard, 0.0)
+    unsharded = {"optimizer": 2.0 * workload.trained, "grads": 4.0 * _share(workload)}
+    return unsharded.get(workload.layout.shard, 0.0)
 
 
 def overflows(workload: Workload) -> bool:
