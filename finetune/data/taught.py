@@ -82,7 +82,7 @@ def read(recipe: Recipe, data: Prepared, vocabulary: int) -> dict[str, TokenColu
     offsets = label_offsets(data.train.documents)
     problems = _wrong_values(*columns.values(), int(offsets[-1]), vocabulary)
     if problems:
-        raise FinetuneError(*(f"{told}: {each}; {AGAIN}" for each in problems))
+        raise FinetuneError(*(f"{prefix}: {each}; {AGAIN}" for each in problems))
     return {name: TokenColumn(values, offsets) for name, values in columns.items()}
 
 

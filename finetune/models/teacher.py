@@ -68,7 +68,9 @@ def give(engine: Engine, student: PreTrainedModel, install: Any) -> None:
         try:
             teacher = pretrained(engine, as_student(recipe), compute_dtype(engine.plan))
         except FinetuneError as error:
-            problems = (re.sub(r"\bmodel\.(name|pickle)\b", r"teacher.\1", e) for e in error.problems)
+            problems = (
+                re.sub(r"\bmodel\.(name|pickle)\b", r"teacher.\1", e) for e in error.problems
+            )
             raise FinetuneError(*problems) from None
         kind = teacher.config.model_type
         if kind not in LOGITS:
