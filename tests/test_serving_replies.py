@@ -30,7 +30,7 @@ def test_what_may_begin_a_stop_text_is_held_back():
 def test_a_written_call_becomes_one_of_the_api():
     asked = ChatRequest(messages=ASKED, tools=[TOOL])
     text = 'Wait.<tool_call>\n{"name": "look", "arguments": {"at": [1]}}\n</tool_call>'
-    reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).whole(
+    reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).response(
         Answer(text, [], 3, 4, "stop")
     )
     (choice,) = ChatCompletion.model_validate(reply).choices
@@ -38,7 +38,7 @@ def test_a_written_call_becomes_one_of_the_api():
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Wait.")
     assert (call.function.name, call.function.arguments) == ("look", '{"at": [1]}')
     broken = "<tool_call>{not json}</tool_call>"
-    reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).whole(
+    reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).response(
         Answer(broken, [], 3, 4, "stop")
     )
     assert reply["choices"][0]["message"]["content"] == broken
