@@ -302,13 +302,8 @@ def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
             value = each.value
             if isinstance(value, Unreadable):
                 value = value.text
-            record = {
-                "file": each.file,
-                "row": each.number,
-                "problem": each.problem,
-                "value": value,
-            }
-            file.write(json.dumps(record, default=str) + "\n")
+            line = {"file": each.file, "row": each.number, "problem": each.problem, "value": value}
+            file.write(json.dumps(line, default=str) + "\n")
 
 
 def _origins(file: int, encoded: Encoded) -> np.ndarray:

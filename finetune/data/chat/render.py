@@ -122,13 +122,7 @@ class Chat:
         ends = {self._eos} if self._eos is not None else set[int]()
         if self.template is not None:
             row = self.render(Conversation((QUESTION, ANSWER)), "completion")
-            ends.add(
-                [
-                    token
-                    for token, is_trained in zip(row.ids, row.trained, strict=True)
-                    if is_trained
-                ][-1]
-            )
+            ends.add([id for id, trained in zip(row.ids, row.trained, strict=True) if trained][-1])
         return sorted(ends)
 
     def _text(self, sample: Text) -> Row:
