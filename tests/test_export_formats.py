@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finetune
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tiny_run import (
     CHATML,
@@ -31,7 +31,13 @@ from tiny_run import (
     tiny_llama,
     trained_adapter,
 )
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from finetune.cli import main as cli
 from finetune.errors import FinetuneError
@@ -171,9 +177,13 @@ def with_rows(run: Run, tmp: Path) -> Run:
 
 
 def own_loss(folder: Path) -> float:
-    """The mean loss of `blue<|im_end|>` after the first five prompts, by plain transformers."""
     loaded = load_folder(folder, torch.float32)
-    tokenizer, losses = loaded.tokenizer, []
+    return plain_loss(loaded.model, loaded.tokenizer)
+
+
+def plain_loss(model: Any, tokenizer: Any) -> float:
+    """The mean loss of `blue<|im_end|>` after the first five prompts, by plain transformers."""
+    losses = []
     for number in range(5):
         asked = [{"role": "user", "content": f"{number} birds"}]
         start = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -183,7 +193,7 @@ def own_loss(folder: Path) -> float:
         )
         labels = torch.cat([torch.full_like(prompt, -100), answer], 1)
         with torch.no_grad():
-            losses.append(loaded.model(torch.cat([prompt, answer], 1), labels=labels).loss.item())
+            losses.append(model(torch.cat([prompt, answer], 1), labels=labels).loss.item())
     return sum(losses) / 5
 
 
@@ -215,17 +225,48 @@ def test_the_loss_of_pairs_is_that_of_the_chosen_answers(tmp_path, method):
     assert found["loss"] == pytest.approx(found["trained_loss"], rel=1e-5)
 
 
-def test_a_merge_of_a_quantised_run_shows_its_loss_and_offers_the_closer_one(tmp_path):
+def test_a_quantised_run_and_its_merges_have_the_losses_of_plain_libraries(tmp_path, capsys):
+    """On held-out rows, in the check of the export and in `finetune eval` of one against another.
+
+    Expected are PEFT on a base whose weights bitsandbytes quantized and dequantized, and PEFT's
+    merge into the base without quantization, both in fp32.
+    """
+    bitsandbytes = pytest.importorskip("bitsandbytes.functional")
     run = with_rows(nf4_run(tmp_path), tmp_path)
-    plain, closer = (
-        json.loads((export(run, tmp_path / name, **how) / "export.json").read_text())["check"]
-        for name, how in (("plain", {"merge": True}), ("closer", {"merge_into": "nf4"}))
-    )
-    assert "`--merge-into nf4` merges it" in plain["offer"]
-    assert plain["offer"] in (tmp_path / "plain/README.md").read_text()
-    assert closer["offer"] is None
-    assert closer["loss"] == pytest.approx(closer["trained_loss"], rel=1e-5)
-    assert abs(plain["loss"] / plain["trained_loss"] - 1) > 1e-4
+    base, adapter = tmp_path / "base", str(run.checkpoint(10) / "adapter")
+    rounded, exact = (AutoModelForCausalLM.from_pretrained(base) for _ in range(2))
+    for name, each in rounded.named_modules():
+        if isinstance(each, torch.nn.Linear) and name != "lm_head":
+            packed = bitsandbytes.quantize_4bit(
+                each.weight.data, quant_type="nf4", compress_statistics=True
+            )
+            each.weight.data = bitsandbytes.dequantize_4bit(*packed)
+    quantised: Any = PeftModel.from_pretrained(rounded, adapter)
+    merged: Any = PeftModel.from_pretrained(exact, adapter).merge_and_unload()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    wanted = {"nf4": plain_loss(quantised, tokenizer), "plain": plain_loss(merged, tokenizer)}
+    wanted["closer"] = wanted["nf4"]
+    assert abs(wanted["plain"] / wanted["nf4"] - 1) > 1e-3
+    for name, how in (("plain", {"merge": True}), ("closer", {"merge_into": "nf4"})):
+        folder = export(run, tmp_path / name, check_rows=5, **how)
+        found = json.loads((folder / "export.json").read_text())["check"]
+        assert found["trained_loss"] == pytest.approx(wanted["nf4"], rel=1e-5)
+        assert found["loss"] == pytest.approx(wanted[name], rel=1e-5)
+        assert (found["offer"] is None) is (name == "closer")
+    card = (tmp_path / "plain" / "README.md").read_text()
+    assert "`--merge-into nf4` merges it into the weights that it was trained on" in card
+    words = ["--limit", "5", "--metrics", "exact", "--max-new-tokens", "2", "--json"]
+    rows = ["--data", str(tmp_path / "five.jsonl"), "--output", str(tmp_path / "eval")]
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "five.jsonl").write_text("".join(lines[:5]))
+    recipe = json.loads(run.recipe.read_text())
+    write_json(run.recipe, recipe | {"data": recipe["eval_data"]})
+    capsys.readouterr()
+    against = ["--against", str(tmp_path / "plain")]
+    assert cli.main(["eval", str(run.root), *against, *words, *rows]) == 0
+    loss = json.loads(capsys.readouterr().out)["measures"]["loss"]
+    assert loss["after"] == pytest.approx(wanted["nf4"], rel=1e-5)
+    assert loss["before"] == pytest.approx(wanted["plain"], rel=1e-5)
 
 
 def test_an_export_without_the_runs_rows_reports_that_nothing_was_compared(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from finetune.exporters import low_rank
 from finetune.exporters.export import export
 from finetune.exporters.merge import ADAPTER
 from finetune.exporters.source import open_source
+from finetune.kernels import cpu
 from finetune.models.vocabulary import grow
 from finetune.recipe import LoRA
 from finetune.runs.run import Run
@@ -197,6 +199,25 @@ def test_a_merge_allocates_what_is_planned_and_no_more(tmp_path):
     changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
     held = itertools.accumulate(size for size in changes if abs(size) != mapped)
     assert planned.matrix <= max(held) <= planned.matrix + 64  # and the ends that are checked
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not the malloc of glibc")
+def test_freed_memory_is_returned_to_the_system():
+    """A block above them keeps freed ones in the process: 128 MB until the heap is trimmed."""
+
+    def private() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+    held = [torch.ones(16_000) for _ in range(2000)]
+    size, last = sum(each.nbytes for each in held), held[-1]
+    before = private()
+    del held
+    freed = private()
+    cpu.return_free_memory()
+    assert last.sum() == 16_000
+    assert before - freed < 0.1 * size
+    assert before - private() > 0.9 * size
 
 
 def test_a_merge_that_is_not_finite_is_refused_and_leaves_nothing(tmp_path):
