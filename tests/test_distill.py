@@ -14,7 +14,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from test_backends import launch
 from test_dpo import pairs, steps_of, train
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import finetune as ft
 from finetune import catalog
@@ -87,10 +93,17 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def expected(tiny: Tiny, teacher: Path, run: Run, settings: dict[str, Any]) -> dict[str, float]:
+def expected(
+    tiny: Tiny,
+    teacher: Path,
+    settings: dict[str, Any],
+    nf4: BitsAndBytesConfig | None = None,
+) -> dict[str, float]:
     """The first step by the definition, on one sequence at a time and with all logits."""
     student = AutoModelForCausalLM.from_pretrained(tiny.model)
-    other = AutoModelForCausalLM.from_pretrained(teacher).eval()
+    other = AutoModelForCausalLM.from_pretrained(teacher, quantization_config=nf4).eval()
+    if nf4 is not None:
+        other = other.dequantize()
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     kind, beta = settings.get("loss_type", "forward_kl"), settings.get("beta", 0.5)
     temperature, weight = settings.get("temperature", 1.0), settings.get("ce_weight", 0.0)
@@ -133,7 +146,22 @@ def test_each_divergence_is_its_definition(
     tiny: Tiny, data: Path, teacher: Path, tmp_path: Path, name: str
 ) -> None:
     run = train(tmp_path / "run", fields(tiny, data, teacher, **LOSSES[name], max_steps=1))
-    assert steps_of(run)[0] == pytest.approx(expected(tiny, teacher, run, LOSSES[name]), rel=EXACT)
+    assert steps_of(run)[0] == pytest.approx(expected(tiny, teacher, LOSSES[name]), rel=EXACT)
+
+
+def test_a_quantised_teacher_teaches_what_plain_transformers_reads(
+    tiny: Tiny, data: Path, teacher: Path, tmp_path: Path
+) -> None:
+    given = fields(tiny, data, teacher, max_steps=1)
+    given["teacher"]["quantization"] = "nf4"
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    (found,) = steps_of(train(tmp_path / "run", given))
+    assert found == pytest.approx(expected(tiny, teacher, {}, nf4), rel=EXACT)
+    plain = expected(tiny, teacher, {})
+    assert abs(found["divergence"] / plain["divergence"] - 1) > 100 * EXACT
 
 
 CUTS: dict[str, dict[str, Any]] = {

@@ -136,9 +136,9 @@ def expected(
             (term / SIZE).backward()
             values = {
                 "loss": term, "rewards/chosen": beta * a, "rewards/rejected": beta * b,
-                "rewards/margins": h, "rewards/accuracies": float(a > b), "logps/chosen": of_c,
-                "logps/rejected": of_r, "lengths/chosen": n_c, "lengths/rejected": n_r,
-                "pairs/tied": float(abs(a - b) <= 1e-4),
+                "rewards/margins": h, "logps/chosen": of_c, "logps/rejected": of_r,
+                "rewards/accuracies": float(a - b > 1e-4), "lengths/chosen": n_c,
+                "lengths/rejected": n_r, "pairs/tied": float(abs(a - b) <= 1e-4),
             }  # fmt: skip
             for name, value in values.items():
                 value = value.item() if isinstance(value, torch.Tensor) else value
@@ -166,11 +166,7 @@ def assert_equal(
 ) -> None:
     assert len(found) == len(wanted)
     for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
-        # At the reference a reward is the rounding of two sums that should be equal.
-        decided = abs(theirs["rewards/margins"]) > EXACT
         for name in theirs:
-            if name == "rewards/accuracies" and not decided:
-                continue
             # Rewards and losses are differences of log-probabilities of some 100 nats.
             near = pytest.approx(theirs[name], rel=tolerance, abs=10 * tolerance)
             assert mine[name] == near, (step, name)
@@ -203,6 +199,7 @@ def test_the_first_step_begins_at_the_reference(tiny: Tiny, data: Path, tmp_path
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
     assert abs(first["rewards/chosen"]) < 1e-5
+    assert (first["rewards/accuracies"], first["pairs/tied"]) == (0, 1)
 
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -473,8 +470,7 @@ def test_training_reproduces_published_values(assets: Path, tmp_path: Path, name
             assert mine[f"logps/{side}"] == pytest.approx(mean, abs=1e-3)
             near = pytest.approx(theirs[f"rewards/{side}"], abs=1e-3 * beta)
             assert mine[f"rewards/{side}"] == near
-        if abs(theirs["rewards/margins"]) > EXACT:
-            assert mine["rewards/accuracies"] == pytest.approx(theirs["rewards/accuracies"])
+        assert mine["rewards/accuracies"] == pytest.approx(theirs["rewards/accuracies"])
 
 
 def test_a_quantised_base_is_its_own_reference(tiny: Tiny, data: Path, tmp_path: Path) -> None:

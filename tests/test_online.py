@@ -80,6 +80,30 @@ def rows_of(found: dict[str, Any], run: dict[str, Any], recipe: Online, free: bo
     )  # fmt: skip
 
 
+def test_the_kl_is_multiplied_by_the_ratio_only_on_request(assets: Path) -> None:
+    """TRL 1.16 multiplies it by default."""
+    found = published(assets)
+    runs = {name: found["runs"][name]["own"] for name in ("grpo/lora", "grpo_kl_times_ratio/lora")}
+    plain, multiplied = (each["loss"] for each in runs.values())
+    assert multiplied != pytest.approx(plain, rel=1e-4)
+    samples = found["samples"]
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        assets / "models/stories260K", dtype=torch.float32
+    )
+    give_loss(model, chunked=True)
+    trained = PeftModel.from_pretrained(model, assets / "oracles" / "adapter")
+    for settings, name in (({}, "grpo/lora"), ({"use_bias_correction_kl": True}, [*runs][1])):
+        run = found["runs"][name]
+        recipe = GRPO(
+            loss_type="grpo", beta=run["config"]["beta"], num_generations=4,
+            batch=Batch(rows=16, max_length=1024), max_completion_length=512, **settings,
+        )  # fmt: skip
+        rows = rows_of(found, run, recipe, free=False)
+        with torch.no_grad():
+            loss = recipe.loss(trained, collate(rows, np.arange(len(samples)), 0, "cpu"))
+        assert loss.sum.item() / 16 == pytest.approx(runs[name]["loss"], rel=1e-5, abs=1e-7)
+
+
 @pytest.mark.parametrize(
     "name", [*EVERY_DAY, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)]
 )

@@ -72,6 +72,19 @@ def test_a_row_is_both_answers_chosen_first(tmp_path: Path) -> None:
         }
 
 
+def test_what_a_template_writes_behind_the_end_of_an_answer_is_not_trained(tmp_path: Path) -> None:
+    """TRL 1.16 trains the newline behind `<|im_end|>`, one token of every answer."""
+    found = prepared(tmp_path, [row("Say it", "yes", "no")])
+    tokenizer = CHAT.tokenizer
+    for number, answer in enumerate(("yes", "no")):
+        ids, trained = found.train.documents.document(number)
+        wanted = tokenizer(f"{answer}<|im_end|>\n", add_special_tokens=False)["input_ids"]
+        assert ids[-len(wanted) :].tolist() == wanted
+        assert trained.tolist() == [False] * (len(ids) - len(wanted)) + [True] * (
+            len(wanted) - 1
+        ) + [False]
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_micro_batch_holds_whole_pairs(tmp_path: Path, packing: bool) -> None:
     found = prepared(tmp_path, packing=packing, max_length=48)

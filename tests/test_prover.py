@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import method_matrix
 import psutil
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.methods import METHODS
 from finetune.planner import plan
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, write_json
@@ -100,6 +102,20 @@ def test_a_recipe_is_proved_on_ddp(proved: Proved) -> None:
     page = (proved.output / "proof.html").read_text()
     assert "ddp on 2, continued by single on 1" in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.slow
+def test_a_classifier_is_proved_end_to_end(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+    given = {"method": "classifier", "model": {"name": str(tiny.model)}, "labels": ["a", "b"]}
+    recipe = write_recipe(tmp_path / "r.json", given)
+    words = ["--backends", "ddp", "--steps", 6, "--output", tmp_path / "proof"]
+    done = finetune("prove", recipe, *words)
+    assert done.status == 0, done.output
+    record = json.loads((tmp_path / "proof/proof.json").read_text())
+    assert record["proved"] is True
+    assert Counter(each["name"] for each in record["checks"] if each["passed"]) >= Counter(
+        {"end to end": 1, "equal": 1, "realised": 1, "resume": 3}
+    )
 
 
 @pytest.mark.slow
@@ -405,6 +421,25 @@ def test_refused_pairs_are_listed_with_the_reason(tiny: Tiny, tmp_path: Path) ->
     assert [pair.where for pair in pairs] == ["ddp on 2"]
     assert [(each.kind, each.backend) for each in refused] == [("own", "zero2")]
     assert "adamw_8bit quantizes its moments in blocks" in refused[0].reason
+
+
+def test_every_method_can_be_proved(tiny: Tiny, tmp_path: Path) -> None:
+    """With generated data, on a backend of two processes; online methods with their samples."""
+    accepted = set[str]()
+    for method in METHODS:
+        needed = dict(method_matrix.NEEDED.get(method, {}))
+        if "teacher" in needed:
+            needed["teacher"] = {"name": str(tiny.model)}
+        given = {"method": method, "model": {"name": str(tiny.model)}, **needed}
+        place = tmp_path / method
+        subject = make_subject(catalog.from_fields(given), SHAPE, place, tmp_path / "cache")
+        assert type(subject.recipe) is METHODS[method]
+        pairs, refused = accepted_pairs(
+            Request(subject.recipe, ("ddp",), SHAPE, place), {"own": subject}
+        )
+        assert [pair.where for pair in pairs] == ["ddp on 2"], (method, refused)
+        accepted.add(method)
+    assert accepted == {*METHODS}
 
 
 @pytest.mark.parametrize(

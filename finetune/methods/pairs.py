@@ -24,7 +24,10 @@ METRICS = (
     "logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected", "pairs/tied",
     "nll_loss", "token_loss",
 )  # fmt: skip
-"""Metrics as in TRL, plus `pairs/tied` and `token_loss`, the mean over tokens of both answers."""
+"""Metrics as in TRL, plus `pairs/tied` and `token_loss`, the mean over tokens of both answers.
+
+Tied pairs do not count as accurate, so `rewards/accuracies` is 0 at the reference.
+"""
 TIED = 1e-4
 """Nats by which tied answers differ at most: the resolution of fp32 for long answers."""
 
@@ -148,8 +151,9 @@ class PairMethod(Recipe):
             chosen, rejected = compared.view(-1, 2).unbind(1)
             rewards = self.beta * compared.view(-1, 2).sum(0)
             tied = (chosen - rejected).abs() <= TIED
+            right = (chosen > rejected) & ~tied
             sums = [
-                rewards[0] - rewards[1], (chosen > rejected).sum(), *rewards,
+                rewards[0] - rewards[1], right.sum(), *rewards,
                 *logps.view(-1, 2).sum(0), *lengths.sum(0), tied.sum(),
             ]  # fmt: skip
             metrics = dict(zip(METRICS, sums, strict=False))
