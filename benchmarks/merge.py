@@ -77,7 +77,7 @@ def plan(network: nn.Module, r: int, dtype: torch.dtype) -> Planned:
 
 def measure(folder: Path, repeats: int, configs: Path | None) -> Result:
     """Merge a model with random weights `repeats` times; plan a larger one from `configs`."""
-    run = write_run(folder)
+    run, threads = write_run(folder), os.environ.get("OMP_NUM_THREADS", os.cpu_count())
     network = _meta(SHAPE)
     planned, files = plan(network, RANK, DTYPE), _bytes_of(network)
     idle = merge_command(run, folder / "out", only_import=True)
@@ -111,9 +111,9 @@ def measure(folder: Path, repeats: int, configs: Path | None) -> Result:
     how = (
         f"`finetune export RUN --to DIR --merge --check-rows 0` of a Llama with random weights in "
         f"bf16 and a LoRA with r={RANK} on every linear layer, whose base has files of {SHARD}; "
-        f"the best of {repeats}. Private memory is the peak of RssAnon, read every "
-        f"{1000 * POLL:.0f} ms; of it, the merge has what exceeds the same process after its "
-        "imports. The plan is the adapter in fp32, the largest merged matrix and two buffers."
+        f"the best of {repeats}, OMP_NUM_THREADS={threads}. Private memory is the peak of RssAnon, "
+        f"read every {1000 * POLL:.0f} ms; the merge has what exceeds the same process after "
+        "its imports. The plan is the adapter in fp32, the largest merged matrix and two buffers."
     )
     return Result("Merging an adapter", how, values, [head, *rows], remarks)
 
