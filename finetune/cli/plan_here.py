@@ -34,13 +34,13 @@ def plain(
     processes = arguments.processes or arguments.gpus
     machine = backends.load(arguments.backend or recipe.backend)
     machine, count = backends.divided(machine, processes, axes_of(arguments))
-    settled = plan(recipe, machine, count, arguments.precision)
+    job_plan = plan(recipe, machine, count, arguments.precision)
     here, problem = None, ""
     try:
-        if settled.traits.divides:
+        if job_plan.traits.divides:
             raise FinetuneError("a divided model is only planned for GPUs: use --gpu and --gpus")
         here = dataclasses.replace(
-            workload_of(settled, model_source(recipe).shape),
+            workload_of(job_plan, model_source(recipe).shape),
             cpu=True,
             chained=recipe.kernels.pointwise != "eager",
         )
@@ -48,28 +48,28 @@ def plain(
         if verify is not None:
             raise
         problem = str(error)
-    found = verify(settled, dataclasses.replace(here, cpu=False)) if verify and here else None
+    found = verify(job_plan, dataclasses.replace(here, cpu=False)) if verify and here else None
     prediction = None
     if here is not None and measure is not None:
-        each = measure(settled.backend.precision) / settled.processes
+        each = measure(job_plan.backend.precision) / job_plan.processes
         memory_here = psutil.virtual_memory().total
-        cpu = hardware.processor(each, settled.processes, memory_here)
-        prediction = _prediction(settled, here, cpu, arguments.rows, arguments.row_tokens)
+        cpu = hardware.processor(each, job_plan.processes, memory_here)
+        prediction = _prediction(job_plan, here, cpu, arguments.rows, arguments.row_tokens)
     timeline = None if here is None else memory.timeline(here)
     if arguments.json:
-        record: dict[str, Any] = dict(settled.summary())
+        record: dict[str, Any] = dict(job_plan.summary())
         record["memory"] = None if timeline is None else moments(timeline)
         record["source"] = None if here is None else model_source(recipe).where
         record["time"] = None if prediction is None else prediction.summary()["time"]
         record |= {} if found is None else {"verification": found.summary()}
         print(json.dumps(record, indent=2))
         return status(found)
-    print(settled.explain())
+    print(job_plan.explain())
     if timeline is None:
         print(f"memory       not predicted: {problem}")
         return 0
     print(f"shapes       {model_source(recipe).where}")
-    print(_page(timeline, settled.processes, psutil.virtual_memory().total, prediction))
+    print(_page(timeline, job_plan.processes, psutil.virtual_memory().total, prediction))
     if found is not None:
         print(f"\n{found.page()}")
     return status(found)

@@ -106,9 +106,9 @@ def run(
     named = arguments.backend or (recipe.backend if verify else None)
     if named is None:
         return _advise(arguments, recipe, machine)
-    settled = plan(recipe, on(machine, named, arguments), machine.count, arguments.precision)
-    prediction = _predicted(arguments, settled, machine)
-    return _show(arguments, settled, prediction, verify)
+    planned = plan(recipe, on(machine, named, arguments), machine.count, arguments.precision)
+    prediction = _predicted(arguments, planned, machine)
+    return _show(arguments, planned, prediction, verify)
 
 
 def on(
@@ -134,11 +134,11 @@ def _divided(
     chosen, _ = backends.divided(
         backends.load(arguments.backend), machine.count, axes_of(arguments)
     )
-    settled = plan(recipe, chosen, machine.count, arguments.precision)
-    prediction = _predicted(arguments, settled, machine)
+    planned = plan(recipe, chosen, machine.count, arguments.precision)
+    prediction = _predicted(arguments, planned, machine)
     if problems := slow_links(chosen.axes.tensor, machine.per_node, machine.fast):
         raise FinetuneError(*problems)
-    return _show(arguments, settled, prediction, verify)
+    return _show(arguments, planned, prediction, verify)
 
 
 def _grid(
@@ -158,11 +158,11 @@ def _grid(
 
 
 def _predicted(
-    arguments: argparse.Namespace, settled: Plan, machine: hardware.Machine
+    arguments: argparse.Namespace, planned: Plan, machine: hardware.Machine
 ) -> Prediction:
     """The prediction on a machine, for the given number of rows or those counted in local files."""
-    rows = arguments.rows or local_rows(settled.recipe)
-    return predict(settled, machine, rows, arguments.row_tokens)
+    rows = arguments.rows or local_rows(planned.recipe)
+    return predict(planned, machine, rows, arguments.row_tokens)
 
 
 def _traced(
@@ -170,12 +170,12 @@ def _traced(
 ) -> int:
     """Print the trace of a model without formulas."""
     processes = arguments.gpus or arguments.processes
-    settled = plan(recipe, arguments.backend, processes, arguments.precision)
-    found = verify(settled, None)
+    planned = plan(recipe, arguments.backend, processes, arguments.precision)
+    found = verify(planned, None)
     if arguments.json:
-        print(json.dumps({**settled.summary(), "verification": found.summary()}, indent=2))
+        print(json.dumps({**planned.summary(), "verification": found.summary()}, indent=2))
         return 0
-    print(settled.explain())
+    print(planned.explain())
     print()
     print(found.page())
     if machine is not None:
@@ -189,22 +189,22 @@ def _traced(
 
 def _show(
     arguments: argparse.Namespace,
-    settled: Plan,
+    planned: Plan,
     prediction: Prediction,
     verify: Verify | None,
 ) -> int:
     workload, machine = prediction.workload, prediction.machine
-    precision = settled.backend.precision
+    precision = planned.backend.precision
     wanted = prediction.status != "safe" or arguments.fit
     found = changes.changes(workload, machine, precision) if wanted else []
-    record = {**settled.summary(), "prediction": prediction.summary()}
+    record = {**planned.summary(), "prediction": prediction.summary()}
     record["changes"] = [_change(change) for change in found]
     fit = _fit(prediction, precision) if arguments.fit else None
     if arguments.html is not None:
         from finetune.reports import plan_page  # imports jinja, a quarter of a second
 
         plan_page.write(prediction, Path(arguments.html))
-    traced = verify(settled, workload) if verify else None
+    traced = verify(planned, workload) if verify else None
     if arguments.json:
         record |= {} if fit is None else {"fit": fit}
         record |= {} if traced is None else {"verification": traced.summary()}
@@ -212,7 +212,7 @@ def _show(
         return status(traced)
     print(page.page(prediction, found))
     print()
-    print(settled.explain())
+    print(planned.explain())
     if fit is not None:
         print()
         print(f"largest micro-batch that fits: {fit['largest_micro_rows']} rows")
@@ -301,8 +301,8 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         )
     chosen, words = _chosen(recipe, ranked[0])
     backend = _backend_of(ranked[0], machine, precision)
-    settled = plan(chosen, backend, machine.count, precision)
-    prediction = _predicted(arguments, settled, machine)
+    planned = plan(chosen, backend, machine.count, precision)
+    prediction = _predicted(arguments, planned, machine)
     print(f"\nshapes from {source.where}")
     print(page.whole_run(prediction))
     print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
@@ -321,8 +321,8 @@ def _divisions(
         if incompatibilities(alone, backend, machine.count):
             continue
         if backend.name not in made:  # the choice of kernels does not depend on the sizes
-            settled = plan(alone, backend, machine.count)
-            made[backend.name] = workload_of(settled, workload.shape)
+            planned = plan(alone, backend, machine.count)
+            made[backend.name] = workload_of(planned, workload.shape)
         place = of_backend(backend, machine.count)
         yield dataclasses.replace(made[backend.name], layout=place)
 

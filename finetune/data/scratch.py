@@ -28,13 +28,13 @@ def scratch_for(folder: Path) -> Iterator[Path]:
                 _remove_dead(old)
         scratch = Path(tempfile.mkdtemp(ENDING, f".{folder.name}.", folder.parent))
         scratch.chmod(0o777 & ~_umask())
-        held = os.open(scratch, os.O_RDONLY)
-        _lock(held, fcntl.LOCK_EX)
+        descriptor = os.open(scratch, os.O_RDONLY)
+        _lock(descriptor, fcntl.LOCK_EX)
     try:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        os.close(held)
+        os.close(descriptor)
 
 
 def _remove_dead(scratch: Path) -> None:

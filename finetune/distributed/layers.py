@@ -153,12 +153,12 @@ class _Owner:
     def find_rank_for_key(self, key: str, _: int, prefix: str) -> int:
         """This stage's rank if it holds the weight, otherwise -1."""
         if key.startswith(f"{prefix}.layers."):
-            held = int(key.removeprefix(f"{prefix}.layers.").split(".")[0]) in self.mine
+            is_local = int(key.removeprefix(f"{prefix}.layers.").split(".")[0]) in self.mine
         elif key.startswith(f"{prefix}.embed_tokens."):
-            held = self.table
+            is_local = self.table
         else:
-            held = self.last
-        return self.pp_rank if held else -1
+            is_local = self.last
+        return self.pp_rank if is_local else -1
 
 
 def _stages(model: Any, along: DeviceMesh, axes: Axes) -> PreTrainedModel:

@@ -233,8 +233,8 @@ def _checkpointing(job: Translation) -> None:
         if not off:
             reason = "model.activation_checkpointing=true: the other toolkit's default"
             job.assumed.append(reason)
-    held = shown(job.fields["model"]["activation_checkpointing"])
-    reason = f"model.activation_checkpointing={held}"
+    setting = shown(job.fields["model"]["activation_checkpointing"])
+    reason = f"model.activation_checkpointing={setting}"
     job.say("disable_gradient_checkpointing", "translated", reason)
 
 

@@ -267,9 +267,9 @@ def _deepspeed(job: Translation, folder: Path) -> str | None:
         zero = cast(dict[str, Any], config).get("zero_optimization")
         values = cast(dict[str, Any], zero) if isinstance(zero, dict) else {}
         stage = str(values.get("stage"))
-        held = [values.get(key) for key in ("offload_param", "offload_optimizer")]
+        sections = [values.get(key) for key in ("offload_param", "offload_optimizer")]
         devices = [
-            cast(dict[str, Any], each).get("device") for each in held if isinstance(each, dict)
+            cast(dict[str, Any], each).get("device") for each in sections if isinstance(each, dict)
         ]
         offload = "_nvme" if "nvme" in devices else "_offload" if "cpu" in devices else ""
         known = f"its stage is {stage}"

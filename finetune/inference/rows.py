@@ -138,10 +138,10 @@ def _below(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return buffer[:, :, :width]
 
 
-def _last_tokens(held: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
+def _last_tokens(cached: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
     """The last `width` tokens of the given rows: (rows, heads, width, head size)."""
-    buffer = held.new_empty(len(rows), held.shape[1], width + ROOM, held.shape[3])
-    buffer[:, :, :width] = held[rows, :, held.shape[2] - width :]
+    buffer = cached.new_empty(len(rows), cached.shape[1], width + ROOM, cached.shape[3])
+    buffer[:, :, :width] = cached[rows, :, cached.shape[2] - width :]
     return buffer[:, :, :width]
 
 

@@ -182,33 +182,33 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def _appended(held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def _appended(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """`new` appended to `held`, in place if the memory of `held` has room.
 
     Both are (rows, heads, tokens, head size).
     """
-    before, after = held.shape[-2], held.shape[-2] + new.shape[-2]
-    buffer = _with_room(held)
+    before, after = cached.shape[-2], cached.shape[-2] + new.shape[-2]
+    buffer = _with_room(cached)
     if buffer.shape[-2] < after:
-        buffer = held.new_empty(*held.shape[:2], after + ROOM, held.shape[-1])
-        buffer[:, :, :before] = held
+        buffer = cached.new_empty(*cached.shape[:2], after + ROOM, cached.shape[-1])
+        buffer[:, :, :before] = cached
     buffer[:, :, before:after] = new
     return buffer[:, :, :after]
 
 
-def _with_room(held: torch.Tensor) -> torch.Tensor:
+def _with_room(cached: torch.Tensor) -> torch.Tensor:
     """The tensor that `held` is a view of, else `held` itself: (rows, heads, tokens, head size).
 
     It is reconstructed from strides, because a view made in inference mode does not know its base.
     """
-    rows, heads, _, size = held.shape
-    width = held.stride(1) // size
+    rows, heads, _, size = cached.shape
+    width = cached.stride(1) // size
     strides = heads * width * size, width * size, size, 1
-    if held.stride() != strides or held.storage_offset():
-        return held
-    if held.untyped_storage().nbytes() != rows * strides[0] * held.element_size():
-        return held
-    return held.as_strided((rows, heads, width, size), strides)
+    if cached.stride() != strides or cached.storage_offset():
+        return cached
+    if cached.untyped_storage().nbytes() != rows * strides[0] * cached.element_size():
+        return cached
+    return cached.as_strided((rows, heads, width, size), strides)
 
 
 def _shares(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -203,8 +203,8 @@ def _run(
     left = (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     inherited = {name: value for name, value in os.environ.items() if name not in left}
     environment |= inherited | axes | {STATUS_FILE: str(status), LAUNCHER: str(os.getpid())}
-    report, held = list[str](), list[str]()
-    with _started(command, interpreter.environment(environment)) as (process, heard):
+    report, pending = list[str](), list[str]()
+    with _started(command, interpreter.environment(environment)) as (process, signals):
         assert process.stderr is not None
         for line in process.stderr:
             if report or REPORT.search(line):
@@ -212,15 +212,15 @@ def _run(
             # After a worker has reported an error, or after a signal, torch's agent prints its own
             # traceback, which does not help the user. Lines that may be its report of a lost worker
             # are held back until this is known.
-            if not status.exists() and not heard:
-                held.append(line)
+            if not status.exists() and not signals:
+                pending.append(line)
                 if starts_again or not report:
-                    sys.stderr.write(held.pop())
+                    sys.stderr.write(pending.pop())
         code = process.wait()
-    lost = None if heard else lost_worker("".join(report))
+    lost = None if signals else lost_worker("".join(report))
     outcome = json.loads(status.read_text()) if code and status.exists() else None
     if lost is None:
-        sys.stderr.writelines(held)
+        sys.stderr.writelines(pending)
     elif code:
         standing = f"{lost}; {run.standing()}"
         if (
@@ -232,9 +232,9 @@ def _run(
     if outcome is not None:
         kinds = {kind.exit_status: kind for kind in (FinetuneError, Interrupted)}
         raise kinds.get(outcome["status"], TrainingFailure)(*outcome["problems"])
-    if code and heard:
+    if code and signals:
         raise Interrupted(
-            f"interrupted by {heard[0]}; no process reported a save: continue with --resume auto"
+            f"interrupted by {signals[0]}; no process reported a save: continue with --resume auto"
         )
     if code == ARGUMENTS_REFUSED:
         raise FinetuneError(

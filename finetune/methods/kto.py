@@ -116,9 +116,9 @@ class KTO(Recipe):
         logps, balance = sequence_logps(model, batch)  # (documents,)
         gains, kl = logps - batch.columns["reference"], max(0.0, batch.kl)
         wanted = batch.columns["wanted"] > 0
-        held = torch.where(wanted, gains - kl, kl - gains)
+        margins = torch.where(wanted, gains - kl, kl - gains)
         weights = torch.where(wanted, self.desirable_weight, self.undesirable_weight)
-        terms = weights * torch.sigmoid(-self.beta * held)
+        terms = weights * torch.sigmoid(-self.beta * margins)
         with torch.no_grad():
             measured = self.beta * gains, logps, batch.document_labels
             sides = ("chosen", wanted), ("rejected", ~wanted)

@@ -163,16 +163,16 @@ def pieces(
     Each token is decoded after the previous one, because some tokenizers drop the leading space of
     a single token.
     """
-    before, held = list[int](), list[int]()
+    before, pending = list[int](), list[int]()
     for place, token in enumerate(ids):
-        held.append(token)
+        pending.append(token)
         lead = _decode(tokenizer, before)
-        text = _decode(tokenizer, [*before, *held]).removeprefix(lead)
+        text = _decode(tokenizer, [*before, *pending]).removeprefix(lead)
         last = place + 1 == len(ids) or trained[place + 1] != trained[place]
-        if text.endswith(BROKEN) and not last and len(held) < 4:
+        if text.endswith(BROKEN) and not last and len(pending) < 4:
             continue
-        yield Piece(text, held, trained[place])
-        before, held = held, []
+        yield Piece(text, pending, trained[place])
+        before, pending = pending, []
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -209,9 +209,9 @@ def _realised(run: Run) -> list[Table]:
     """What Accelerate built, and the number of elements held by each rank."""
     realised = read_object(run.realised)
     ranks = realised.pop("ranks", [])
-    held = [{"rank": rank, **elements} for rank, elements in enumerate(ranks)]
+    counts = [{"rank": rank, **elements} for rank, elements in enumerate(ranks)]
     built = list(tables(realised))
-    return [*built, *tables(held, "elements held by each rank")] if held else built
+    return [*built, *tables(counts, "elements held by each rank")] if counts else built
 
 
 def _processes(run: Run, history: History) -> list[Table]:

@@ -76,9 +76,9 @@ def workspaces(device: torch.device) -> int:
     They are freed to be counted; the next product allocates them again. A plan counts them as a
     part of the context of a process.
     """
-    held = torch.cuda.memory_allocated(device)
+    allocated = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
-    return held - torch.cuda.memory_allocated(device)
+    return allocated - torch.cuda.memory_allocated(device)
 
 
 @contextlib.contextmanager
@@ -88,9 +88,9 @@ def counting(device: torch.device) -> Iterator[list[int]]:
     if device.type == "cuda":
         _before[device] = peak_bytes(device)
         torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)
         yield found
-        found.append(torch.cuda.max_memory_allocated(device) - held)
+        found.append(torch.cuda.max_memory_allocated(device) - allocated)
     else:
         with released_on_time():
             before = _totals()

@@ -47,7 +47,7 @@ def out_of_memory(
     """
     mesh = plan.mesh
     when = f"step {step}" if step else "before step 1"
-    held = units.size(peak_bytes(device))
+    peak = units.size(peak_bytes(device))
     sentences = str(error).strip().splitlines()[0].split(". ")
     tried = ". ".join(part for part in sentences if "ried to allocate" in part) or sentences[0]
     stage = mesh.place(rank)["pipeline"]
@@ -57,7 +57,7 @@ def out_of_memory(
     where = f" ({mesh.where(rank)})" if plan.backend.axes.any else ""
     return TrainingFailure(
         f"{when}: out of memory on {device} of rank {rank}{where}, which had used up "
-        f"to {held} ({predicted}): {tried.rstrip('.')}; {_of_stage(plan, stage, forecast)}change "
+        f"to {peak} ({predicted}): {tried.rstrip('.')}; {_of_stage(plan, stage, forecast)}change "
         f"{' or '.join(_changes(plan, stage, forecast))}; {standing}"
     )
 
@@ -69,11 +69,11 @@ def _of_stage(plan: Plan, stage: int, forecast: Forecast | None) -> str:
     if axes.pipeline == 1 or not layers:
         return ""
     spans, mine = schedules.spans(layers, axes), schedules.parts_of(stage, axes)
-    held = [f"layers {' and '.join(schedules.span_words(spans[part]) for part in mine)}"]
-    held = ["the embedding"] * (0 in mine) + held + ["the head"] * (len(spans) - 1 in mine)
+    parts = [f"layers {' and '.join(schedules.span_words(spans[part]) for part in mine)}"]
+    parts = ["the embedding"] * (0 in mine) + parts + ["the head"] * (len(spans) - 1 in mine)
     moves = list(_moves(plan, stage, forecast))
     moved = f"; move layers to other processes with {' or '.join(moves)}, or " if moves else "; "
-    return f"stage {stage} of {axes.pipeline} holds {', '.join(held)}{moved}"
+    return f"stage {stage} of {axes.pipeline} holds {', '.join(parts)}{moved}"
 
 
 def _moves(plan: Plan, stage: int, forecast: Forecast | None) -> Iterator[str]:

@@ -64,7 +64,7 @@ class Training:
         self.options = options
         self.interruption = interruption
         self.heartbeat = heartbeat
-        self.held = contextlib.ExitStack()
+        self.resources = contextlib.ExitStack()
         """Holds the lock of the run directory, on rank 0."""
         self.forecast: Forecast | None = None
         """The prediction for this run; None until the data is prepared, or without formulas."""
@@ -101,7 +101,7 @@ class Training:
             print(report + own, flush=True)
 
     def _claim(self) -> int | None:
-        self.held.enter_context(locked(self.run))
+        self.resources.enter_context(locked(self.run))
         return claim(self.run, self.plan, self.options.resume)
 
     def train(self) -> None:

@@ -97,7 +97,7 @@ class Worker:
 
     def go(self) -> Run:
         """Train to the end and return the run."""
-        with self.training.held:
+        with self.training.resources:
             self.heartbeat.start()
             try:
                 self.training.prepare()

@@ -240,9 +240,9 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def counts(network: nn.Module) -> tuple[int, int]:
     """Numbers of trained and of all elements; packed weights count unpacked."""
     packed = [module for module in network.modules() if isinstance(module, Packed)]
-    held = {module.weight: module.in_features * module.out_features for module in packed}
+    sizes = {module.weight: module.in_features * module.out_features for module in packed}
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-    return trained, sum(held.get(p, p.numel()) for p in network.parameters())
+    return trained, sum(sizes.get(p, p.numel()) for p in network.parameters())
 
 
 def layers_of(network: nn.Module, count: int) -> list[nn.Module]:

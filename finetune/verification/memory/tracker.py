@@ -180,8 +180,8 @@ class Tracker(TorchDispatchMode):
         if name != "aten::_to_copy":
             return None
         source = self.storages.get(args[0].untyped_storage()._cdata)
-        held = source is not None and source.label in (WEIGHTS, ADAPTERS)
-        return CASTS if held else None
+        is_weight = source is not None and source.label in (WEIGHTS, ADAPTERS)
+        return CASTS if is_weight else None
 
     def _follow(self, tensor: torch.Tensor, label: str | None) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -32,14 +32,14 @@ def check_realised(kind: str, plan: Plan, run: Run) -> Check:
         ("gradients", stored["trained"]),
         ("optimizer", stored["trained"]),
     ):
-        held = [rank[what] for rank in ranks]
+        counts = [rank[what] for rank in ranks]
         least, most = _expected_elements(plan, what, whole, stored["small"])
         if plan.traits.divides:
             least, most = whole, _expected_of_division(plan, what, whole, stored)
         on_disk = what == "optimizer" and plan.backend.device == "nvme"
-        if max(held) > most or (sum(held) < least and not on_disk):
-            wrong.append(f"{what}: {held} of {whole}, promised at most {most} a process")
-    rows = [(rank, *(held[key] for key in _HELD)) for rank, held in enumerate(ranks)]
+        if max(counts) > most or (sum(counts) < least and not on_disk):
+            wrong.append(f"{what}: {counts} of {whole}, promised at most {most} a process")
+    rows = [(rank, *(counts[key] for key in _HELD)) for rank, counts in enumerate(ranks)]
     rows.append(("unsharded", stored["parameters"], stored["trained"], stored["trained"]))
     largest = max(rank["parameters"] for rank in ranks)
     summary = "; ".join(wrong) or (
