@@ -129,8 +129,19 @@ def test_a_small_step_takes_as_long_as_its_operations_are_started() -> None:
     assert (found.bound, found.step) == ("launches", found.launches)
     # Twice the rows in half the micro-batches are started half as often.
     assert advice.option(small(2), machine).times.launches == found.launches / 2
-    large = advice.option(Workload(read(CONFIG), 8, 4096), machine).times
+    wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    large = advice.option(Workload(read(CONFIG | wide), 8, 4096), machine).times
     assert (large.bound, large.step) == ("compute", large.compute)
+
+
+def test_a_step_of_a_narrow_model_takes_as_long_as_its_products_and_other_operations() -> None:
+    machine = hardware.machine("H100-80")
+    found = advice.option(Workload(read(CONFIG), 8, 4096), machine).times
+    products = found.flops / (timing.PRODUCTS * machine.gpu.flops)
+    assert found.step == pytest.approx(products + found.moves)
+    assert found.step > found.compute
+    sharded = advice.option(Workload(read(CONFIG), 8, 4096, scheme="fsdp"), machine).times
+    assert sharded.moves == found.moves  # the same for every engine
 
 
 def test_the_first_of_the_ranking_fills_the_gpu_where_few_rows_do_not(

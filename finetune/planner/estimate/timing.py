@@ -24,6 +24,12 @@ HOST_BANDWIDTH = 100e9
 NVME_BANDWIDTH = 4e9
 # Pinned copies reach about this fraction of PCIe's peak rate (25 of 32 GB/s, 50 of 64).
 PCIE_EFFICIENCY = 0.78
+# On a GPU `mfu` includes operations other than products, which take longer in narrow models with
+# large vocabularies: a step takes at least this share of the peak rate for its products, and these
+# multiples of the bytes of the other operations in bf16, which PyTorch runs one by one (in fp32 if
+# all weights are trained). Fitted to three models on an H100: docs/gpu.md.
+PRODUCTS = 0.68
+LAYERS_FULL, LAYERS_ADAPTER, LOSS = 2.5, 1.1, 5.0
 # Seconds on the host to launch an operation: an assumption. A GPU computes at the same time, and is
 # idle if its work is shorter: a Llama with 32 layers in transformers takes about 25 ms to decode a
 # token on any GPU. On a CPU, launching and computing do not overlap.
@@ -86,7 +92,7 @@ class Times:
     launches: float
     """Time to launch all operations of the step, one by one."""
     moves: float
-    """Time of pointwise operations on a CPU; 0 on a GPU, where `mfu` includes them."""
+    """Time of pointwise operations; a GPU's `mfu` includes them up to a share."""
     communication: float
     offload: float
     step: float
@@ -175,6 +181,14 @@ def _disk_seconds(workload: Workload, lane: float) -> float:
     return (states + weights) / lane
 
 
+def moving_seconds(workload: Workload, machine: Machine, tokens: float) -> float:
+    """Seconds per step of operations other than products on a GPU, the same for every engine."""
+    narrow = workload if workload.scheme == "fp32" else dataclasses.replace(workload, scheme="fsdp")
+    rest = operations(part.here(narrow) if narrow.layout.axes.any else narrow, tokens)
+    factor = LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER
+    return (factor * rest.layers + LOSS * rest.loss) / machine.gpu.bandwidth
+
+
 def times(
     workload: Workload, machine: Machine, moved: Volume, slots: float | None = None,
     length: float | None = None,
@@ -201,8 +215,12 @@ def times(
     compute /= 1 - waits
     rest = operations(part.here(workload) if layout.axes.any else workload, tokens)
     launches = rest.started * (LAUNCH_CPU if workload.cpu else LAUNCH)
-    moves = rest.moved / machine.gpu.bandwidth if workload.cpu else 0.0
-    here = compute + launches + moves if workload.cpu else max(compute, launches)
+    if workload.cpu:
+        moves = (rest.layers + rest.loss + rest.updates) / machine.gpu.bandwidth
+        here = compute + launches + moves
+    else:
+        moves = moving_seconds(workload, machine, tokens) / (1 - waits)
+        here = max(compute, launches, compute * machine.gpu.mfu / PRODUCTS + moves)
     links = communication_seconds(moved, machine, workload)
     blocked = blocking_seconds(moved, machine, workload)
     offload = offload_seconds(workload, machine)

@@ -20,8 +20,12 @@ class Operations:
     """Operations of a step of one process, without matrix products."""
 
     started: float
-    moved: float
-    """Bytes read and written by the operations."""
+    layers: float
+    """Bytes read and written by the operations of layers."""
+    loss: float
+    """Bytes read and written to compute the loss and its gradient from logits."""
+    updates: float
+    """Bytes read and written by the optimizer."""
 
 
 def operations(workload: Workload, tokens: float) -> Operations:
@@ -31,9 +35,9 @@ def operations(workload: Workload, tokens: float) -> Operations:
     started = steps * (passes * layers * _layer_operations(workload) + 3 * HEAD)
     layer = _bytes(layer_of(workload)) / workload.tokens
     entries = workload.labelled * (workload.shape.scores or workload.shape.vocab) * 3.0 * 4
-    moved = tokens * (passes * layers * layer + entries)
     # AdamW reads and writes weights and two moments, and reads the gradient twice.
-    return Operations(started, moved + 8.0 * 4 * workload.trained)
+    updates = 8.0 * 4 * workload.trained
+    return Operations(started, tokens * passes * layers * layer, tokens * entries, updates)
 
 
 def _layer_operations(workload: Workload) -> float:
