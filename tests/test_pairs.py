@@ -225,6 +225,11 @@ def test_a_format_that_a_method_cannot_use_is_refused_with_those_it_can(
     with pytest.raises(FinetuneError) as refused:
         prepare(recipe.with_data(Data(str(source), data_format)), CHAT, tmp_path / "cache")
     assert str(refused.value) == expected
+    several = recipe.with_data(Data(str(source), data_format), Data(str(source), data_format))
+    with pytest.raises(FinetuneError) as refused:
+        prepare(several, CHAT, tmp_path / "cache")
+    told = [expected.replace("data.", f"data.{number}.", 1) for number in (0, 1)]
+    assert list(refused.value.problems) == told
 
 
 def test_inspection_shows_both_answers_and_which_is_longer(tmp_path: Path) -> None:

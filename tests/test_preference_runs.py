@@ -89,12 +89,21 @@ def test_the_best_checkpoint_is_the_one_with_the_best_metric(broken: Run) -> Non
     assert all(kept[name].equal(final[name]) for name in kept)
 
 
+REWARDED = GRPO(eval_rows=2, eval_reward_funcs=("json_valid",))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("recipe", "best", "expected"),
     [
         (DPO(eval_rows=2), "rewards/accuracies", ""),
         (KTO(eval_rows=2), "rewards/margins", ""),
-        (GRPO(eval_rows=2), "rewards/json_valid/mean", ""),
+        (REWARDED, "rewards/json_valid/mean", ""),
+        (
+            REWARDED,
+            "rewards/json/mean",
+            "rewards/json/mean is not measured by method grpo; available are loss, reward, "
+            "rewards/json_valid/mean, completions/mean_length",
+        ),
         (SFT(eval_rows=2).with_evaluation(metrics=("labels",)), "macro_f1", ""),
         (DPO(), "rewards/accuracies", "rewards/accuracies, but nothing is evaluated; give"),
         (

@@ -116,10 +116,12 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
         problems.append("data: the recipe has no data; use with_data(Data(source, format))")
     problems += [*mixture_problems(recipe), *method_problems(recipe)]
     found: tuple[list[Source], list[Source]] = ([], [])
-    for sources, section in zip(found, (recipe.data, recipe.eval_data), strict=True):
-        for data in section:
+    sections = {"data": recipe.data, "eval_data": recipe.eval_data}
+    for sources, (name, section) in zip(found, sections.items(), strict=True):
+        for number, data in enumerate(section):
+            place = f"{name}.{number}" if len(section) > 1 else name
             try:
-                _refuse_unfit(recipe, data.format)
+                _refuse_unfit(recipe, data.format, f"{place}.format")
                 sources.append(find_source(data))
             except FinetuneError as error:
                 problems.extend(error.problems)
@@ -128,13 +130,13 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
     return found
 
 
-def _refuse_unfit(recipe: Recipe, name: str) -> None:
+def _refuse_unfit(recipe: Recipe, name: str, field: str) -> None:
     """Refuse a format whose samples the method cannot use."""
     readable = READ_AS[recipe.takes]
     if find_format(name).gives not in readable:
         known = ", ".join(n for n, each in sorted(FORMATS.items()) if each.gives in readable)
         raise FinetuneError(
-            f"data.format: '{name}' gives {WORDS[find_format(name).gives]}, but method "
+            f"{field}: '{name}' gives {WORDS[find_format(name).gives]}, but method "
             f"'{recipe.method}' learns from {WORDS[recipe.takes]} (formats: {known})"
         )
 

@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from finetune.recipe import STRICT, Kind, Optim, Positive, Recipe
 from finetune.recipe.references import BASE, START, reference_of
-from finetune.rewards import REWARDS, Rewards
+from finetune.rewards import REWARDS, Rewards, names
 from finetune.rewards.functions import is_model
 
 if TYPE_CHECKING:
@@ -95,6 +95,10 @@ class Online(Recipe):
             tuple(dict.fromkeys(each.function for each in rewards if is_model(each)))
             for rewards in (self.reward_funcs, self.eval_reward_funcs)
         )
+
+    @property
+    def evaluated_rewards(self) -> tuple[str, ...]:
+        return tuple(names(self.eval_reward_funcs or self.reward_funcs))
 
     @property
     def rows_per_sample(self) -> int:

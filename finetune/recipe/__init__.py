@@ -168,6 +168,11 @@ class Recipe(Changes, metaclass=Checked):
         return None
 
     @property
+    def evaluated_rewards(self) -> tuple[str, ...]:
+        """Names of the rewards of an evaluation; empty for a method without rewards."""
+        return ()
+
+    @property
     def rows_per_sample(self) -> int:
         """Training rows made from each row of the data in one epoch."""
         return 1

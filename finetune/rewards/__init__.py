@@ -1,6 +1,7 @@
 """Reward functions by name, and the recipe section that selects one."""
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -34,6 +35,15 @@ class Reward(metaclass=Checked):
     def name(self) -> str:
         """Name in metrics: the function's name, or the folder name of a run."""
         return re.split(r"[:/\\]", self.function.rstrip("/\\"))[-1]
+
+
+def names(rewards: Sequence[Reward]) -> list[str]:
+    """Names of rewards in metrics; repeated names get a numeric suffix."""
+    found = [reward.name for reward in rewards]
+    return [
+        f"{name}_{found[:i].count(name) + 1}" if found.count(name) > 1 else name
+        for i, name in enumerate(found)
+    ]
 
 
 def _sections(value: Any) -> Any:

@@ -13,7 +13,7 @@ from finetune.data.store import Documents, Rows
 from finetune.errors import FinetuneError
 from finetune.inference.sampling import Completion
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online, group_stds
-from finetune.rewards import Reward
+from finetune.rewards import Reward, names
 
 NO_SPREAD = 1e-12
 """Standard deviation of a group's rewards below which the group gives no learning signal."""
@@ -118,15 +118,6 @@ def lengths(completions: Sequence[Completion]) -> dict[str, float]:
         "completions/mean_terminated_length": float(ended.mean()) if len(ended) else np.nan,
         "entropy": sum(each.entropy for each in completions) / max(1, int(numbers.sum())),
     }
-
-
-def names(rewards: Sequence[Reward]) -> list[str]:
-    """Names of rewards in metrics; repeated names get a numeric suffix."""
-    found = [reward.name for reward in rewards]
-    return [
-        f"{name}_{found[:i].count(name) + 1}" if found.count(name) > 1 else name
-        for i, name in enumerate(found)
-    ]
 
 
 def _some(scores: np.ndarray) -> bool:
