@@ -89,11 +89,13 @@ print(tracker.parts())
 
 
 def test_the_tracker_counts_a_storage_once_whatever_views_it_has(tmp_path: Path) -> None:
+    """And nothing on the meta device."""
     body = """
 from torch._subclasses.fake_tensor import FakeTensorMode
 with FakeTensorMode(), Tracker() as tracker:
     whole = torch.empty(1000)
     views = [whole[:10], whole.view(10, 100), whole.t()]
+    empty = torch.empty(1000, device="meta")
     print(tracker.parts())
 """
     assert run_traced(body, tmp_path) == "{'activations': 4000}\n"
@@ -195,23 +197,34 @@ def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(
 
 
 @pytest.mark.slow
-def test_stages_of_a_mesh_are_traced(finetune: Finetune, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 8], ids=["full", "lora"])
+def test_stages_of_a_mesh_are_traced(finetune: Finetune, tmp_path: Path, rank: int) -> None:
     """What each sends along each axis, by hand: hidden states, and sums of the layers."""
-    batch = {"rows": 4, "micro_rows": 1, "max_length": LENGTH}
-    file = recipe(tmp_path, LLAMA | {"num_hidden_layers": 5}, batch=batch)
-    words = ["--backend", "pp_tp_fsdp", "--gpu", "H100-80", "--gpus", "8"]
+    sections: dict[str, Any] = {}
+    backend, processes, micro, vote = "pp_tp_fsdp", 8, 2, 4
+    # Two products cut by rows forwards, five by columns backwards, in each layer.
+    wide, narrow = 7, 0
+    if rank:
+        backend, processes = "pp_tp", 4
+        sections = {"adapter": {"r": rank}, "model": {"activation_checkpointing": True}}
+        # The forward ones again, and for each product the values between A and B.
+        wide, narrow = 9, 2 + 2 + 5
+    batch = {"rows": micro * processes // 4, "micro_rows": 1, "max_length": LENGTH}
+    file = recipe(tmp_path, LLAMA | {"num_hidden_layers": 5}, batch=batch, **sections)
+    words = ["--backend", backend, "--gpu", "H100-80", "--gpus", str(processes)]
     found = verification(finetune, file, *words)
     assert found["agrees"], found
     assert [*found["stages"]] == ["0", "1"]
-    micro, stream = 2, LENGTH * H * 2
+    stream = LENGTH * H * 2
     for stage, layers in (("0", 3), ("1", 2)):
         parts = {each["component"]: each for each in found["stages"][stage]["components"]}
-        vote = 4
         assert parts["pipeline send"]["traced"] == micro * stream + vote
-        # Two products cut by rows forwards, five by columns backwards, in each layer.
-        sums = micro * (7 * layers + 1) * stream  # and of the embedding, or to the head
+        sums = layers * (wide * stream + narrow * LENGTH * rank * 2)
+        sums = micro * (sums + stream)  # and of the embedding, or to the head
         assert parts["tensor all-reduce"]["traced"] == pytest.approx(sums, abs=200)
-        assert abs(parts["shard all-gather"]["difference"]) < 0.001
+        assert parts["tensor all-reduce"]["predicted"] == pytest.approx(sums, abs=200)
+        if not rank:
+            assert abs(parts["shard all-gather"]["difference"]) < 0.001
 
 
 @pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])

@@ -11,7 +11,7 @@ from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.moments import Moment, Timeline
 from finetune.planner.estimate.sharding import deepspeed
 from finetune.planner.estimate.sharding.gathered import Gathered
-from finetune.planner.estimate.sharding.resident import loading, state
+from finetune.planner.estimate.sharding.resident import cast_weights, loading, state
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture
 
@@ -310,10 +310,9 @@ class _Step:
     def _weight_casts(self) -> float:
         """Weight casts that autocast caches until its context ends, despite checkpointing."""
         workload = self.workload
-        cast = workload.numerics.autocast and workload.adapter is None
-        if not (cast and self.checkpointed):
+        if not (workload.numerics.autocast and self.checkpointed):
             return 0.0
-        return 2.0 * self.layers * workload.shape.linear_weights
+        return 2.0 * cast_weights(workload)
 
 
 def inference(workload: Workload, shape: Architecture) -> float:

@@ -11,7 +11,7 @@ from finetune.planner.estimate import part
 from finetune.planner.estimate.autograd.tape import trace
 from finetune.planner.estimate.autograd.traces import layer_of, traces
 from finetune.planner.estimate.moments import Moment, Timeline
-from finetune.planner.estimate.sharding.resident import state
+from finetune.planner.estimate.sharding.resident import cast_weights, state
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.schedules import Task
 
@@ -72,10 +72,10 @@ class _Stage:
     def _casts(self) -> float:
         """Weights in 16 bits, which autocast keeps until the last micro-batch has passed."""
         here = self.workload
-        if not (here.numerics.autocast and here.adapter is None and self.checkpointed):
+        if not (here.numerics.autocast and self.checkpointed):
             return 0.0
-        head = here.shape.head_weights * (self.last in self.parts)
-        return 2.0 * (here.shape.layers * here.shape.linear_weights + head)
+        head = here.shape.head_weights * (self.last in self.parts and here.adapter is None)
+        return 2.0 * (cast_weights(here) + head)
 
     def _receive_buffers(self) -> float:
         """Bytes of receive buffers from the previous and next stages, for all micro-batches."""

@@ -16,7 +16,9 @@ from finetune.planner.estimate.workload import Workload
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Matrices that tensor parallelism splits by columns. transformers 5.23 all-reduces the input
 gradient of each of them separately; outputs of matrices split by rows are all-reduced in the
-forward pass."""
+forward pass. With an adapter, the same happens to the r values between its two matrices."""
+INPUTS = COLUMNS[:3]
+"""Matrices that read the input of a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +72,28 @@ def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, floa
     `stream` is the number of elements of the hidden states, over all micro-batches of a step.
     """
     shape, layout = here.shape, workload.layout
-    width = here.numerics.compute
+    width, residual = here.numerics.compute, here.numerics.residual
     names = {matrix.leaf for matrix in shape.matrices}
-    forward = len(names & set(part.ROWS))
-    if workload.checkpointing in ("full", "attention"):
-        # A sum that no norm takes, only the residual stream, is not computed again.
-        forward += min(forward, shape.norms // 2)
-    backward = sum(name in names for name in COLUMNS)
+    ranks = {} if workload.adapter is None else dict(workload.adapter.ranks)
+    rows = [name for name in part.ROWS if name in names]
+    columns = [name for name in COLUMNS if name in names]
+    forward, narrow = float(len(rows)), sum(ranks.get(name, 0) for name in rows)
+    checkpointed = workload.checkpointing in ("full", "attention")
+    if checkpointed:
+        # A sum that neither a norm nor an adapter follows, only the residual stream, is not
+        # computed again.
+        forward += sum(n < shape.norms // 2 or name in ranks for n, name in enumerate(rows))
+        narrow *= 2
     # Gradients have the type of what came in, which each product casts under autocast.
-    residual = here.numerics.residual
-    sums = stream * shape.layers * (forward * width + backward * residual)
+    backward = sum(ranks.get(name, 0) for name in columns) / shape.hidden + len(columns)
+    sums = stream * shape.layers * ((forward + narrow / shape.hidden) * width + backward * residual)
     found = {"all-reduce": sums}
     spans = schedules.parts_of(layout.stage, layout.axes)
     if 0 in spans:
         found["all-reduce"] += stream * residual
+        if ranks and not (checkpointed or here.trains("embedding")):
+            # Nothing before the first layer needs the gradient of its input.
+            found["all-reduce"] -= stream * residual * sum(name in INPUTS for name in columns)
     if layout.axes.pipeline * layout.axes.chunks - 1 in spans:
         labelled = float(here.labelled_tokens * workload.accumulation)
         found["all-reduce"] += labelled * shape.hidden * residual

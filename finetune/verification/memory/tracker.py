@@ -159,7 +159,8 @@ class Tracker(TorchDispatchMode):
             LABELLED_BY_OPERATOR.get(name) or self._cast(name, args) or self._refilled(name, args)
         )
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            # transformers 5.23 makes meta tensors for their strides; they take no memory.
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self._follow(tensor, label)
         if label is not None:
             self._label_written(func, args, given, label)

@@ -123,3 +123,11 @@ def offloaded(workload: Workload) -> float:
         frozen = (workload.frozen_bytes - workload.scale_bytes) / group
     each, buffers = layout.traits.host_elements[layout.offload], layout.traits.host_buffers
     return waiting + (each * trained / group + frozen) * buffers
+
+
+def cast_weights(workload: Workload) -> int:
+    """Weights of layers that autocast casts: those that are trained, except by `kernels.lora`."""
+    adapter = workload.adapter
+    if adapter is None:
+        return workload.shape.layers * workload.shape.linear_weights
+    return 0 if workload.numerics.grouped_adapters else adapter.parameters - adapter.whole
