@@ -1,6 +1,7 @@
 """Wrong sizes of axes, in files, on command lines and in processes: each is refused once."""
 
 import dataclasses
+import datetime
 import os
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ from finetune.planner import Plan, plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.forecast import Facts, forecast
 from finetune.planner.mesh import Mesh
+from finetune.process import rendezvous
 from finetune.recipe import Data, Model
 from finetune.runs.run import Run
 from finetune.training.out_of_memory import out_of_memory
@@ -173,7 +175,10 @@ def test_another_backend_than_the_launched_one_is_refused(monkeypatch: pytest.Mo
     }  # fmt: skip
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(FinetuneError, match="--backend tp: accelerate launch started another one"):
+    told = (
+        r"--backend tp: accelerate launch started another one \(axes: tensor 2 != pipeline 2 \(1F"
+    )
+    with pytest.raises(FinetuneError, match=told):
         check_here(RECIPE, "tp")
 
 
@@ -188,6 +193,29 @@ def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
         "--parallelism_config_tp_size: finetune launch sets it from the plan; use --tensor N",
         "--config_file: finetune launch sets it from the plan; use --backend FILE",
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, False),
+    ],
+)
+def test_a_wait_for_another_machine_says_how_long(
+    given: dict[str, str],
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A launcher sees only the processes of its own machine."""
+    meeting = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in {**given, **meeting, "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    rendezvous.announce_wait(datetime.timedelta(minutes=5))
+    words = "rank 2 of 4: waiting for the other processes at node-0:29500, for at most 5 min"
+    assert capsys.readouterr().err == (f"{words} (--timeout)\n" if told else "")
 
 
 # Out of memory.

@@ -83,6 +83,10 @@ class Axes:
         """The axes as text, such as `pipeline 2 x tensor 2`."""
         return " x ".join(f"{field} {size}" for field, size in self.sizes.items())
 
+    def __str__(self) -> str:
+        schedule = f" ({self.schedule})" if self.pipeline > 1 else ""
+        return f"{self.words()}{schedule}" if self.any else "undivided"
+
     def variables(self) -> dict[str, str]:
         """Environment variables, named as by Accelerate, for settings that it does not pass on."""
         found = {_variable(f"{key}_size"): str(getattr(self, KEYS[key])) for key in OURS}

@@ -44,8 +44,13 @@ def started(named: bool) -> int | None:
 
 
 def announce_wait(timeout: datetime.timedelta) -> None:
-    """Print on stderr that this process waits for the others, if no launcher monitors them."""
-    if world() > 1 and not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ):
+    """Print on stderr that this process waits for others that no launcher monitors, and how long.
+
+    A launcher monitors the processes of its own machine: of several, one process of each prints.
+    """
+    monitored = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
+    _, here = among_neighbours()
+    if world() > 1 and not (monitored and (here >= world() or local_rank())):
         host, port = meeting_point()
         print(
             f"rank {rank()} of {world()}: waiting for the other processes at {host}:{port}, for "
