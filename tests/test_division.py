@@ -40,7 +40,7 @@ from finetune.reports.page import report
 from finetune.runs.run import Run
 from finetune.training import rank_profiles
 from finetune.verification.memory.launch import verify
-from finetune.verification.memory.mesh_comparison import Stages
+from finetune.verification.memory.mesh_comparison import Stages, layers_of_trace
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import BF16, FP32
 from finetune.verification.proofs.runs import steps_of
@@ -380,6 +380,18 @@ def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path:
         for axis, kinds in traffic.payloads(here).items():
             for kind, size in kinds.items():
                 assert counted[axis][kind] == pytest.approx(size, rel=0.05), (rank, axis, kind)
+
+
+@pytest.mark.parametrize(
+    ("backend", "layers", "traced"),
+    [("pp", 6, (2, 3, 4)), ("pp_fsdp", 6, (3, 4, 5)), ("pp_fsdp", 5, (2, 3, 4))],
+)
+def test_a_sharded_stage_is_traced_where_its_memory_is_linear(
+    backend: str, layers: int, traced: tuple[int, ...]
+) -> None:
+    """Five layers in two stages: the second has two, whose memory is not that of more layers."""
+    settled = plan(BASE.with_batch(rows=16, micro_rows=1), backend)
+    assert layers_of_trace(settled, layers) == traced
 
 
 COUNTED = """

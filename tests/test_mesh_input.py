@@ -165,6 +165,15 @@ def test_what_does_not_divide_is_one_problem_with_what_does(
     assert refusal.value.problems == (problem,)
 
 
+def test_a_config_without_a_type_is_one_problem() -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    recipe = dataclasses.replace(RECIPE, model=Model(config=config, tokenizer="x"))
+    with pytest.raises(FinetuneError) as refusal:
+        plan(recipe, "pp_tp")
+    told = "model.config: `model_type` is missing (llama, qwen3, mistral, ...)"
+    assert refusal.value.problems == (told,)
+
+
 def test_another_backend_than_the_launched_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes may differ from the file's, axes may not."""
     for name in [each for each in os.environ if each.startswith("PARALLELISM_CONFIG")]:

@@ -69,6 +69,8 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         return
     fields = {**fields, **(fields.get("text_config") or {})}
     kind = fields.get("model_type")
+    if kind is None:
+        return  # a problem of its own
     heads = fields.get("num_attention_heads") or 0
     keys = fields.get("num_key_value_heads") or heads
     dropped = [key for key in DROPOUTS if fields.get(key)]

@@ -59,6 +59,8 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
     model = recipe.model
     if model.name is None and model.config is None:
         yield "model: give model.name (a hub id or a folder) or model.config (from scratch)"
+    if model.config is not None and not model.config.get("model_type"):
+        yield "model.config: `model_type` is missing (llama, qwen3, mistral, ...)"
     if model.config is not None and model.tokenizer is None:
         yield "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
     if model.adapter is not None and recipe.adapter is None:
