@@ -49,7 +49,7 @@ def announce_wait(timeout: datetime.timedelta) -> None:
     A launcher monitors the processes of its own machine: of several, one process of each prints.
     """
     monitored = {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
-    _, here = among_neighbours()
+    _, here = local_rank_and_count()
     if world() > 1 and not (monitored and (here >= world() or local_rank())):
         host, port = meeting_point()
         print(
