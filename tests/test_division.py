@@ -39,8 +39,9 @@ from finetune.reports import mesh_drawings
 from finetune.reports.page import report
 from finetune.runs.run import Run
 from finetune.training import rank_profiles
+from finetune.verification.memory.comparison import extrapolate
 from finetune.verification.memory.launch import verify
-from finetune.verification.memory.mesh_comparison import Stages, layers_of_trace
+from finetune.verification.memory.mesh_comparison import Stages
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import BF16, FP32
 from finetune.verification.proofs.runs import steps_of
@@ -382,16 +383,24 @@ def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path:
                 assert counted[axis][kind] == pytest.approx(size, rel=0.05), (rank, axis, kind)
 
 
-@pytest.mark.parametrize(
-    ("backend", "layers", "traced"),
-    [("pp", 6, (2, 3, 4)), ("pp_fsdp", 6, (3, 4, 5)), ("pp_fsdp", 5, (2, 3, 4))],
-)
-def test_a_sharded_stage_is_traced_where_its_memory_is_linear(
-    backend: str, layers: int, traced: tuple[int, ...]
-) -> None:
-    """Five layers in two stages: the second has two, whose memory is not that of more layers."""
-    settled = plan(BASE.with_batch(rows=16, micro_rows=1), backend)
-    assert layers_of_trace(settled, layers) == traced
+@pytest.mark.parametrize(("least", "counts"), [(100, False), (1_000, True)])
+def test_only_moments_that_may_be_the_peak_must_be_linear(least: int, counts: bool) -> None:
+    """A moment with 10 bytes more than its line predicts, far below the peak and near it."""
+
+    def step(layers: int, more: int) -> dict[str, Any]:
+        peaks = {
+            "embedding": {"a": 1_000 + 100 * layers},
+            "layer": {"a": least + 100 * layers + more},
+        }
+        return {
+            "layers": layers, "parameters": 0, "trained": 0, "held": {}, "gradients": 0,
+            "saved": 0, "peaks": peaks, "collectives": {},
+        }  # fmt: skip
+
+    steps: Any = [step(2, 0), step(3, 0), step(4, 10)]
+    found = extrapolate(steps, 8, 4, offload=False)
+    assert found.deviation == pytest.approx(10 / 1_400 if counts else 0.0)
+    assert found.peak[1] == 1_800
 
 
 COUNTED = """

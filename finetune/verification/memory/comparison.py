@@ -113,19 +113,31 @@ def extrapolate(steps: Sequence[Step], layers: int, accumulation: int, offload: 
         moments=moments,
         counts={kind: moved(kind, 0) for kind in sorted(kinds)},
         payload={kind: moved(kind, 1) for kind in sorted(kinds)},
-        deviation=_deviation(steps),
+        deviation=_deviation(steps, layers),
     )
 
 
-def _deviation(steps: Sequence[Step]) -> float:
-    """Largest relative deviation of the last step's moments from the line through the others."""
+def _deviation(steps: Sequence[Step], layers: int) -> float:
+    """Largest relative deviation of the last step's moments from the line through the others.
+
+    Moments that stay below the peak of `layers` layers even if they deviate as much in every
+    further layer are left out.
+    """
     *first, last = steps
-    worst = 0.0
+    found: list[tuple[float, float, float]] = []
     for name, parts in last["peaks"].items():
         if all(name in step["peaks"] for step in first):
-            expected = line(first, last["layers"], lambda s: sum(s["peaks"][name].values()))  # noqa: B023
-            worst = max(worst, abs(sum(parts.values()) / expected - 1))
-    return worst
+
+            def total(step: Step, name: str = name) -> float:
+                return sum(step["peaks"][name].values())
+
+            expected = line(first, last["layers"], total)
+            apart = sum(parts.values()) - expected
+            further = (layers - first[-1]["layers"]) / (last["layers"] - first[-1]["layers"])
+            found.append((line(first, layers, total), apart * max(1.0, further), apart / expected))
+    peak = max((planned for planned, _, _ in found), default=0.0)
+    near = (abs(each) for planned, most, each in found if planned + max(0.0, most) >= peak)
+    return max(near, default=0.0)
 
 
 @dataclasses.dataclass(frozen=True)

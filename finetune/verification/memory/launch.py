@@ -55,9 +55,8 @@ def _stages(plan: Plan, workload: Workload | None) -> Stages:
     """Trace the first rank of both ends of a pipeline and of one stage between them."""
     stages = mesh_comparison.stages_of(plan)
     ranks = [stage * plan.processes // plan.mesh.pipeline for stage in stages]
+    traced = _rehearse(plan, ranks, mesh_comparison.LAYERS)
     count = comparison.layers_of(config_of(plan.recipe)[0])
-    layers_traced = mesh_comparison.layers_of_trace(plan, count)
-    traced = _rehearse(plan, ranks, layers_traced)
     if workload is not None:
         workload = comparison.as_traced(plan, workload, sharded=True)
     notes = comparison.notes(plan, sharded=True)
@@ -65,7 +64,7 @@ def _stages(plan: Plan, workload: Workload | None) -> Stages:
     for stage, steps in zip(stages, traced, strict=True):
         layers = mesh_comparison.layers_at(plan, stage, count)
         each = comparison.extrapolate(steps, layers, plan.accumulation, offload=False)
-        found[stage] = mesh_comparison.compare(each, workload, plan, stage, layers_traced, notes)
+        found[stage] = mesh_comparison.compare(each, workload, plan, stage, notes)
     return Stages(found)
 
 

@@ -57,17 +57,6 @@ def stages_of(plan: Plan) -> list[int]:
     return sorted({0, min(1, last), last})
 
 
-def layers_of_trace(plan: Plan, layers: int) -> tuple[int, ...]:
-    """Layers of each part of a stage that are traced, for a model of so many layers.
-
-    The memory of a stage that FSDP2 shards is linear in its layers only from three on.
-    """
-    axes = plan.backend.axes
-    sharded = axes.pipeline > 1 and plan.backend.shard != "none"
-    fewest = min(map(len, schedules.spans(layers, axes)))
-    return tuple(each + 1 for each in LAYERS) if sharded and fewest > 2 else LAYERS
-
-
 def layers_at(plan: Plan, stage: int, layers: int) -> int:
     """Layers of a stage, of so many of the whole model."""
     spans = schedules.spans(layers, plan.backend.axes)
@@ -79,14 +68,9 @@ def compare(
     workload: Workload | None,
     plan: Plan,
     stage: int,
-    layers: Sequence[int],
     notes: Sequence[str],
 ) -> Verification:
-    """Put formulas beside the trace of a stage; without a workload there is only the trace.
-
-    Args:
-        layers: layers of each part of a stage that were traced.
-    """
+    """Put formulas beside the trace of a stage; without a workload there is only the trace."""
     here = None if workload is None else memory.at_stage(workload, stage)
     timeline = None if here is None else memory.timeline(here)
     predicted: dict[str, float] = {}
@@ -107,10 +91,9 @@ def compare(
     place = f"rank {rank} of {plan.processes}"
     if plan.mesh.pipeline > 1:
         place += f", stage {stage} of {plan.mesh.pipeline}"
-    *few, most = layers
     how = (
-        f"a step of the real model with fake tensors on {place}; {', '.join(map(str, few))}"
-        f" and {most} layers, extrapolated"
+        f"a step of the real model with fake tensors on {place}; {', '.join(map(str, LAYERS[:-1]))}"
+        f" and {LAYERS[-1]} layers, extrapolated"
     )
     return Verification(tuple(rows), traced, moments, how, tuple(notes))
 
