@@ -270,7 +270,7 @@ run()
     ("name", "backend", "words"),
     [
         ("lora", "tp_fsdp", ()),
-        ("lora", "pp", ("adapter.exclude_modules=[q_proj]",)),
+        ("lora", "pp_tp", ("adapter.exclude_modules=[q_proj]",)),
         ("packed", "sp_tp", ()),
         ("packed", "cp", ()),
         ("full", "pp", ("--schedule", "Interleaved1F1B", "--profile")),

@@ -44,7 +44,8 @@ class _Stage:
         self.sharded = layout.group > 1
         self.flight: dict[tuple[int, int], float] = {}
         self.sent = 0.0
-        """Bytes that were sent and are no longer needed; kept by schedules with several parts."""
+        """Bytes that were sent and are not freed yet: of one micro-batch, or with several parts of
+        all."""
         self.made: set[int] = set()
         """Parts that have gradients."""
         self.open: dict[int, int] = dict.fromkeys(self.parts, 0)
@@ -196,6 +197,8 @@ class _Stage:
         self.made.add(task.part)
         if self._sends(task.part - 1):
             self.sent += self.stream
+        elif len(self.parts) == 1 and task.part > self.first:
+            self.sent = self.stream  # the schedule refers to it until its next gradient is sent
         if task.kind == "B" and self._sends(task.part + 1):
             self.sent += self.stream
 
