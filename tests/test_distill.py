@@ -231,7 +231,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_name(
 def test_a_teacher_that_cannot_teach_is_refused_by_its_own_name(
     tiny: Tiny, data: Path, teacher: Path, tmp_path: Path
 ) -> None:
-    """It has too few rows, a weight that is no number, or no weights."""
+    """It has too few rows, a weight that is not a number, or no weights."""
     model = AutoModelForCausalLM.from_pretrained(teacher)
     told = {
         "few": r"teacher.name: the data has token \d+, but the embedding of '.*few' has 20 rows",

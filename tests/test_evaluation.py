@@ -339,7 +339,10 @@ def own_modules(folder: Path, patch: pytest.MonkeyPatch) -> None:
     ("reward", "told"),
     [
         ("exakt", "--rewards: got 'exakt', expected one of exact_match, "),
-        ("./nowhere", "--rewards: './nowhere': there is no such folder; name the run of a reward"),
+        (
+            "./nowhere",
+            "--rewards: './nowhere': the folder does not exist; name the run of a reward",
+        ),
         ("own:needs", "--rewards: 'own:needs' needs 'hint', which is neither a column"),
         ("own:fails", "--rewards: reward 'own:fails' raises ValueError: no (own.py:2) (prompt "),
     ],

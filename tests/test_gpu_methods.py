@@ -97,7 +97,7 @@ def fields(tiny: Tiny, **sections: Any) -> dict[str, Any]:
     return tiny.fields(adapter={"r": 8}, optim={"lr": 5e-3, "warmup": 0}, **sections)
 
 
-def test_a_run_is_evaluated_merged_and_asked_on_a_gpu_as_on_a_cpu(
+def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ) -> None:
     run = ft.train(catalog.from_fields(fields(tiny)), precision="fp32", output=tmp_path / "run")

@@ -200,6 +200,19 @@ def test_a_meter_counts_nothing_of_an_earlier_training() -> None:
     assert meter.peak == pytest.approx(4_000_000, abs=200_000)
 
 
+def printed_by(body: str, folder: Path) -> Any:
+    """JSON that a process of its own prints last, given a path for the store of a process group."""
+    done = subprocess.run(
+        [warm_python(), "-c", body, folder / "store"],
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_a_meter_counts_the_buckets_of_ddp_once(tmp_path: Path) -> None:
     body = """
 import sys, torch
@@ -214,15 +227,7 @@ for meter in meters:
 print([meter.peak for meter in meters])
 torch.distributed.destroy_process_group()
 """
-    done = subprocess.run(
-        [warm_python(), "-c", body, tmp_path / "store"],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    _, second, third = json.loads(done.stdout.splitlines()[-1])
+    _, second, third = printed_by(body, tmp_path)
     # The second forward pass makes DDP's 16 MB of buckets anew.
     assert second == pytest.approx(third, abs=4_000_000)
 
@@ -241,12 +246,4 @@ with meter.measuring(torch.nn.Linear(1, 1)):
 print(meter.peak)
 torch.distributed.destroy_process_group()
 """
-    done = subprocess.run(
-        [warm_python(), "-c", body, tmp_path / "store"],
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.splitlines()[-1]) == pytest.approx(400_000, abs=1_000)
+    assert printed_by(body, tmp_path) == pytest.approx(400_000, abs=1_000)

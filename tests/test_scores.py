@@ -141,7 +141,7 @@ def test_a_folder_without_a_score_head_is_not_a_reward(tiny: Tiny, tmp_path: Pat
     sft.recipe.write_text('{"method": "sft"}')
     named = ("runs/none", str(tiny.model), str(sft.root))
     assert functions.problems(Reward(name) for name in named) == [
-        "reward_funcs: 'runs/none': there is no such folder; name the run of a reward model",
+        "reward_funcs: 'runs/none': the folder does not exist; name the run of a reward model",
         f"reward_funcs: '{tiny.model}': neither a run nor a folder with a complete reward model "
         "(architectures in config.json: ['LlamaForCausalLM']); name a run of method reward, or its "
         "export with --merge",

@@ -131,5 +131,5 @@ def test_a_reward_model_is_planned_with_its_forward_pass(tiny: Tiny, tmp_path: P
     assert found.usable == pytest.approx(left * hardware.RESERVE)
     assert f"reward model {folder}: 7 MB of weights" in found.page()
     gone = dataclasses.replace(recipe, reward_funcs=(Reward("runs/gone"),))
-    with pytest.raises(FinetuneError, match="reward_funcs: 'runs/gone': there is no such folder"):
+    with pytest.raises(FinetuneError, match="reward_funcs: 'runs/gone': the folder does not exist"):
         judges(gone, lambda each: model_source(each).shape, cpu=True)

@@ -260,7 +260,7 @@ def test_errors_of_routes_have_the_shape_of_the_api(server):
     ):  # fmt: skip
         reply = httpx.request(method, f"{server.url}/v1/{path}", headers=IS_JSON, content=b"{}"[:0])
         assert (reply.status_code, message_of(reply)) == (
-            status, f"{method} /v1/{path}: there is no such route",
+            status, f"{method} /v1/{path}: this route does not exist",
         )  # fmt: skip
 
 

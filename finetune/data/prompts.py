@@ -57,7 +57,7 @@ def answered(sample: Prompt) -> Conversation | Completion:
     """The prompt with its column `answer` as the reference answer.
 
     Raises:
-        RowProblem: there is no such text or number.
+        RowProblem: the row has no text or number there.
     """
     answer, asked = sample.columns.get(ANSWER), sample.asked
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):

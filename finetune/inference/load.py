@@ -52,7 +52,7 @@ def find_checkpoint(run: Run, step: Step | None = None) -> Path:
     """Folder of a complete checkpoint: of a step, the best, the last, or (None) the best if any.
 
     Raises:
-        FinetuneError: there is no such checkpoint; for an unknown step, the message lists all.
+        FinetuneError: the checkpoint does not exist; for an unknown step, the message lists all.
     """
     steps = run.steps()
     if not steps:

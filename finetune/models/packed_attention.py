@@ -301,8 +301,9 @@ def _has_varlen(query: torch.Tensor) -> bool:
 def _is_faster_alone(query: torch.Tensor) -> bool:
     """Whether PyTorch's attention of one document is faster than the variable-length kernel.
 
-    On Hopper it is cuDNN's. From `ALONE_FROM` tokens on, its forward and backward pass takes about
-    half the time of FlashAttention 2 (H100, torch 2.11).
+    On Hopper it is cuDNN's. For 4,096 tokens its forward and backward pass takes about half the
+    time of FlashAttention 2 (H100, torch 2.11: benchmarks/results/kernels_gpu.md); `ALONE_FROM` is
+    an estimate.
     """
     hopper = _capability(query.device)[0] == HOPPER
     return hopper and query.shape[2] >= ALONE_FROM and not _has_flash_3()

@@ -99,7 +99,7 @@ def refuse_other_model(reward: Reward) -> None:
     """
     folder, prefix = Path(reward.function), f"reward_funcs: '{reward.function}'"
     if not folder.is_dir():
-        raise FinetuneError(f"{prefix}: there is no such folder; name the run of a reward model")
+        raise FinetuneError(f"{prefix}: the folder does not exist; name the run of a reward model")
     run = Run(folder)
     if run.recipe.is_file():
         method = read_object(run.recipe).get("method")

@@ -107,7 +107,7 @@ def build_app(
     async def refused(request: Request, error: StarletteHTTPException) -> Response:
         text = str(error.detail)
         if error.status_code in (404, 405) and text == HTTPStatus(error.status_code).phrase:
-            text = f"{request.method} {request.url.path}: there is no such route"
+            text = f"{request.method} {request.url.path}: this route does not exist"
         elif error.status_code == 400 and error.__cause__ is not None:  # raised by FastAPI
             text = f"the body cannot be read as JSON: {error.__cause__}"
         return problem(error.status_code, text, error.headers)

@@ -15,8 +15,8 @@ from finetune.evaluation.questions import Asked
 from finetune.version import install
 
 KINDS = ("rouge1", "rouge2", "rougeL")
-MODULES = {"rouge_score": ("rouge_score.rouge_scorer",), "sacrebleu": ("sacrebleu",)}
-"""Modules that are used of each library."""
+MODULES = {"rouge_score": "rouge_score.rouge_scorer", "sacrebleu": "sacrebleu"}
+"""The module of each library whose import shows that it can be used."""
 LONG = 12
 """Minimum mean number of words of the references for automatic selection."""
 
@@ -80,8 +80,7 @@ def _need(library: str, name: str) -> None:
 def _reason_against(library: str) -> str | None:
     """Why a library cannot be used: it, or one that it needs, is missing; None if it can be."""
     try:
-        for module in MODULES[library]:
-            importlib.import_module(module)
+        importlib.import_module(MODULES[library])
     except ImportError as error:
         return str(error)
     return None

@@ -2,7 +2,7 @@
 
 The process has no environment variables but TMPDIR, an empty working directory, and limits on time,
 memory and files. Python code that starts processes, sends signals, opens the network or writes
-outside the directory is stopped; there is no network at all if the system allows namespaces. This
+outside the directory is stopped; the network is unavailable if the system allows namespaces. This
 protects against accidents; it is not a security boundary against attackers.
 """
 

@@ -73,7 +73,7 @@ def _judge(
 ) -> Judge:
     if not Path(name).is_dir():
         raise FinetuneError(
-            f"reward_funcs: '{name}': there is no such folder; name the run of a reward model"
+            f"reward_funcs: '{name}': the folder does not exist; name the run of a reward model"
         )
     run, adapter, model = Run(Path(name)), None, Model(name=name)
     if run.recipe.is_file():
