@@ -63,7 +63,17 @@ def measure(folder: Path, backends: Sequence[str], steps: int, gpu: bool) -> Res
         "Start and resume are timed from typing `finetune launch` to the end of the first step "
         "that follows."
     )
-    return Result("Saving and resuming", how, {"runs": measured}, [head, *rows], [])
+    remarks = [
+        f"{name}, seconds of each copy to host memory: {copies(values)} (page-locked from the "
+        "third on, by the second)"
+        for name, values in measured.items()
+        if gpu and "background" in name
+    ]
+    return Result("Saving and resuming", how, {"runs": measured}, [head, *rows], remarks)
+
+
+def copies(values: dict[str, Any]) -> str:
+    return ", ".join(f"{seconds:.2f}" for seconds in values["each_stood_still_seconds"])
 
 
 def first_step(run: Run, after: int) -> float:
@@ -97,6 +107,7 @@ def read(run: Run, told: str) -> dict[str, Any]:
         "checkpoint_bytes": sum(entry["bytes"] for entry in manifest["files"].values()),
         "share_of_training": still / (still + trained),
         "stood_still_seconds": still / len(saves),
+        "each_stood_still_seconds": [record["seconds"] for record in saves],
         "rehearsal_write_seconds": float(found[1]),
         "read_back_seconds": float(found[2]),
         "verify_seconds": verified,

@@ -392,6 +392,17 @@ def test_host_memory_for_loading_is_planned() -> None:
     assert cut.status == "safe"
 
 
+def test_the_copy_of_background_saving_is_planned_on_the_host() -> None:
+    """Weights and two moments in fp32, of which each process copies its share."""
+    recipe = catalog.resolve("llama3_1_8b_full").with_saving(background=True, every=100)
+    parameters = 8_030_261_248
+    machine = hardware.machine("H100-80", 8, host_memory=2e12)
+    for backend in ("fsdp_full_shard", "zero2"):
+        assert predict(plan(recipe, backend, 8), machine).host == 12 * parameters
+    once = recipe.with_saving(background=True, every=None)
+    assert predict(plan(once, "fsdp_full_shard", 8), machine).host == 0
+
+
 @pytest.mark.slow
 def test_shards_that_are_widened_have_the_bits_of_weights_that_were(
     tiny: Tiny, finetune: Finetune, tmp_path: Path

@@ -36,6 +36,7 @@ from finetune.checkpoints.pretrained import (
     write_adapter,
     write_model,
 )
+from finetune.checkpoints.staging import Staging
 from finetune.distributed.base import Engine
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import is_elsewhere
@@ -87,11 +88,12 @@ def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedToke
     Raises:
         TrainingFailure: see `write`.
     """
-    return write(engine, run, progress, tokenizer, take(engine))
+    return write(engine, run, progress, tokenizer, take(engine, Staging(engine.device)))
 
 
-def take(engine: Engine) -> State:
-    """Copy this rank's state to host memory; collective."""
+def take(engine: Engine, staging: Staging) -> State:
+    """Copy this rank's state to host memory, which `staging` provides; collective."""
+    staging.begin()
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
     here = {name: tuple(unsharded_shape(p)) for name, p in engine.trained()}
@@ -100,13 +102,14 @@ def take(engine: Engine) -> State:
     }
     for fragment in engine.fragments():
         for key, values in fragment.values.items():
-            for box, part in fragment.boxes(shapes[fragment.name], to_host(values)):
+            for box, part in fragment.boxes(shapes[fragment.name], staging.copy(values)):
                 tensors[f"{fragment.name}|{key}|{','.join(map(str, box.offsets))}"] = part
         for key, values in fragment.whole.items():
-            tensors[f"{fragment.name}|{key}|whole"] = to_host(values)
+            tensors[f"{fragment.name}|{key}|whole"] = staging.copy(values)
         scalars[fragment.name] = fragment.scalars
     for name, values in kept_tensors(engine):
         tensors[f"{name}|{KEPT}|whole"] = values
+    staging.wait()
     return State(tensors, scalars, shapes)
 
 

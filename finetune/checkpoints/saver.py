@@ -1,7 +1,8 @@
 """Write checkpoints while training waits, or in a background thread.
 
-In the background, training waits only for a copy of the state to host memory. At most one
-checkpoint is written at a time; the next one waits for it. The threads of the ranks use their own
+In the background, training waits only for a copy of the state to host memory, which on a GPU is
+page-locked and kept between checkpoints. At most one checkpoint is written at a time; the next one
+waits for it. The threads of the ranks use their own
 process group, so that their collectives never mix with those of the training.
 """
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Group, Progress
+from finetune.checkpoints.staging import Staging
 from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
 from finetune.recipe import Saving
@@ -32,6 +34,8 @@ class Saver:
     ) -> None:
         self._engine, self._run, self._tokenizer = engine, run, tokenizer
         self._saving = saving
+        is_gpu = engine.device.type == "cuda"
+        self._staging = Staging(engine.device, keep=saving.background and is_gpu)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._written: list[Saved] = []
@@ -51,7 +55,7 @@ class Saver:
         self.last = progress.step
         started = time.perf_counter()
         progress = dataclasses.replace(progress, scale=self._engine.scale.state())
-        taken = checkpoint.take(self._engine)
+        taken = checkpoint.take(self._engine, self._staging)
         if not self._saving.background:
             self._write(taken, progress, best, started, None)
             return
@@ -67,6 +71,11 @@ class Saver:
             self._thread = None
         if self._error is not None:
             raise self._error
+
+    def close(self) -> None:
+        """`finish`, and free the memory for copies."""
+        self.finish()
+        self._staging.release()
 
     def written(self) -> list[Saved]:
         """Records of the checkpoints completed since the last call."""

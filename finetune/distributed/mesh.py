@@ -29,7 +29,7 @@ from finetune.distributed.compare import DIVIDED, Compare
 from finetune.distributed.filling import padded
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import NAMED
-from finetune.distributed.native import Native
+from finetune.distributed.native import Native, scalar_values
 from finetune.distributed.parameters import local
 from finetune.distributed.reader import Reader
 from finetune.errors import FinetuneError
@@ -259,6 +259,7 @@ class MeshEngine(Native):
 
     def fragments(self) -> Iterator[Fragment]:
         states = self._states()
+        numbers = scalar_values(states.values())
         for name, parameter in self.trained():
             writes, offsets = self.block(parameter)
             values = {"weight": local(parameter.data).detach()} if writes else {}
@@ -267,7 +268,7 @@ class MeshEngine(Native):
                 if not isinstance(value, torch.Tensor):
                     scalars[key] = value
                 elif value.dim() == 0:
-                    scalars[key] = value.item()
+                    scalars[key] = numbers[id(value)]
                 elif writes:
                     values[key] = local(value).detach()
             yield Fragment(name, 0, values, scalars=scalars, offsets=offsets)

@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Native(Engine):
 
     def fragments(self) -> Iterator[Fragment]:
         states = self._states()
+        numbers = scalar_values(states.values())
         copies, mine = self.copies()
         for name, parameter in self.trained():
             flat = _flat(parameter.data)
@@ -49,7 +50,7 @@ class Native(Engine):
                 if not isinstance(value, torch.Tensor):
                     scalars[key] = value
                 elif value.dim() == 0:
-                    scalars[key] = value.item()
+                    scalars[key] = numbers[id(value)]
                 elif value.numel() == parameter.numel():
                     values[key] = _flat(value)[keep]
                 elif self.rank == 0:
@@ -115,6 +116,23 @@ class Ddp(Native):
         self.accelerator.free_memory()
         gc.collect()
         super().close()
+
+
+def scalar_values(states: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Values of the scalar tensors among optimizer states by `id`, in one transfer per device."""
+    scalars = [
+        value
+        for state in states
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim() == 0
+    ]
+    kinds = {(each.device, each.dtype) for each in scalars}
+    return {
+        id(each): number
+        for kind in kinds
+        if (alike := [each for each in scalars if (each.device, each.dtype) == kind])
+        for each, number in zip(alike, torch.stack(alike).tolist(), strict=True)
+    }
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -247,7 +247,7 @@ class Training:
         return [peak_bytes(self.engine.device), int(self.interruption.asked)]
 
     def _finish_saving(self) -> None:
-        self.saver.finish()
+        self.saver.close()
         self.recorder.saved(self.saver.written())
 
     def _patience_is_over(self) -> bool:

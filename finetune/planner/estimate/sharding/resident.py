@@ -97,7 +97,20 @@ def host(workload: Workload) -> float:
     """Bytes of host memory per process, the maximum of loading and training."""
     if workload.cpu:  # weights are counted in training
         return offloaded(workload)
-    return max(loading_on_host(workload), offloaded(workload))
+    return max(loading_on_host(workload), offloaded(workload) + copied(workload))
+
+
+def copied(workload: Workload) -> float:
+    """Bytes of host memory per process for the copy from which checkpoints are written.
+
+    It has fp32 weights and moments. Processes with equal state copy a share each, except in a mesh,
+    where this is an upper bound.
+    """
+    if not workload.state_copied:
+        return 0.0
+    layout = workload.layout
+    each = workload.moments + (0.0 if layout.traits.masters else 4.0)
+    return each * workload.sharded / (layout.group if layout.axes.any else layout.processes)
 
 
 def offloaded(workload: Workload) -> float:
