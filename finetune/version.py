@@ -10,5 +10,9 @@ def install(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-BITSANDBYTES = f"bitsandbytes, which is not installed: {install('bitsandbytes')}"
-DEEPSPEED = f"DeepSpeed, which is not installed: {install('deepspeed')}"
+def missing(package: str) -> str:
+    """Says that an optional package is not installed, and how to install it."""
+    return f"{package}, which is not installed: {install(package.lower())}"
+
+
+BITSANDBYTES = missing("bitsandbytes")

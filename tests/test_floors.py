@@ -63,6 +63,8 @@ WRITES_ENVIRONMENT = {
     "cache.py", "process/quiet.py", "process/warm.py", "verification/memory/rehearsal.py",
 }  # fmt: skip
 MOST_LINES = 450
+ENGINE = re.compile(r"(?<!arguments)\.engine$")
+"""An engine; `arguments.engine` is the program of `finetune serve`."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -144,8 +146,24 @@ def test_few_modules_are_at_the_root() -> None:
 
 
 def test_no_folder_has_the_name_of_a_public_function() -> None:
-    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in MODULES}
+    folders = {path.parent.name for path in MODULES}
     assert folders & set(finetune.__all__) == set()
+
+
+@each_module
+def test_only_engines_and_the_planner_ask_which_engine_it_is(path: Path) -> None:
+    compared = [
+        [node.left, *node.comparators]
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Compare)
+    ]
+    asked = [
+        [ast.unparse(side) for side in sides]
+        for sides in compared
+        if any(ENGINE.search(ast.unparse(side)) for side in sides)
+        and any(isinstance(side, ast.Constant) and side.value is not None for side in sides)
+    ]
+    assert top(path) in ("distributed", "planner") or asked == []
 
 
 @each_module

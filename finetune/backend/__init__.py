@@ -429,7 +429,7 @@ def _refuse_other_product(arrived: Backend) -> None:
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
         return
     copies, shard = (model_axes.size_of(os.environ, key) for key in model_axes.DATA)
-    if arrived.engine == "ddp" and shard > 1:
+    if arrived.shard == "none" and not arrived.axes.any and shard > 1:
         raise FinetuneError(
             f"parallelism_config: {shard} processes should share one copy of the model, but "
             "neither FSDP nor an axis that divides the model was passed on, so each process would "

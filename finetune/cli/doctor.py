@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from finetune.cli import options
 
 if TYPE_CHECKING:
-    from finetune.verification.doctor.finding import Finding
+    from finetune.verification.model_checks.finding import Finding
 
 SUMMARY = "check a model or a recipe in seconds, before renting a GPU"
 NAME_WIDTH = 26
@@ -30,9 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns the exit status, which is 1 if a check failed.
     """
     from finetune.cache import cache
-    from finetune.verification.doctor.examination import Examination
-    from finetune.verification.doctor.subject import named
-    from finetune.verification.doctor.system import describe_system
+    from finetune.verification.model_checks.examination import Examination
+    from finetune.verification.model_checks.subject import named
+    from finetune.verification.model_checks.system import describe_system
 
     if arguments.subject is None:
         print(describe_system())

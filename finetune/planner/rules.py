@@ -179,7 +179,8 @@ def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
             f"reference: {other.name} would have to run unsharded on each process, but "
             f"{backend.name} divides models; use another backend, or reference=start"
         )
-    if recipe.needs_second_model and (backend.shard == "params" or backend.engine == "fsdp"):
+    sharded = backend.shard == "params" or TRAITS[backend.engine].shards_all
+    if recipe.needs_second_model and sharded:
         yield (
             f"beta: its reference is a second model, which {backend.name} would hold unsharded; "
             "train a new adapter, whose base is the reference, set beta=0, or use ddp or zero2"

@@ -22,7 +22,7 @@ from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
 from finetune.recipe import Model, Recipe
 from finetune.rewards.functions import problems as reward_problems
-from finetune.version import BITSANDBYTES, DEEPSPEED, install
+from finetune.version import BITSANDBYTES, install, missing
 
 
 def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Recipe:
@@ -87,9 +87,10 @@ def _rewards(recipe: Recipe) -> list[str]:
 def _missing_packages(planned: Plan) -> list[str]:
     """Extras that the plan needs and that are not installed, as problems."""
     machine, recipe = planned.backend, planned.recipe
-    missing: list[str] = []
-    if machine.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        missing.append(f"backend: {machine.name} needs {DEEPSPEED}")
+    found: list[str] = []
+    package = TRAITS[machine.engine].package
+    if package is not None and importlib.util.find_spec(package.lower()) is None:
+        found.append(f"backend: {machine.name} needs {missing(package)}")
     if importlib.util.find_spec("bitsandbytes") is None:
         taught_by = recipe.taught_by
         stored = {
@@ -97,12 +98,12 @@ def _missing_packages(planned: Plan) -> list[str]:
             "teacher.quantization": "none" if taught_by is None else taught_by.quantization,
             "optim.name": recipe.optim.name if recipe.optim.name.endswith("_8bit") else "none",
         }
-        missing += [
+        found += [
             f"{field}: {name} needs {BITSANDBYTES}"
             for field, name in stored.items()
             if name != "none"
         ]
-    return missing
+    return found
 
 
 def below_a_plan(recipe: Recipe) -> Iterator[str]:

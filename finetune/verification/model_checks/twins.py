@@ -25,7 +25,7 @@ from finetune.models.quantization import keep_unpacked, quantization_config
 from finetune.planner import plan
 from finetune.recipe import Recipe
 from finetune.training import optim
-from finetune.verification.doctor.subject import ROWS
+from finetune.verification.model_checks.subject import ROWS
 
 B_DEVIATION = 0.05
 """Standard deviation of a non-zero LoRA B, so that every parameter gets a gradient."""

@@ -23,9 +23,9 @@ from finetune.models.quantization import quantised_notes
 from finetune.planner import plan
 from finetune.recipe import Data, Recipe
 from finetune.runs.run import Run
-from finetune.verification.doctor import twins
-from finetune.verification.doctor.finding import Finding
-from finetune.verification.doctor.subject import ROWS, described, small
+from finetune.verification.model_checks import twins
+from finetune.verification.model_checks.finding import Finding
+from finetune.verification.model_checks.subject import ROWS, described, small
 from finetune.verification.proofs.exports import Delivery, check_deliveries
 from finetune.verification.proofs.matrix import FP32
 from finetune.verification.proofs.small_recipe import Subject
