@@ -476,7 +476,7 @@ def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.Monk
     meshes: Any = None
     with (
         pytest.raises(FinetuneError, match=r"mixin has no initialize_distributed_mesh, which"),
-        layers.cutting(meshes, torch.device("cpu"), Axes(tensor=2)),
+        layers.dividing(meshes, torch.device("cpu"), Axes(tensor=2)),
     ):
         pass
 

@@ -62,7 +62,7 @@ from finetune.training.worker import Worker
 recipe, backend, precision, place = sys.argv[1:]
 settled = plan(catalog.load(Path(recipe)), backend, 1, precision)
 engine = build(settled, Path(place) / "offload", datetime.timedelta(minutes=5))
-Worker(engine, Run(Path(place)), Options(Path(place))).go()
+Worker(engine, Run(Path(place)), Options(Path(place))).train()
 parameters = list(engine.module.parameters())
 found = {
     "engine": engine.accelerator.distributed_type.value,

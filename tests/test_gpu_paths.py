@@ -268,7 +268,7 @@ def h100(**changes: Any) -> Found:
             "can use 1 GPU (CUDA_VISIBLE_DEVICES=1); use --processes 1",
         ),
         (h100(capability=TURING), 1, "precision: bf16 is emulated, slowly, on the GPU of rank 0"),
-        (h100(capability=(7, 0)), 1, "PyTorch 2.14.1+cu130 has no code for the GPU of rank 0"),
+        (h100(capability=(7, 0)), 1, "PyTorch 2.14.1+cu130 does not support the GPU of rank 0"),
         (h100(capability=(12, 1)), 1, None),  # compiled from compute_120 when it is loaded
         (
             h100(usable=0, listed=("NVIDIA L4",) * 2, visible="7", reason="no device"), 1,
@@ -294,17 +294,17 @@ def test_what_is_wrong_with_the_gpus_of_a_machine_is_told(
 def test_one_line_says_why_a_machine_with_an_accelerator_trains_on_its_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert device.left_alone(h100()) == []
-    assert device.left_alone(h100(usable=0)) == []
-    (hidden,) = device.left_alone(h100(usable=0, listed=("NVIDIA L4",), visible=""))
+    assert device.unused_accelerator(h100()) == []
+    assert device.unused_accelerator(h100(usable=0)) == []
+    (hidden,) = device.unused_accelerator(h100(usable=0, listed=("NVIDIA L4",), visible=""))
     assert hidden == "device: trains on the CPU, because CUDA_VISIBLE_DEVICES is empty"
-    (plain,) = device.left_alone(h100(usable=0, kind=None, listed=("NVIDIA L4",)))
+    (plain,) = device.unused_accelerator(h100(usable=0, kind=None, listed=("NVIDIA L4",)))
     assert "is a build without CUDA, although the driver lists NVIDIA L4" in plain
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     assert device.on_cpu()
-    (apple,) = device.left_alone(h100(usable=0, kind=None))
-    assert apple.endswith("because nothing of this toolkit has run on PyTorch's mps")
+    (apple,) = device.unused_accelerator(h100(usable=0, kind=None))
+    assert apple.endswith("because this toolkit is untested on mps devices")
 
 
 def test_the_gpu_of_a_process_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,12 +316,12 @@ def test_the_gpu_of_a_process_has_its_number(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_processes_that_hold_a_gpu_are_named() -> None:
     answer = "GPU-1, 4711, /opt/app/server, 60000 MiB\nGPU-1, 12, python, 500 MiB\nnonsense\n"
-    users = device.users_of(answer, own=12)
+    users = device.processes_of(answer, own=12)
     assert users == ["/opt/app/server (process 4711) with 60000 MiB"]
     told = device.too_full(40e9, 20 * 10**9, 80 * 10**9, lambda: users)
     assert told is not None
-    assert "37.3 GiB are predicted, and 18.6 GiB of 74.5 GiB are free" in told
-    assert "in use, by /opt/app/server (process 4711) with 60000 MiB; end that" in told
+    assert "the plan predicts 37.3 GiB, but only 18.6 GiB of 74.5 GiB are free" in told
+    assert "in use, by /opt/app/server (process 4711) with 60000 MiB; stop that" in told
     assert device.too_full(10e9, 20 * 10**9, 80 * 10**9, lambda: users) is None
 
 

@@ -122,7 +122,7 @@ def main(place: Path) -> None:
         options = Options(place / "run", plot=False)
         racing = Worker(engine, Run(place / "run"), options, stages=InTurn)
         racing.training.turns = turns
-        racing.go()
+        racing.train()
 
 
 if __name__ == "__main__":

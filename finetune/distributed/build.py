@@ -31,13 +31,13 @@ def build(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Engine:
             something different from the plan.
     """
     local_rank, here = rendezvous.local_rank(), rendezvous.neighbours()
-    found = device.look(local_rank)
+    found = device.inspect_gpus(local_rank)
     problems = device.problems(found, plan.backend.precision, local_rank, here)
     if problems:
         raise FinetuneError(*problems)
     kind = PipelineEngine if plan.mesh.pipeline > 1 else ENGINES[plan.backend.engine]
     engine = kind(plan, nvme_path, timeout)
-    engine.notes += device.left_alone(found)
+    engine.notes += device.unused_accelerator(found)
     if engine.device.type == "cuda" and engine.world > 1:
         unlike = device.different(engine.gather(device.described(engine.device)))
         engine.notes += [] if unlike is None else [unlike]

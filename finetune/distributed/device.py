@@ -47,7 +47,8 @@ class Found:
 def on_cpu() -> bool:
     """Whether processes train on the CPU, because there is no CUDA or ROCm GPU.
 
-    Apple's and Intel's GPUs, which have no fp64 or are untested, are not used; see `left_alone`.
+    Apple's and Intel's GPUs, which have no fp64 or are untested, are not used; a note says so
+    (`unused_accelerator`).
     """
     return not torch.cuda.is_available()
 
@@ -59,7 +60,7 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def look(local_rank: int) -> Found:
+def inspect_gpus(local_rank: int) -> Found:
     """Inspect the GPUs that a process of this machine can use."""
     kind = "hip" if torch.version.hip is not None else "cuda" if torch.version.cuda else None
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -108,9 +109,9 @@ def problems(found: Found, precision: Precision, local_rank: int, here: int) -> 
     name = f"the GPU of rank {local_rank} here (compute capability {major}.{minor})"
     if not _has_code(found.capability, found.architectures):
         return [
-            f"device: PyTorch {found.build} has no code for {name}: it has "
-            f"{', '.join(found.architectures)}; install a build for it, such as one of CUDA 12.6 "
-            "(make setup TORCH=torch==...+cu126 for a V100 or older)"
+            f"device: PyTorch {found.build} does not support {name}, only "
+            f"{', '.join(found.architectures)}; install a build that does, such as one for CUDA "
+            "12.6 (make setup TORCH=torch==...+cu126) for a V100 or older"
         ]
     if precision == "bf16" and found.capability < BF16_FROM:
         return [
@@ -123,7 +124,7 @@ def problems(found: Found, precision: Precision, local_rank: int, here: int) -> 
 def _unusable(found: Found) -> list[str]:
     hidden = found.visible is not None and found.visible.strip() in ("", "-1")
     if not found.listed or found.kind is None or hidden:
-        return []  # trains on the CPU; `left_alone` gives the reason
+        return []  # trains on the CPU; `unused_accelerator` gives the reason
     gpus = f"{len(found.listed)} x {found.listed[0]}"
     if found.kind == "cuda" and found.visible is not None:
         last = len(found.listed) - 1
@@ -138,13 +139,13 @@ def _unusable(found: Found) -> list[str]:
     ]
 
 
-def left_alone(found: Found) -> list[str]:
+def unused_accelerator(found: Found) -> list[str]:
     """A note if a machine has an accelerator but trains on its CPU."""
     if found.usable:
         return []
     other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if other is not None:
-        reason = f"nothing of this toolkit has run on PyTorch's {other.type}"
+        reason = f"this toolkit is untested on {other.type} devices"
     elif not found.listed:
         return []
     elif found.kind is None:
@@ -202,13 +203,13 @@ def too_full(predicted: float, free: int, total: int, users: Callable[[], list[s
     others = users()
     who = f", by {'; '.join(others)}" if others else ""
     return (
-        f"device: {units.size(predicted)} are predicted, and {units.size(free)} of "
-        f"{units.size(total)} are free on this GPU: the rest is in use{who}; end that, choose "
-        f"another GPU by {VISIBLE}, or lower batch.micro_rows"
+        f"device: the plan predicts {units.size(predicted)}, but only {units.size(free)} of "
+        f"{units.size(total)} are free on this GPU: the rest is in use{who}; stop that process, "
+        f"choose another GPU with {VISIBLE}, or lower batch.micro_rows"
     )
 
 
-def users() -> list[str]:
+def gpu_processes() -> list[str]:
     """Processes with memory on a GPU of this machine, from NVIDIA's driver."""
     try:
         answer = subprocess.run(
@@ -216,10 +217,10 @@ def users() -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return users_of(answer.stdout, os.getpid())
+    return processes_of(answer.stdout, os.getpid())
 
 
-def users_of(answer: str, own: int) -> list[str]:
+def processes_of(answer: str, own: int) -> list[str]:
     """Readable descriptions of the processes that `nvidia-smi` lists, without process `own`."""
     found: list[str] = []
     for line in answer.splitlines():

@@ -61,7 +61,7 @@ class Meshes:
 
 
 @contextlib.contextmanager
-def cutting(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[str, Any]]:
+def dividing(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[str, Any]]:
     """Context in which `from_pretrained` with the yielded arguments loads only the local part.
 
     It replaces three behaviors of transformers 5.23: building its own mesh without other axes,
@@ -91,7 +91,7 @@ def cutting(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[s
     for name, function in replaced.items():
         setattr(mixin, name, function)
     try:
-        if not _cuts(axes):
+        if not _divides(axes):
             yield {}
             return
         sizes = {"tp_size": axes.tensor, "pp_size": axes.pipeline, "ep_size": axes.experts}
@@ -103,16 +103,16 @@ def cutting(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[s
             setattr(mixin, name, function)
 
 
-def _cuts(axes: Axes) -> bool:
+def _divides(axes: Axes) -> bool:
     """Whether weights are divided between processes before FSDP2."""
     return axes.tensor * axes.pipeline * axes.experts > 1
 
 
-def cut(model: Any, meshes: Meshes, device: torch.device, axes: Axes) -> nn.Module:
+def divide(model: Any, meshes: Meshes, device: torch.device, axes: Axes) -> nn.Module:
     """The local part of a model that was built complete, on this process's device."""
-    if not _cuts(axes):
+    if not _divides(axes):
         return model.to(device)
-    with cutting(meshes, device, axes) as words:
+    with dividing(meshes, device, axes) as words:
         config, _, given = model.prepare_distribute_model(words["distributed_config"])
         model = model.maybe_distribute_model(model, config, given)
     if model.get_output_embeddings() is not None and not is_elsewhere(

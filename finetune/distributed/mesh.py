@@ -109,11 +109,11 @@ class MeshEngine(Native):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
-        with layers.cutting(self.meshes, self.device, self.plan.backend.axes) as words:
+        with layers.dividing(self.meshes, self.device, self.plan.backend.axes) as words:
             yield words
 
     def divide(self, model: nn.Module) -> nn.Module:
-        return layers.cut(model, self.meshes, self.device, self.plan.backend.axes)
+        return layers.divide(model, self.meshes, self.device, self.plan.backend.axes)
 
     def attention(self, config: PreTrainedConfig, core: str) -> str:
         if self.plan.mesh.sequence == 1:

@@ -205,7 +205,7 @@ def refuse_full_gpu(engine: Engine, forecast: Forecast | None) -> None:
     if engine.device.type != "cuda" or forecast is None:
         return
     free, total = torch.cuda.mem_get_info(engine.device)
-    found = device.too_full(forecast.peak_memory, free, total, device.users)
+    found = device.too_full(forecast.peak_memory, free, total, device.gpu_processes)
     problems = [problem for problem in checkpoint.gather(engine, found) if problem is not None]
     if problems:
         raise FinetuneError(*dict.fromkeys(problems))

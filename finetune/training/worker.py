@@ -61,7 +61,7 @@ def train(
         timeout = datetime.timedelta(minutes=options.timeout_minutes)
         with Interruption() as interruption:
             engine = build(plan, nvme, timeout)
-            return Worker(engine, run, options, interruption).go()
+            return Worker(engine, run, options, interruption).train()
     finally:
         if plan.processes == 1:
             # A notebook may train again with another plan, or do something else.
@@ -95,7 +95,7 @@ class Worker:
         self.heartbeat = self._heartbeat()
         self.training = stages(engine, run, options, self.interruption, self.heartbeat)
 
-    def go(self) -> Run:
+    def train(self) -> Run:
         """Train to the end and return the run."""
         with self.training.resources:
             self.heartbeat.start()

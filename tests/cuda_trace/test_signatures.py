@@ -45,10 +45,10 @@ def test_a_gpu_that_this_build_cannot_use_is_refused(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (problem,) = device.problems(device.look(0), "bf16", 0, 1)
+    (problem,) = device.problems(device.inspect_gpus(0), "bf16", 0, 1)
     start = f"device: PyTorch {torch.__version__} cannot use this machine's 1 x NVIDIA H100"
     assert problem.startswith(start)
     assert "install a build of PyTorch for it, or set CUDA_VISIBLE_DEVICES= " in problem
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    (problem,) = device.problems(device.look(0), "bf16", 0, 1)
+    (problem,) = device.problems(device.inspect_gpus(0), "bf16", 0, 1)
     assert problem.startswith("CUDA_VISIBLE_DEVICES=3: names no GPU of this machine")

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from finetune.distributed.base import Engine
-from finetune.distributed.layers import cut
+from finetune.distributed.layers import divide
 from finetune.distributed.mesh import MeshEngine
 from finetune.errors import FinetuneError
 from finetune.kernels.head import LabelledHead
@@ -91,7 +91,9 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
                 short, attn_implementation=engine.attention(short, implementation), dtype=dtype
             )
             if isinstance(engine, MeshEngine):
-                network: Any = cut(network, engine.meshes, torch.device("meta"), plan.backend.axes)
+                network: Any = divide(
+                    network, engine.meshes, torch.device("meta"), plan.backend.axes
+                )
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
             if isinstance(error, KeyError) and error.args == (UNPADDED,):
                 raise FinetuneError(
