@@ -135,8 +135,11 @@ def test_what_the_record_does_not_hold_is_not_on_the_page(tmp_path: Path) -> Non
 
 def test_everything_that_was_written_is_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path, whole_run())
-    counts = {"samples": 5, "rows": 4, "by_source": [{"source": "a.jsonl", "rows": 4}]}
-    write_json(run.data, {"train": counts, "eval": {**counts, "rows": 1, "by_source": []}})
+    counts = {"samples": 5, "eaten": 1, "bad": 0, "rows": 4, "sha256": "ab"}
+    sources = [{"source": "a.jsonl", "rows": 4, "bad": 0}]
+    counts |= {"first": {"eaten": "a.jsonl, row 2"}, "by_source": sources, "wanted": None}
+    other = {"samples": 5, "eaten": 0, "rows": 1, "sha256": "cd", "by_source": []}
+    write_json(run.data, {"train": counts, "eval": other})
     held = [
         {"parameters": 130_016, "optimizer": 6_172},
         {"parameters": 130_016, "optimizer": 6_173},
@@ -156,7 +159,11 @@ def test_everything_that_was_written_is_shown(tmp_path: Path) -> None:
     assert page.rows["data"] == [
         ["", "train", "eval"],
         ["samples", "5", "5"],
+        ["samples without an answer after truncation", "1", "0"],
         ["rows", "4", "1"],
+        ["train", "ab"],
+        ["eval", "cd"],
+        ["samples without an answer after truncation", "a.jsonl, row 2"],
         ["source", "rows"],
         ["a.jsonl", "4"],
     ]
@@ -178,6 +185,18 @@ def test_everything_that_was_written_is_shown(tmp_path: Path) -> None:
     assert page.rows["proofs"] == [["passed", "yes"], ["check", "equal"], ["resume", "no"]]
     assert page.rows["environment"] == [["python", "3.11.7"], ["torch", "2.13.0"]]
     assert "'a b' c" in page.text
+
+
+def test_an_online_run_is_drawn_by_its_reward(tmp_path: Path) -> None:
+    """The loss of its evaluation is a negative reward, and is not beside that of training."""
+    start = dataclasses.replace(START, unit="completions")
+    steps = [dataclasses.replace(trained(n), metrics={"reward": n / 4}) for n in (1, 2)]
+    measured = dataclasses.replace(evaluated(2, -0.5, best=True), metrics={"reward": 0.5})
+    page = page_of(write_run(tmp_path, [start, *steps, measured]))
+    names = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
+    assert names[:2] == ["reward", "loss"]
+    assert names.count("reward") == 1
+    assert "evaluation loss at step" not in page.text
 
 
 def test_html_in_the_data_stays_text(tmp_path: Path) -> None:
@@ -577,6 +596,10 @@ def save_tiny_model(base: Path, adapter: Path | None) -> None:
             "Pretrain of llama from scratch: full weights",
         ),
         ({"model": {"name": "/models/big one/"}, "adapter": None}, "SFT of big one: full weights"),
+        (
+            {"method": "grpo", "model": {"name": "runs/first/final"}, "adapter": None},
+            "GRPO of first: full weights",
+        ),
     ],
 )
 def test_a_run_is_named_after_its_recipe(changes: dict[str, Any], expected: str) -> None:

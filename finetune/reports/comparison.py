@@ -170,6 +170,8 @@ def _charts(names: Sequence[str], histories: Sequence[History]) -> list[Chart]:
             for number, (name, points) in enumerate(zip(names, each, strict=True))
             if finite(points)
         ]
+        if all(len(finite(curve.points)) < 2 for curve in curves):
+            continue  # the table has single values
         drawing = draw(curves, label=kind, show=lambda value: f"{value:.4g}", size="wide")
         if drawing:
             charts.append(Chart(kind, "wide", drawing, curves))

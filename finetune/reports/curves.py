@@ -132,7 +132,7 @@ def _frame(points: Sequence[Point], size: str, from_zero: bool) -> _Frame:
     low = min(0.0, low) if from_zero else low
     constant = abs(high) / 2 or 1.0  # padding that centers a constant curve
     pad = 0.05 * (high - low) if high > low else constant
-    bottom = low if from_zero and low == 0 and high > 0 else low - pad
+    bottom = low if low == 0 and (high == 0 or from_zero) else low - pad
     width, height = WIDTHS[size]
     last = last if last > first else first + 1
     return _Frame(width, height, (first, last), (bottom, high + pad))
@@ -152,7 +152,7 @@ def _axes(frame: _Frame, show: Callable[[float], str]) -> list[str]:
     for step in steps:
         x, _ = frame.place((step, frame.values[0]))
         parts.append(f'<text class="step" x="{x:.1f}" y="{bottom + 20}">{step:,.0f}</text>')
-    parts.append(f'<text class="value" x="{MARGIN_LEFT - 8}" y="{bottom + 20}">step</text>')
+    parts.append(f'<text class="value" x="{MARGIN_LEFT - 22}" y="{bottom + 20}">step</text>')
     parts.append(
         f'<line class="axis" x1="{MARGIN_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
     )

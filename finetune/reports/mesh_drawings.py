@@ -24,6 +24,13 @@ PARTS = (
     "casts", "buckets", "reduction", "inputs", "update", "teacher",
 )  # fmt: skip
 """Components of a moment's memory, in stacking order."""
+PART_WORDS: Mapping[str, str] = {
+    "units": "gathered weights",
+    "hand-overs": "tensors between stages",
+    "casts": "weights in 16 bits",
+    "reduction": "gradients being reduced",
+}
+"""Names of components in legends, where they differ."""
 SHOWN_SLOTS = 12
 """Micro-batches drawn of a schedule; further ones repeat the pattern."""
 
@@ -90,7 +97,7 @@ def mesh(axes: Axes, shape: Mesh, layers: int, sent: Mapping[str, float], per_no
             if stage + 1 < axes.pipeline and (stage + 1) % line:
                 x, y = left + wide - 36, top + 40
                 yield f'<path class="link" d="M{x:.1f} {y:.1f}h30m-6 -4l6 4l-6 4"/>'
-                yield text(x + 15, y - 8, size(sent.get("pipeline", 0.0)), "middle")
+                yield text(x + 14, y - 8, size(sent.get("pipeline", 0.0)), "middle tiny")
 
     rows = -(-axes.pipeline // line)
     return drawing(WIDTH, rows * high, parts(), "which process holds what")
@@ -145,7 +152,7 @@ def memory(peaks: Sequence[Moment], usable: float | None, measured: Sequence[int
                 count = moment.parts.get(name, 0.0)
                 if not count:
                     continue
-                about = f"{name}: {size(count)}"
+                about = f"{PART_WORDS.get(name, name)}: {size(count)}"
                 yield box(x, y, count * scale, high - 10, f"part {name}", about)
                 x += count * scale
             label = size(moment.total)
@@ -154,7 +161,7 @@ def memory(peaks: Sequence[Moment], usable: float | None, measured: Sequence[int
                 yield f'<path class="measured" d="M{at:.1f} {y - 3:.1f}v{high - 4:.1f}"/>'
                 label += f", measured {size(measured[stage])}"
                 x = max(x, at)
-            yield text(x + 8, y + 15, f"{label}  {'' if measured else moment.name}")
+            yield text(x + 8, y + 15, label if measured else f"{label}, {moment.name}")
         if limit is not None:
             at, bottom = 70 + limit * scale, len(peaks) * high + 4
             yield f'<path class="limit" d="M{at:.1f} 0v{bottom:.1f}"/>'

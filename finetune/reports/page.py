@@ -15,13 +15,14 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
+from finetune.reports import mesh_drawings
 from finetune.reports.curves import MANY, Curve, Point, draw, finite, smooth
 from finetune.reports.run_mesh import drawings
 from finetune.reports.sections import sections
 from finetune.reports.tables import cell
 from finetune.runs import units
 from finetune.runs.environment import command_line, public
-from finetune.runs.metrics import History, read_history
+from finetune.runs.metrics import Evaluated, History, Trained, read_history
 from finetune.runs.run import Run, of_record, read_object, write_whole
 from finetune.runs.summary import (
     exact_answers,
@@ -68,6 +69,7 @@ def report(run: Run) -> Path:
                 tiles=tiles,
                 charts=charts,
                 processes=processes,
+                part_words=mesh_drawings.PART_WORDS,
                 sections=parts,
                 samples=samples[:SHOWN_SAMPLES],
                 exact=exact,
@@ -152,16 +154,23 @@ class Chart:
 def _charts(history: History) -> list[Chart]:
     """The charts that have at least one value."""
     trained = history.trained
+    online = bool(history.starts) and history.starts[-1].unit == "completions"
     losses: list[Point] = [(record.step, record.loss) for record in trained]
     measured: list[Point] = [(record.step, record.loss) for record in history.evaluated]
     curves = [Curve("training loss", losses, "raw" if len(losses) >= MANY else "smooth")]
     if len(losses) >= MANY:
         curves.append(Curve("smoothed", smooth(losses), "smooth"))
-    curves.append(Curve("evaluation loss", measured, "dots"))
-    best = (history.best.step, history.best.loss) if history.best else None
+    charts = list[Chart]()
+    if online:  # the loss of an evaluation is its negative reward
+        charts.append(_measured(history, "reward", "wide"))
+    else:
+        curves.append(Curve("evaluation loss", measured, "dots"))
+    best = (history.best.step, history.best.loss) if history.best and not online else None
     curves = [curve for curve in curves if finite(curve.points)]
-    drawing = draw(curves, label="loss", show=_short, size="wide", best=best)
-    charts = [Chart("loss", "wide", drawing, curves)]
+    size = "small" if online else "wide"
+    charts.append(
+        Chart("loss", size, draw(curves, label="loss", show=_short, size=size, best=best), curves)
+    )
     scale, unit = (2**30, "GiB") if history.peak_memory >= 2**30 else (2**20, "MiB")
     for name, points, show in (
         ("learning rate", [(r.step, r.lr) for r in trained], units.learning_rate),
@@ -174,17 +183,23 @@ def _charts(history: History) -> list[Chart]:
         drawing = draw([curve], label=name, show=show, from_zero=True)
         charts.append(Chart(name, "small", drawing))
     for name in _measured_names(history):
-        curves = [
-            Curve("training", [(r.step, r.metrics.get(name, math.nan)) for r in trained], "smooth"),
-            Curve(
-                "evaluation",
-                [(r.step, r.metrics.get(name, math.nan)) for r in history.evaluated],
-                "dots",
-            ),
-        ]
-        curves = [curve for curve in curves if finite(curve.points)]
-        charts.append(Chart(name, "small", draw(curves, label=name, show=_short), curves))
+        if not (online and name == "reward"):
+            charts.append(_measured(history, name, "small"))
     return [chart for chart in charts if chart.drawing]
+
+
+def _measured(history: History, name: str, size: Literal["wide", "small"]) -> Chart:
+    """The chart of a metric in training and in evaluations."""
+    looks: list[tuple[str, Sequence[Trained | Evaluated], Literal["smooth", "dots"]]] = [
+        ("training", history.trained, "smooth"),
+        ("evaluation", history.evaluated, "dots"),
+    ]
+    curves = [
+        Curve(kind, [(r.step, r.metrics.get(name, math.nan)) for r in records], look)
+        for kind, records, look in looks
+    ]
+    curves = [curve for curve in curves if finite(curve.points)]
+    return Chart(name, size, draw(curves, label=name, show=_short, size=size), curves)
 
 
 def _measured_names(history: History) -> list[str]:

@@ -48,6 +48,7 @@ def _text(prediction: Prediction) -> str:
             mesh=draw.mesh(axes, plan.mesh, prediction.source.shape.layers, sent, machine.per_node),
             memory=draw.memory(peaks, prediction.usable),
             parts=draw.parts_of(peaks),
+            part_words=draw.PART_WORDS,
             links=_links(prediction),
             schedule=draw.schedule(axes, plan.accumulation) if pipeline else None,
             schedule_words=_schedule_words(plan) if pipeline else "",

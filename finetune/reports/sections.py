@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.planner.mesh import AXES, Mesh
+from finetune.reports.data_tables import data_tables
 from finetune.reports.proof_page import proof_tables
 from finetune.reports.tables import Cell, Table, cell_of, tables, words
 from finetune.runs import units
@@ -33,7 +34,7 @@ def sections(run: Run, history: History) -> list[Section]:
 
 def _sections(run: Run, history: History) -> Iterator[Section]:
     def data() -> list[Table]:
-        return list(tables(read_object(run.data))) or _data(history)
+        return list(data_tables(read_object(run.data))) or _data(history)
 
     def environment() -> list[Table]:
         known = read_object(run.environment)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from finetune.runs import units
@@ -23,7 +23,7 @@ class Table:
         """Whether a column is right-aligned: every non-empty cell starts with a digit, apart from
         its sign.
         """
-        cells = [cell(row[column]) for row in self.rows if row[column] not in (None, "")]
+        cells = [cell(row[column]) for row in self.rows if row[column] not in (None, "", "-")]
         return bool(cells) and all(text.lstrip("+-")[:1].isdigit() for text in cells)
 
 
@@ -55,7 +55,7 @@ def tables(record: Any, heading: str = "") -> Iterator[Table]:
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     """Values that fit into a cell: neither mappings, nor empty or nested lists."""
-    return {name: value for name, value in record.items() if value != [] and _is_plain(value)}
+    return {name: value for name, value in record.items() if value != [] and is_plain(value)}
 
 
 def _alike(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ def _listed(rows: Sequence[Any], heading: str) -> Iterator[Table]:
     yield Table(cells, [words(name) for name in names], heading)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether a value fits into a cell: not a mapping, and not a list of mappings or lists."""
     if isinstance(value, list):
         return all(not isinstance(item, Mapping | list) for item in value)
@@ -83,18 +83,25 @@ def _is_plain(value: Any) -> bool:
 
 
 def cell_of(name: str, value: Any) -> Cell:
-    """A value of a JSON record as a cell; numbers of bytes are recognized by their name."""
-    if isinstance(value, list) and _is_plain(value):
+    """A value of a JSON record as a cell; its unit is recognized by its name."""
+    if isinstance(value, list) and is_plain(value):
         return ", ".join(cell(item) for item in value)
     if isinstance(value, list | Mapping):
         return json.dumps(value, ensure_ascii=False)
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and name.endswith(("bytes", "memory"))
-    ):
-        return units.size(value)
-    return value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return value
+    known = name.rpartition("/")[2]
+    return next((show(value) for ends, show in UNITS.items() if known.endswith(ends)), value)
+
+
+UNITS: Mapping[tuple[str, ...], Callable[[float], str]] = {
+    ("bytes", "memory"): units.size,
+    ("flops_per_second",): lambda rate: f"{rate / 1e9:,.1f} GFLOP/s",
+    ("tokens_per_second",): units.count,
+    ("seconds",): units.duration,
+    ("mfu",): lambda part: units.share(part, 1),
+}
+"""Formats of numbers, by how their names end."""
 
 
 def words(name: str) -> str:

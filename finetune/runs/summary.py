@@ -58,9 +58,14 @@ def base_model(recipe: Mapping[str, Any]) -> str:
     model = recipe.get("model") or {}
     name = model.get("name")
     if name:
-        return hub_name(name) or Path(name).resolve().name
+        return hub_name(name) or _folder_name(Path(name).resolve())
     architecture = (model.get("config") or {}).get("model_type")
     return f"{architecture} from scratch" if architecture else "a model"
+
+
+def _folder_name(folder: Path) -> str:
+    """A folder's name; that of the run for its `final/`."""
+    return folder.parent.name if folder.name == "final" else folder.name
 
 
 def technique(recipe: Mapping[str, Any]) -> str:
@@ -79,7 +84,7 @@ def title(recipe: Mapping[str, Any]) -> str:
     """Title of a run, such as `SFT of SmolLM2-135M: LoRA, r=16`."""
     method = str(recipe.get("method", "training")).rpartition(":")[2]
     verbs = {"simpo": "SimPO"} | {
-        each: each.upper() for each in ("sft", "dpo", "kto", "orpo", "cpo")
+        each: each.upper() for each in ("sft", "dpo", "kto", "orpo", "cpo", "grpo", "rloo")
     }
     verb = verbs.get(method, method.capitalize())
     return f"{verb} of {base_model(recipe)}: {technique(recipe)}"

@@ -57,6 +57,8 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    if seconds < 0.01:
+        return f"{1e3 * seconds:.2g} ms"
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     if seconds < 3600:
