@@ -43,7 +43,7 @@ prove: $(READY) ## Prove every backend with LoRA, QLoRA and all weights, on two 
 		--output proofs/divided $(ARGS)
 
 test: $(READY) ## Run the everyday tests, two files at a time: WORKERS=1 for one.
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
+	$(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
 
 test-slow: $(READY) ## Run the tests that take longer.
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL) $(ARGS)
@@ -61,7 +61,7 @@ test-cuda-trace: $(READY) ## Trace what runs on a GPU with a CUDA build of PyTor
 
 coverage: $(READY) ## Run the everyday tests and say which share of the lines they run.
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -m "not slow and not gpu" $(ARGS)
+	$(MAKE) test COVERAGE=yes
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
