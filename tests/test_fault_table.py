@@ -1,14 +1,17 @@
 """Faults x phases of a run: each ends as stated; started again, a run ends as if none had been."""
 
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, Tiny, environment, write_recipe
 
+from benchmarks.kills import worker_environments
 from finetune.runs.manifest import sha256
 from finetune.runs.run import Run
 
@@ -51,9 +54,14 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     assert server.stdout is not None
     stdin, stdout = server.stdin, server.stdout
 
-    def ask(log: Path, words: list[str], cache: Path, fault: tuple[str, str] | None = None) -> int:
+    def ask(
+        log: Path, words: list[str], cache: Path, fault: tuple[str, str] | None = None,
+        launched: Sequence[dict[str, str]] = ({},), faulty_rank: int = 0,
+    ) -> int:  # fmt: skip
+        log.write_text("")
         job = {
-            "words": words, "log": str(log), "fault": fault, "env": {"FINETUNE_CACHE": str(cache)},
+            "words": words, "log": str(log), "fault": fault, "faulty_rank": faulty_rank,
+            "ranks": [{"FINETUNE_CACHE": str(cache), **variables} for variables in launched],
         }  # fmt: skip
         stdin.write(json.dumps(job) + "\n")
         stdin.flush()
@@ -83,19 +91,37 @@ class Trained:
         self.straight = Run(folder / "straight")
         assert self.train(self.straight) == 0, self.told
 
+    @functools.cached_property
+    def straight_on_two(self) -> Run:
+        run = Run(self.folder / "straight-on-two")
+        assert self.train_on_two(run) == 0, self.told
+        return run
+
     def train(self, run: Run, fault: tuple[str, str] | None = None) -> int:
-        words = [
+        return self.ask(self.words(run), fault, self.cache(run))
+
+    def train_on_two(
+        self, run: Run, fault: tuple[str, str] | None = None, faulty_rank: int = 0
+    ) -> int:
+        words = [*self.words(run), "--timeout", "0.1"]
+        return self.ask(words, fault, self.cache(run), worker_environments("ddp", 2), faulty_rank)
+
+    def words(self, run: Run) -> list[str]:
+        return [
             "train", str(self.recipe), "--precision", "fp32", "--no-plot", "--resume", "auto",
             "--output", str(run.root),
         ]  # fmt: skip
-        return self.ask(words, fault, self.folder / f"{run.root.name}-cache")
+
+    def cache(self, run: Run) -> Path:
+        return self.folder / f"{run.root.name}-cache"
 
     def ask(
-        self, words: list[str], fault: tuple[str, str] | None = None, cache: Path | None = None
-    ) -> int:
+        self, words: list[str], fault: tuple[str, str] | None = None, cache: Path | None = None,
+        *ranks: Any,
+    ) -> int:  # fmt: skip
         self.log = self.folder / "last.log"
         self.log.with_suffix(".met").unlink(missing_ok=True)
-        return self.serve(self.log, words, cache or self.folder / "cache", fault)
+        return self.serve(self.log, words, cache or self.folder / "cache", fault, *ranks)
 
     @property
     def told(self) -> str:
@@ -131,6 +157,31 @@ def test_a_run_that_meets_a_fault_is_continued_to_the_same_end(
         trained.refuse_silence(fault)
     assert trained.train(run) == 0, trained.told
     assert outcome(run) == outcome(trained.straight)
+
+
+HANGS = {
+    "load": (1, r"/model/generation_config\.json$"),
+    "record": (0, PHASES["record"]),
+    "first step": (0, PHASES["first step"]),
+    "save": (1, r"/\.step-00000002\.partial/"),
+    "best": (0, PHASES["best"]),
+    "publish": (0, PHASES["publish"]),
+    "card": (0, PHASES["card"]),
+}
+"""Phases in which one of two ranks hangs: the rank, and a file that it opens, makes or renames."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", HANGS)
+def test_a_rank_that_hangs_is_named_and_the_run_is_continued(trained: Trained, phase: str) -> None:
+    rank, file = HANGS[phase]
+    run = Run(trained.folder / f"hang-{phase.replace(' ', '-')}")
+    assert trained.train_on_two(run, ("hang", file), rank) == 1, trained.told
+    assert trained.log.with_suffix(".met").exists(), "no file of this phase was opened"
+    assert f"rank {rank} (process " in trained.told
+    assert "Traceback" not in trained.told, trained.told
+    assert trained.train_on_two(run) == 0, trained.told
+    assert outcome(run) == outcome(trained.straight_on_two)
 
 
 @pytest.mark.slow

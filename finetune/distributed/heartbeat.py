@@ -33,6 +33,8 @@ from finetune.errors import TrainingFailure
 from finetune.process import rendezvous
 from finetune.runs.run import write_json
 
+UNREACHABLE = (DistError, RuntimeError)
+"""Errors of the rendezvous store after the process that serves it has ended."""
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 """Seconds without a beat after which a rank counts as gone, if a collective has failed."""
@@ -122,7 +124,7 @@ class Heartbeat:
             while not self._stopped.wait(BEAT_SECONDS if self._number else 0):
                 self._beat()
                 self._listen()
-        except (DistError, RuntimeError):
+        except UNREACHABLE:
             pass  # the store is gone; a failing collective will report it
         self._wait_alone()
 
@@ -183,9 +185,10 @@ class Heartbeat:
     # In the main thread, after a collective has failed.
 
     def report_failure(self, message: str) -> None:
-        """Publish a message with which the other ranks end."""
+        """Publish a message with which the other ranks end, if the store can still be reached."""
         if self._store is not None:
-            self._publish(message)
+            with contextlib.suppress(*UNREACHABLE):
+                self._publish(message)
 
     def explain(self, error: BaseException) -> TrainingFailure | None:
         """Explain a failed collective by the ranks that are gone or behind; None for other errors.
@@ -209,24 +212,29 @@ class Heartbeat:
             message = self._published()
             if message is None:
                 message = self._publish(self._describe(self._losses()))
-        except (DistError, RuntimeError):
-            message = (
-                f"step {self.step}: the rendezvous store at "
-                f"{self._meeting[0]}:{self._meeting[1]} on the host of rank 0 cannot be reached; "
-                f"{self._standing()}"
-            )
+        except UNREACHABLE:
+            message = self._unreachable()
         return TrainingFailure(f"{message} (seen by rank {self._rank}: {first_line})")
 
     def lost_local_rank(self) -> TrainingFailure | None:
         """The loss of a rank of this host, if it is why torch's agent terminates this rank."""
         until = time.monotonic() + 2 * BEAT_SECONDS
         while self._store is not None and time.monotonic() < until:
-            gone = [f"{name(beat)} ended without an error message" for beat in self._read_all()
-                    if gone_here(beat)]  # fmt: skip
-            if gone:
-                return TrainingFailure(self._publish(self._describe(gone)))
+            try:
+                gone = [f"{name(beat)} ended without an error message"
+                        for beat in self._read_all() if gone_here(beat)]  # fmt: skip
+                if gone:
+                    return TrainingFailure(self._publish(self._describe(gone)))
+            except UNREACHABLE:
+                return TrainingFailure(self._unreachable())
             time.sleep(0.2)
         return None
+
+    def _unreachable(self) -> str:
+        return (
+            f"step {self.step}: the rendezvous store at {self._meeting[0]}:{self._meeting[1]} on "
+            f"the host of rank 0 cannot be reached; {self._standing()}"
+        )
 
     def _published(self) -> str | None:
         if self._store is None or not self._store.check([f"{self._prefix}/lost"]):
