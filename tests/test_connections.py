@@ -1,6 +1,8 @@
 """Connections of the server that send slowly, or for other names than its own, are refused."""
 
 import asyncio
+import contextlib
+import re
 import socket
 import threading
 import time
@@ -45,12 +47,14 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def all_of(port: int, *parts: bytes) -> bytes:
     """What the server sends until it closes the connection, with pauses between the parts."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
-        for part in parts:
-            client.sendall(part)
-            time.sleep(0.05)
         found = b""
-        while more := client.recv(4096):
-            found += more
+        with contextlib.suppress(ConnectionError):  # it refuses before it has read everything
+            for part in parts:
+                client.sendall(part)
+                time.sleep(0.05)
+        with contextlib.suppress(ConnectionError):
+            while more := client.recv(4096):
+                found += more
         return found
 
 
@@ -64,6 +68,30 @@ def test_slow_headers_and_bodies_time_out(port: int) -> None:
     assert cut.startswith(b"HTTP/1.1 408")
     assert b"1 bytes of the body arrived within 0.3 seconds" in cut
     assert all_of(port, whole * 3, HEAD[:9]).count(b"HTTP/1.1 200") == 3  # pipelined
+
+
+MEBIBYTE = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
+CLOSED = b"Connection: close\r\n"
+MALFORMED: dict[str, tuple[bytes, list[int]]] = {
+    "no HTTP": (b"\x00\x01\r\n\r\n", [400]),
+    "a long header": (HEAD + b"X: " + b"a" * 200_000 + b"\r\n\r\n", [400]),
+    "many headers": (HEAD + b"X: a\r\n" * 50_000 + b"\r\n", [400]),
+    "a chunk without a size": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", [400]),
+    "a long chunked body": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + 9 * MEBIBYTE, [413]),
+    "a negative length": (HEAD + b"Content-Length: -1\r\n\r\n{}", [400]),
+    "two lengths": (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", [400]),
+    "a longer body": (HEAD + b"Content-Length: 2\r\n\r\n{}{}\r\n\r\n", [200, 400]),
+    "a shorter body": (HEAD + b"Content-Length: 9\r\n\r\n{}", [408]),
+    "a huge length": (HEAD + b"Content-Length: 99999999999\r\n\r\n" + b"x" * 9 * 2**20, [413]),
+}
+
+
+def test_malformed_requests_are_refused_and_the_server_goes_on(port: int) -> None:
+    for name, (request, statuses) in MALFORMED.items():
+        found = re.findall(rb"HTTP/1.1 (\d+)", all_of(port, request))
+        assert list(map(int, found)) == statuses, name
+        sound = all_of(port, HEAD + CLOSED + b"Content-Length: 2\r\n\r\n{}")
+        assert sound.startswith(b"HTTP/1.1 200"), name
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,11 @@ def test_the_page_compares_base_and_tuned_answers(server, tmp_path):
         page.get_by_label("message").fill("again")
         page.keyboard.press("Enter")
         sync_api.expect(page.locator(".error").first).to_contain_text("temperature")
+        for width in (1200, 390):
+            page.set_viewport_size({"width": width, "height": 400})
+            inside = "document.documentElement.scroll%s <= inner%s"
+            assert page.evaluate(inside % ("Height", "Height")), width
+            assert page.evaluate(inside % ("Width", "Width")), width
         browser.close()
     assert [text.strip() for text in shown] == [
         wanted(server, True).strip(),

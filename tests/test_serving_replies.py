@@ -2,12 +2,17 @@
 
 from types import SimpleNamespace
 
+import torch
+from fastapi.testclient import TestClient
 from openai.types.chat import ChatCompletion
 from test_serving import ASKED, TOOL
+from tiny_run import save_base, tiny_llama
 
 from finetune.data.chat.written_calls import HERMES
 from finetune.serving.answer import Answer, UntilStop
+from finetune.serving.app import build_app
 from finetune.serving.bodies import Chat
+from finetune.serving.models import open_models
 from finetune.serving.requests import ChatRequest
 
 
@@ -43,3 +48,26 @@ def test_a_written_call_becomes_one_of_the_api():
     )
     assert reply["choices"][0]["message"]["content"] == broken
     assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_model_that_computes_nan_is_named_and_the_server_goes_on(tmp_path):
+    broken = tiny_llama()
+    with torch.no_grad():
+        broken.get_output_embeddings().weight[3] = torch.nan
+    models = {
+        name: open_models(save_base(model, tmp_path / name), name)[name]
+        for name, model in (("broken", broken), ("sound", tiny_llama()))
+    }
+    told = "model broken: the largest logit of token 1 is nan, expected a number"
+    with TestClient(build_app(models), base_url="http://localhost") as client:
+        for fields in ({}, {"logprobs": True}, {"temperature": 1.0}):
+            body = {"messages": ASKED, "max_tokens": 4, **fields}
+            reply = client.post("/v1/chat/completions", json=body)
+            error = reply.json()["error"]
+            assert (reply.status_code, error["type"]) == (500, "server_error")
+            assert error["message"].startswith(told)
+        streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
+        assert told in streamed.text
+        reply = client.post("/v1/chat/completions", json={**body, "model": "sound"})
+        assert reply.json()["usage"]["completion_tokens"] == 4
+        assert client.get("/health").json() == {"status": "ok", "requests": 0}

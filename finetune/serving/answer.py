@@ -1,6 +1,7 @@
 """The answer to one request: tokens with log-probabilities, and text up to a stop sequence."""
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,10 @@ WITHOUT_LIMIT = 512
 """Maximum tokens of an answer if neither the request nor the model has a limit."""
 
 
+class BrokenModel(Exception):
+    """The model computes no usable logits."""
+
+
 def room(served: Served, question: Question) -> int:
     """Maximum number of tokens of an answer.
 
@@ -98,8 +103,18 @@ class Growing:
         return self._stopped or self._cut.found or self._count >= self.room
 
     def take(self, id: int, logits: torch.Tensor) -> None:
-        """Append a token that was chosen from the logits (vocabulary,) of the model."""
+        """Append a token that was chosen from the logits (vocabulary,) of the model.
+
+        Raises:
+            BrokenModel: the logits contain NaN or infinity, so that no token can be chosen.
+        """
         self._count += 1
+        largest = logits.max().item()  # NaN if there is one
+        if not math.isfinite(largest):
+            raise BrokenModel(
+                f"model {self.served.name}: the largest logit of token {self._count} is {largest}, "
+                "expected a number; its weights are damaged, or too large for its precision"
+            )
         self._stopped = id in self.served.loaded.stops
         if self._stopped:
             return

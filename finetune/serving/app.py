@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.serving.answer import Answer, Question
+from finetune.serving.answer import Answer, BrokenModel, Question
 from finetune.serving.bodies import Chat, Completion, Reply
 from finetune.serving.guard import Guard
 from finetune.serving.models import Served
@@ -122,7 +122,7 @@ def build_app(
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return problem(500, f"{type(error).__name__}: {error}")
+        return problem(500, _failure(error))
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -173,8 +173,8 @@ async def _reply(
             if await request.is_disconnected():
                 raise HTTPException(499, "the client has disconnected")
         return Json(reply.response(answer.result()))
-    except (RuntimeError, MemoryError) as error:  # torch raises them when out of memory
-        return problem(500, f"{type(error).__name__}: {error}")
+    except (BrokenModel, RuntimeError, MemoryError) as error:  # the last two if out of memory
+        return problem(500, _failure(error))
     finally:
         job.cancelled.set()
 
@@ -191,10 +191,14 @@ async def _events(job: Job, pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
             for event in reply.closing(job.answer.result()):
                 yield _event(event)
         except Exception as error:  # the status is already sent: report in an event
-            yield _event(json.loads(bytes(problem(500, f"{type(error).__name__}: {error}").body)))
+            yield _event(json.loads(bytes(problem(500, _failure(error)).body)))
         yield "data: [DONE]\n\n"
     finally:
         job.cancelled.set()
+
+
+def _failure(error: Exception) -> str:
+    return str(error) if isinstance(error, BrokenModel) else f"{type(error).__name__}: {error}"
 
 
 def _event(value: Mapping[str, Any]) -> str:

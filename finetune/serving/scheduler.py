@@ -168,10 +168,13 @@ class _Group:
     def step(self) -> None:
         """Start waiting jobs, and generate one token for each running job."""
         if not self._shared:
-            job = self.jobs[0]
-            answer_alone(job.growing, job.cancelled)
-            self.jobs.remove(job)
-            job.finish()
+            job = self.jobs.pop(0)
+            try:
+                answer_alone(job.growing, job.cancelled)
+            except Exception as error:
+                job.fail(error)
+            else:
+                job.finish()
             return
         self._leave()
         self._begin()
