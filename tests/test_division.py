@@ -413,7 +413,10 @@ from finetune.training import stages
 
 folder, sys.argv = sys.argv[1], sys.argv[:1] + sys.argv[2:]
 KINDS = {"all_reduce": "all-reduce", "allreduce_": "all-reduce", "send": "send",
-         "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
+         "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter",
+         "all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all",
+         "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+PARTS = {"all_gather_into_tensor", "_reduce_scatter_base_"}  # whose first argument is one part
 
 
 def group_of(arguments):
@@ -438,7 +441,7 @@ class Counting(TorchDispatchMode):
             given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             group = group_of(args)
             ranks = torch.distributed.get_process_group_ranks(group)
-            several = len(ranks) if kind == "all-gather" else 1
+            several = len(ranks) if name.split(".")[0] in PARTS else 1
             axis = "tensor" if ranks[-1] - ranks[0] == len(ranks) - 1 else "pipeline"
             axis = axis if len(ranks) < torch.distributed.get_world_size() else "all"
             self.sizes[axis][kind] += several * sum(each.nbytes for each in given)

@@ -190,7 +190,9 @@ class _Step:
         # micro-batches already have that data type.
         if self.fsdp and (workload.accumulation == 1 or workload.synchronise_each):
             reduced = float(workload.reduce_width)
-            reduced *= self.trained_layer if index else self._trained_head()
+            reduced *= (
+                self.trained_layer - self._trained_experts() if index else self._trained_head()
+            )
         reduced += self._unreduced_head()
         return self.moment(
             name,
@@ -241,6 +243,10 @@ class _Step:
         workload = self.workload
         apart = workload.trains("head") and not (workload.root_unit or workload.tied)
         return float(workload.shape.head_weights) if apart else 0.0
+
+    def _trained_experts(self) -> float:
+        """Trained elements of a layer's experts if they are a separate unit, reduced first."""
+        return self.workload.divided_experts if self.workload.adapter is None else 0.0
 
     def _early(self) -> float:
         """Gradients outside layers during the backward pass of the layers."""

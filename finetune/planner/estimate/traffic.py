@@ -45,6 +45,8 @@ def payloads(workload: Workload) -> dict[str, dict[str, float]]:
     stream = float(here.tokens * here.shape.hidden)
     if axes.tensor > 1:
         found["tensor"] = _tensor(workload, here, stream * steps)
+        if axes.experts > 1:
+            found["tensor"]["all-gather"] += _slices(here) * steps
     if axes.parts > 1:
         found["sequence"] = _sequence(workload, here)
     if axes.experts > 1:
@@ -126,8 +128,20 @@ def _experts(workload: Workload, here: Workload) -> dict[str, float]:
     assert shape.experts is not None
     again = workload.checkpointing in ("full", "attention")
     chosen = here.tokens * shape.experts.active / shape.ways
-    each = 2.0 * chosen * shape.hidden * here.numerics.compute
+    each = 2.0 * chosen * shape.hidden * here.numerics.residual
     return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}
+
+
+def _slices(here: Workload) -> float:
+    """Bytes of a micro-batch's tokens that tensor parallel processes gather around the experts.
+
+    Each sends its slice of the tokens to the experts. Their outputs are gathered, and so are the
+    gradients of the tokens and of their routing weights. A checkpoint ends its second pass before.
+    """
+    shape, n = here.shape, here.numerics
+    assert shape.experts is not None
+    each = 2.0 * shape.hidden * n.residual + float(shape.experts.active * n.compute)
+    return shape.layers * here.tokens * each
 
 
 def _shard(workload: Workload, here: Workload) -> dict[str, float]:
@@ -139,13 +153,13 @@ def _shard(workload: Workload, here: Workload) -> dict[str, float]:
     shape, layout = here.shape, workload.layout
     axes, unit = layout.axes, here.unit_bytes
     trained = float(here.sharded)
-    if axes.experts > 1 and shape.experts is not None:
+    if axes.experts > 1:
         # Only this process's experts count, and none of them if no other process has the same.
-        each = shape.experts.count * shape.experts.weights(shape.hidden)
         alone = axes.experts == layout.group * axes.tensor
-        unit -= each * here.frozen_width if alone else 0
+        each = here.divided_experts if alone else 0.0
+        unit -= each * here.frozen_width
         if workload.adapter is None:
-            inner = shape.layer_parameters - (each if alone else 0)
+            inner = shape.layer_parameters - each
             trained = float(shape.layers * inner + shape.outer_parameters)
     reduced = trained * (here.gradient_width if here.scheme != "fsdp" else 4)
     layers, steps = shape.layers * unit, workload.accumulation

@@ -387,6 +387,14 @@ class Workload:
         return self.frozen_layer_bytes - scales + adapters * width
 
     @property
+    def divided_experts(self) -> float:
+        """Elements of a layer's experts on this process if FSDP2 shards them as a separate unit."""
+        experts = self.shape.experts
+        if experts is None or self.layout.axes.experts == 1:
+            return 0.0
+        return float(experts.count * experts.weights(self.shape.hidden))
+
+    @property
     def outer_width(self) -> int:
         """Bytes per weight of a gathered embedding or head."""
         return 4 if self.kbit_prepared else self.compute

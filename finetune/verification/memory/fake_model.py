@@ -25,6 +25,7 @@ from finetune.models import model as models
 from finetune.models.quantization import quantization_config
 from finetune.planner import Plan
 from finetune.planner.kernels import GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES
+from finetune.verification.memory import balanced_experts
 
 UNPADDED = "one_kernel_without_mask"
 """SDPA or flash attention for a batch without padding. transformers 5.23 omits the mask of such a
@@ -36,6 +37,7 @@ def register() -> None:
     AttentionInterface.register(UNPADDED, _attend_in_one_kernel)
     AttentionMaskInterface.register(UNPADDED, lambda *_, **__: None)
     torch.library.register_fake("aten::_grouped_mm", _grouped_product, allow_override=True)
+    balanced_experts.register()
 
 
 def _attend_in_one_kernel(

@@ -171,8 +171,12 @@ class Tracker(TorchDispatchMode):
         return result
 
     def _refilled(self, name: str, args: Sequence[Any]) -> str | None:
-        """The label of gathered weights before they are written: storage not yet tracked."""
-        if name != "aten::view" or args[0].untyped_storage()._cdata in self.storages:
+        """The label of gathered weights before they are written: storage not yet tracked.
+
+        FSDP2 copies the weights of a group of one process into that storage.
+        """
+        refills = name in ("aten::view", "aten::copy_")
+        if not refills or args[0].untyped_storage()._cdata in self.storages:
             return None
         return UNITS
 
@@ -230,21 +234,22 @@ class Tracker(TorchDispatchMode):
         payload = max((tensor.numel() * tensor.itemsize for tensor in tensors + made), default=0)
         for kind, spellings in KINDS.items():
             if any(spelling in operator for spelling in spellings):
-                axis = self._axis(args)
+                axis = self._axis(kind, args)
                 self.collectives.append(Collective(kind, payload, self.phase, axis))
                 return
 
-    def _axis(self, given: Sequence[Any]) -> str:
+    def _axis(self, kind: str, given: Sequence[Any]) -> str:
         """The axis along which the ranks of a collective lie, by its operator's arguments.
 
         Empty where the mesh divides no model. FSDP2 shards over processes that share rows too.
+        Tokens are exchanged for experts along the axes of shards and of tensor parallelism.
         """
         mesh = self.mesh
         if mesh is None or not DIVIDING & mesh.summary().keys():
             return ""
         places = [mesh.place(rank) for rank in _ranks(given)]
         along = {axis for axis in places[0] if len({place[axis] for place in places}) > 1}
-        if along == {"shard", "tensor"} and mesh.experts > 1:
+        if mesh.experts > 1 and (kind == "all_to_all" or along == {"shard", "tensor"}):
             return "experts"
         if along and along <= {"shard", "sequence"}:
             sharding = any(mark.startswith("FSDP::") for mark in self.marks)

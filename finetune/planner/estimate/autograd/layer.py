@@ -362,7 +362,7 @@ class Layer:
         shape, n, tape = self.shape, self.numerics, self.tape
         assert shape.experts is not None
         chosen = self.tokens * shape.experts.active / shape.ways
-        size = chosen * shape.hidden * n.compute
+        size = chosen * shape.hidden * n.residual
         received = tape.run(size, (tape.run(size, (value,), holds=(value,)),), holds=(value,))
         down, copies = self._through_experts(received, chosen)
         held = (value, received, copies, down)

@@ -46,8 +46,13 @@ class Gathered:
 
     @property
     def ahead(self) -> float:
-        """Weights of the last layer, prefetched for its backward pass."""
-        return float(self.workload.unit_bytes)
+        """Weights of a layer, prefetched for its backward pass, before those of divided experts."""
+        return float(self.workload.unit_bytes) - self._experts
+
+    @property
+    def _experts(self) -> float:
+        """Bytes of a layer's gathered experts if they are a separate unit."""
+        return self.workload.divided_experts * self.workload.frozen_width
 
     @property
     def frees_head(self) -> bool:
@@ -70,7 +75,7 @@ class Gathered:
             units = workload.outer_bytes if workload.root_unit else self._table
         if workload.root_unit:
             # Nothing is gathered after the last layer, so the buffer of its all-gather stays.
-            return units + workload.unit_bytes
+            return units + (self._experts or workload.unit_bytes)
         return units + (workload.unit_bytes if workload.shape.tied else self._table)
 
     def arriving(self) -> float:
@@ -96,7 +101,7 @@ class Gathered:
     def forward(self) -> float:
         """Weights gathered during the forward pass of the last layer, which exists twice."""
         if not (self._gathers and self._stays_gathered):
-            return self.backward(0)
+            return self.backward(0) + (self._experts if self._gathers and self._layers > 1 else 0)
         return (self._layers + 1) * self.workload.unit_bytes + self._table
 
     def backward(self, index: int) -> float:
@@ -118,7 +123,7 @@ class Gathered:
         outer = workload.outer_bytes if layout.traits.shards_all and workload.root_unit else 0.0
         if apart and workload.shape.tied:
             outer = self._table  # one unit with the head, which stays from forward to backward
-        ahead = min(2, self._layers) * workload.unit_bytes
+        ahead = workload.unit_bytes + (self.ahead if self._layers > 1 else 0.0)
         if layout.traits.shards_all:
             return outer + ahead
         return max(min(ahead, 2.0 * LIVE_PARAMETERS), self._reused() - index * workload.unit_bytes)
@@ -134,4 +139,6 @@ class Gathered:
         workload = self.workload
         if self.fsdp and not workload.root_unit:
             return self._table if workload.shape.tied else 2 * self._table
-        return self.at_head() if not workload.root_unit else self.at_loss()
+        if workload.root_unit and not self._experts:
+            return self.at_loss()
+        return self.at_head()
