@@ -698,6 +698,10 @@ def test_a_failure_while_training_has_status_1(
          "finetune list: error: unrecognized arguments: --jsn; did you mean '--json'?"),
         (["train", "quickstart", "--num_machines", "2"],
          "finetune train: error: unrecognized arguments: --num_machines 2"),
+        (["plan", "quickstart", "--tensor", "2", "--tensor", "4"],
+         "finetune plan: error: --tensor: given as 2 and as 4; give it once"),
+        (["train", "quickstart", "--resume", "auto", "--resume"],
+         "finetune train: error: --resume: given as auto and as yes; give it once"),
     ],
 )  # fmt: skip
 def test_words_that_cannot_be_read_are_refused_with_the_usage(
@@ -708,6 +712,12 @@ def test_words_that_cannot_be_read_are_refused_with_the_usage(
     assert done.stdout == ""
     assert done.stderr.startswith("usage: finetune")
     assert done.stderr.splitlines()[-1].startswith(told)
+
+
+def test_an_option_may_be_repeated_with_the_same_value(finetune: Finetune) -> None:
+    words = ("plan", "quickstart", "--backend", "ddp", "--processes", "2", "--json")
+    done = finetune(*words, "--processes", "2")
+    assert json.loads(done.stdout)["processes"] == 2
 
 
 THREAD_IN_A_LIBRARY = """
