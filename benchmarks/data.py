@@ -30,7 +30,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from finetune.data.prepare import prepare
 from finetune.data.chat.render import load_chat
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.recipe import Data
 folder = Path(sys.argv[1])
 recipe = SFT().with_data(Data(str(folder / "rows.jsonl"), "question_answer"))
@@ -54,7 +54,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from finetune.data.encode import Chunk, Encoder
 from finetune.data.chat.render import load_chat
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 folder = Path(sys.argv[1])
 pairs = [json.loads(line) for line in (folder / "rows.jsonl").open(encoding="utf-8")]
 talks = [

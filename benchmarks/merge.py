@@ -23,7 +23,7 @@ from finetune import catalog
 from finetune.checkpoints.pretrained import write_settings
 from finetune.exporters import low_rank
 from finetune.exporters.stream import Weights
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import LoRA, Model
 from finetune.runs import units

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.recipe import Data, Model
 from finetune.verification.model_checks.examination import Examination
 from finetune.verification.model_checks.finding import Finding

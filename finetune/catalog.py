@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 
 from finetune import extensions
 from finetune.errors import FURTHER, FinetuneError, did_you_mean, one_line, problems
-from finetune.methods import METHODS
+from finetune.methods import METHODS, find_method
 from finetune.process.yaml_text import read_yaml
 from finetune.recipe import Recipe
 
@@ -150,8 +150,9 @@ def _places(error: BaseException) -> Iterator[tuple[str, int | None]]:
 def to_fields(recipe: Recipe) -> dict[str, Any]:
     """A recipe as plain values for JSON and YAML, including its method."""
     kind = type(recipe)
-    name = recipe.method if METHODS.get(recipe.method) is kind else extensions.name_of(kind)
-    return {"method": name} | to_jsonable_python(recipe)
+    name = extensions.name_of(kind)
+    built_in = METHODS.get(recipe.method) == name
+    return {"method": recipe.method if built_in else name} | to_jsonable_python(recipe)
 
 
 def from_fields(fields: Any, where: str = "recipe") -> Recipe:
@@ -167,9 +168,7 @@ def from_fields(fields: Any, where: str = "recipe") -> Recipe:
     if not isinstance(method, str):
         known = ", ".join(METHODS)
         raise FinetuneError(f"{where}: method: got {method!r}, expected one of {known}")
-    kind = extensions.find(f"{where}: method", method, METHODS)
-    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
-        raise FinetuneError(f"{where}: method: '{method}' is not a subclass of finetune.Recipe")
+    kind = find_method(method, f"{where}: method")
     try:
         return TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:

@@ -14,7 +14,7 @@ from test_prepare import CHAT, answers, problems_of, recipe_of, write_jsonl
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import prepare
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.recipe import Data
 
 SAY: dict[str, Any] = {"messages": [

@@ -13,7 +13,9 @@ import yaml
 
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.methods import METHODS, SFT, Pretrain
+from finetune.methods import find_method
+from finetune.methods.pretrain import Pretrain
+from finetune.methods.sft import SFT
 from finetune.recipe import (
     Batch,
     Data,
@@ -107,7 +109,7 @@ def test_every_shipped_recipe_is_the_same_in_yaml_and_json(name: str, tmp_path: 
     assert catalog.load(tmp_path / "r.yaml") == recipe
     assert catalog.load(tmp_path / "r.json") == recipe
     assert fields["method"] == recipe.method
-    assert type(recipe) is METHODS[recipe.method]
+    assert type(recipe) is find_method(recipe.method)
 
 
 def test_a_recipe_of_another_method_is_another_value() -> None:

@@ -28,7 +28,12 @@ from finetune.distributed.context import attention_of_part
 from finetune.distributed.filling import padded
 from finetune.distributed.pipeline import PASS
 from finetune.errors import FinetuneError
-from finetune.methods import GRPO, KTO, SFT, Classifier, Distill, RewardModel
+from finetune.methods.classifier import Classifier
+from finetune.methods.distill import Distill
+from finetune.methods.grpo import GRPO
+from finetune.methods.kto import KTO
+from finetune.methods.reward import RewardModel
+from finetune.methods.sft import SFT
 from finetune.models.packed_attention import attend
 from finetune.planner import plan, schedules
 from finetune.planner.estimate import memory, traffic

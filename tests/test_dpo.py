@@ -21,7 +21,7 @@ import finetune as ft
 from finetune import catalog
 from finetune.data.order import rows_of_step
 from finetune.errors import FinetuneError
-from finetune.methods import DPO
+from finetune.methods.dpo import DPO
 from finetune.runs.run import Run
 
 ROWS, SIZE, STEPS, SEED = 24, 8, 4, 0

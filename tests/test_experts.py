@@ -20,8 +20,8 @@ from finetune.data.store import Rows, single_rows
 from finetune.kernels.balance import Balance, balance_of, parts
 from finetune.kernels.balance import documents_of as documents_of_tokens
 from finetune.kernels.head import give_loss
-from finetune.methods import SFT
 from finetune.methods.losses import token_loss, token_loss_sum
+from finetune.methods.sft import SFT
 from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS
 from finetune.planner.experts import coefficient

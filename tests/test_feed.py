@@ -14,7 +14,7 @@ from test_backends import losses
 
 from finetune.data.collate import collate
 from finetune.data.store import Documents, Rows
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.recipe import Model
 from finetune.runs.run import Run
 from finetune.training.feed import feed

@@ -42,7 +42,7 @@ from finetune.evaluation.exact_match import answers, exact_match, samples
 from finetune.exporters.export import export
 from finetune.inference.chat import chat, stream
 from finetune.inference.generate import Loaded, generate, load, load_base, load_folder, turn
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.models.load_checks import within_memory
 from finetune.recipe import LoRA, Model
 from finetune.runs.run import write_json

@@ -12,7 +12,7 @@ from conftest import Finetune
 from finetune import catalog, importers
 from finetune.errors import FinetuneError
 from finetune.importers.recipe_file import render
-from finetune.methods import METHODS
+from finetune.methods import METHODS, find_method
 from finetune.recipe import Data, Recipe, Teacher
 
 # init
@@ -40,7 +40,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_every_field_is_written_and_becomes_valid_without_its_mark(method: str, tmp_path: Path):
-    recipe = METHODS[method](**NEEDED.get(method, {})).with_lora()
+    recipe = find_method(method)(**NEEDED.get(method, {})).with_lora()
     recipe = recipe.with_data(catalog.resolve("quickstart").data[0])
     text = render(recipe, "Every field.", [])
     written = {line.lstrip("# -").split(":")[0] for line in text.splitlines() if ":" in line}

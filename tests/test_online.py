@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from finetune.data.collate import collate
 from finetune.data.store import Documents, Rows, TokenColumn
 from finetune.kernels.head import give_loss
-from finetune.methods import GRPO, RLOO
+from finetune.methods.grpo import GRPO
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online
+from finetune.methods.rloo import RLOO
 from finetune.recipe import Batch
 
 # Published values: TRL 1.16 and a computation on single sequences, on a model of 260,000 weights.

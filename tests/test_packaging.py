@@ -26,23 +26,22 @@ import finetune as ft
 from finetune import backend, catalog
 from finetune import recipe as sections
 from finetune.data.formats import FORMATS
-from finetune.methods import (
-    CPO,
-    DPO,
-    GRPO,
-    KTO,
-    METHODS,
-    ORPO,
-    RLOO,
-    SFT,
-    Classifier,
-    Distill,
-    RewardModel,
-    SimPO,
-)
+from finetune.methods import METHODS
+from finetune.methods.classifier import Classifier
+from finetune.methods.cpo import CPO
+from finetune.methods.distill import Distill
+from finetune.methods.dpo import DPO
+from finetune.methods.grpo import GRPO
+from finetune.methods.kto import KTO
 from finetune.methods.online import Online
+from finetune.methods.orpo import ORPO
+from finetune.methods.reward import RewardModel
+from finetune.methods.rloo import RLOO
+from finetune.methods.sft import SFT
+from finetune.methods.simpo import SimPO
 from finetune.planner import plan
 from finetune.recipe import Recipe
+from finetune.recipe.meanings import meanings
 from finetune.version import DISTRIBUTION
 
 ROOT = Path(__file__).parent.parent
@@ -290,11 +289,14 @@ def reference(section: Any) -> str:
     hints = typing.get_type_hints(section, include_extras=True)
     lines = [section.__doc__, "", "| field | values | default | meaning |", "|---|---|---|---|"]
     for name, field in section.__pydantic_fields__.items():
-        if field.description is None:  # a section of the recipe, which has a table of its own
+        meaning = meanings(section).get(name)
+        if (
+            meaning is None or name not in section.__annotations__
+        ):  # inherited, or a section of the recipe, which has a table of its own
             continue
         default = field.get_default(call_default_factory=True, validated_data={})
         shown = "required" if field.is_required() else f"`{json.dumps(default)}`"
-        lines.append(f"| `{name}` | {kind(hints[name])} | {shown} | {field.description} |")
+        lines.append(f"| `{name}` | {kind(hints[name])} | {shown} | {meaning} |")
     return "\n".join(lines)
 
 

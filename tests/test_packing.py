@@ -23,8 +23,8 @@ from finetune.errors import FinetuneError
 from finetune.kernels import chains
 from finetune.kernels.cpu.attention import DocumentAttention, serves
 from finetune.kernels.head import give_loss
-from finetune.methods import SFT
 from finetune.methods.losses import token_loss_sum
+from finetune.methods.sft import SFT
 from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS, attend, check_layout, implementation, layout
 from finetune.models.pretrained import causal

@@ -17,7 +17,7 @@ import finetune as ft
 from finetune import catalog
 from finetune.data.filling import filling_notes, real_share
 from finetune.data.store import single_rows
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.planner.padding import padding as layout_of
 from finetune.recipe import Model
 from finetune.runs.run import Run

@@ -16,7 +16,8 @@ from finetune.data.collate import collate
 from finetune.data.order import rows_of_step, split_rows
 from finetune.data.prepare import Prepared, prepare
 from finetune.errors import FinetuneError
-from finetune.methods import DPO, SFT
+from finetune.methods.dpo import DPO
+from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.recipe import Data, Model, Recipe
 from finetune.reports.inspection import inspect_rows, show

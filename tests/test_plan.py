@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune import backend, catalog
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.planner.mesh import DATA
 from finetune.planner.shapes.read_config import READERS

@@ -11,7 +11,7 @@ from conftest import Finetune
 from test_plan import ROWS, refused
 from transformers.models.auto import modeling_auto
 
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.planner import limits
 from finetune.planner.experts import expert_count
 from finetune.planner.rules import WITHOUT_SDPA

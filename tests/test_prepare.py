@@ -29,7 +29,8 @@ from finetune.data.order import permutation
 from finetune.data.prepare import CHUNK, Prepared, prepare
 from finetune.data.store import DocumentWriter, Rows, check_origins, digest, single_rows
 from finetune.errors import FinetuneError
-from finetune.methods import SFT, Pretrain
+from finetune.methods.pretrain import Pretrain
+from finetune.methods.sft import SFT
 from finetune.recipe import STRICT, Data, Recipe
 
 CHAT = load_chat(small_tokenizer(), "chatml")

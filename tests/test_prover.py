@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.methods import METHODS
+from finetune.methods import METHODS, find_method
 from finetune.planner import plan
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, write_json
@@ -433,7 +433,7 @@ def test_every_method_can_be_proved(tiny: Tiny, tmp_path: Path) -> None:
         given = {"method": method, "model": {"name": str(tiny.model)}, **needed}
         place = tmp_path / method
         subject = make_subject(catalog.from_fields(given), SHAPE, place, tmp_path / "cache")
-        assert type(subject.recipe) is METHODS[method]
+        assert type(subject.recipe) is find_method(method)
         pairs, refused = accepted_pairs(
             Request(subject.recipe, ("ddp",), SHAPE, place), {"own": subject}
         )

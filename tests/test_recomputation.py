@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune import Model, backend
 from finetune.kernels.lora import group_adapters
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.models.model import recompute
 from finetune.planner.rules import incompatibilities
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.data.store import Documents, Rows
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.inference.sampling import Completion
-from finetune.methods import GRPO
+from finetune.methods.grpo import GRPO
 from finetune.methods.online import ADVANTAGE
 from finetune.runs.run import Run
 from finetune.training.sampled import Sampled, Watch, read

@@ -18,7 +18,7 @@ from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.recipe import Data
 
 # Endings.

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import replace_with_bnb_linear
 
 from finetune.errors import FinetuneError
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.models import targets
 from finetune.models.adapters import draw_adapter
 from finetune.models.model import as_trained

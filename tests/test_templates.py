@@ -15,7 +15,7 @@ from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.encode import Chunk, Encoder
 from finetune.data.formats import Conversation, Text, read_row
 from finetune.errors import FinetuneError
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.recipe import LoRA, Model, Recipe
 from finetune.runs.manifest import FORMAT, sealed
 from finetune.runs.run import Run, write_json

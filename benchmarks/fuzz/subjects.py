@@ -33,7 +33,7 @@ from finetune.exporters.export import export
 from finetune.exporters.publish import describe
 from finetune.inference.generate import open_model
 from finetune.inference.load import find_checkpoint, open_checkpoint
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.models.model import load_tokenizer
 from finetune.models.starting_adapter import complete_adapter
 from finetune.quickstart.tokenizer import train_tokenizer

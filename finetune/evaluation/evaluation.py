@@ -33,7 +33,8 @@ from finetune.evaluation.tasks import Tasks, task_measures
 from finetune.inference.endpoint import Endpoint, is_url
 from finetune.inference.generate import Loaded
 from finetune.inference.load import Step
-from finetune.methods import DPO, SFT
+from finetune.methods.dpo import DPO
+from finetune.methods.sft import SFT
 from finetune.recipe import Batch, Data, Recipe
 from finetune.rewards import Reward
 from finetune.runs.run import Run, open_run

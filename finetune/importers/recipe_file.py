@@ -12,6 +12,7 @@ from pydantic_core import to_jsonable_python
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.recipe import Data, LoRA, Recipe
+from finetune.recipe.meanings import meanings
 
 WIDTH = 100
 """Maximum line width; a longer meaning goes on a line before its field."""
@@ -98,7 +99,7 @@ def _sources(name: str, values: list[dict[str, Any]]) -> Iterator[str]:
     default = to_jsonable_python(Data("", ""))
     yield f"{name}:"
     for value in values:
-        yield f"# {_meaning(Data, 'source')}"
+        yield f"# {meanings(Data)['source']}"
         yield f"- {_pair('source', value['source'])}"
         for field in dataclasses.fields(Data)[1:]:
             yield from _field(Data, field.name, value, default, "  ", field.name == "format")
@@ -134,7 +135,7 @@ def _field(
     """Lines of a field with its meaning, commented out if it has its default and is not needed."""
     live = needed or name not in default or values[name] != default[name]
     line = f"{indent if live else f'#{indent}'}{_pair(name, values[name])}"
-    meaning = _meaning(kind, name)
+    meaning = meanings(kind).get(name, "")
     if not meaning:
         yield line
     elif max(len(line), COLUMN) + len(meaning) + 4 <= WIDTH:
@@ -148,14 +149,6 @@ def _pair(name: str, value: Any) -> str:
     """`name: value` on one line."""
     listed = yaml.safe_dump([value], default_flow_style=True, width=1e9, allow_unicode=True)
     return f"{name}: {listed.strip()[1:-1]}"
-
-
-def _meaning(kind: type[Any], name: str) -> str:
-    for base in kind.__mro__:
-        field = vars(base).get("__pydantic_fields__", {}).get(name)
-        if field is not None and field.description:
-            return " ".join(str(field.description).split())
-    return ""
 
 
 def _sentence(kind: type[Any]) -> str:

@@ -8,9 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from finetune.errors import Checked
 
-STRICT = ConfigDict(
-    extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True, allow_inf_nan=False
-)
+STRICT = ConfigDict(extra="forbid", str_strip_whitespace=True, allow_inf_nan=False)
 
 Positive = Annotated[int, Field(gt=0, le=10**12)]
 Share = Annotated[float, Field(ge=0, lt=1)]

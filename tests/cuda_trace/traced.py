@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.collate import MicroBatch, collate
-from finetune.methods import SFT
 from finetune.methods.losses import token_loss_sum
+from finetune.methods.sft import SFT
 from finetune.models.model import as_trained, install_kernels, weight_dtype
 from finetune.models.packed_attention import against_varlen, implementation
 from finetune.models.soundness import hold_in_fp32

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from finetune import catalog
 from finetune.data.sources import HUB_NAME
 from finetune.errors import FinetuneError
-from finetune.methods import SFT
+from finetune.methods.sft import SFT
 from finetune.recipe import Model, Recipe
 from finetune.verification.proofs.small_recipe import Shape, Subject, make_subject
 
