@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.record import Result
-from finetune.kernels import head
+from finetune.kernels.chunked_loss import ChunkedLogProbs, ChunkedLoss
 from finetune.planner.kernels import CHUNK_ENTRIES, TILE_ENTRIES
 from finetune.runs import units
 from finetune.training.memory_meter import counting
@@ -69,9 +69,9 @@ def whole(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 def logps(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     given = hidden, weight, None, targets, 1.0, None, CHUNK, TILE
-    return head.ChunkedLogProbs.apply(*given)  # type: ignore[no-any-return]
+    return ChunkedLogProbs.apply(*given)  # type: ignore[no-any-return]
 
 
 def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     given = hidden, weight, None, targets, 1.0, None, CHUNK, TILE
-    return head.ChunkedLoss.apply(*given)  # type: ignore[no-any-return]
+    return ChunkedLoss.apply(*given)  # type: ignore[no-any-return]

@@ -98,7 +98,7 @@ def test_deepspeed_is_refused(tiny: Tiny) -> None:
 
 def test_gradients_of_a_large_vocabulary_do_not_vanish() -> None:
     """Shares of 1e-8 of each of 100,000 tokens, whose gradient fp16 itself would hold as 0."""
-    from finetune.kernels.head import ChunkedLoss
+    from finetune.kernels.chunked_loss import ChunkedLoss
 
     torch.manual_seed(0)
     hidden = torch.randn(4, 16, dtype=torch.float16, requires_grad=True)

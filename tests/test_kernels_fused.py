@@ -14,7 +14,7 @@ from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_
 from torch import nn
 
 from finetune import SFT, Data, Model, backend
-from finetune.kernels import activation, chains, head, norm, rotary
+from finetune.kernels import activation, chains, chunked_loss, norm, rotary
 from finetune.kernels.cpu import attention, native
 from finetune.models.model import FUSED, kernel_notes
 from finetune.planner import plan
@@ -215,8 +215,8 @@ def test_chains_in_c_compute_the_same(dtype: torch.dtype, width: int) -> None:
         check_chain(activation.gated_gradients, dtype, *apart, tanh)
     check_chain(rotary.rotated, dtype, heads, heads[:, :2], *tables)
     for wanted in (False, True):
-        check_chain(head.tile_loss, dtype, first * 9, targets, None, 1.0, None, wanted)
-        check_chain(head.tile_loss, dtype, first * 9, targets, bias, 0.3, 3.0, wanted)
+        check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, None, 1.0, None, wanted)
+        check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, bias, 0.3, 3.0, wanted)
 
 
 @needs_compiler

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from families import FAMILIES, VOCABULARY, adapt, build, distance, gradients, inputs
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.data.collate import MicroBatch
 from finetune.errors import FinetuneError
 from finetune.kernels import head
+from finetune.kernels.chunked_loss import ChunkedLogProbs
 from finetune.methods.losses import sequence_logps, token_logps, token_loss_sum
 from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
 from finetune.verification.memory.tracker import OTHER, Tracker
@@ -179,7 +181,7 @@ def test_log_probabilities_take_an_eighth_of_the_memory_of_whole_logits() -> Non
 
     def chunked(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         given = states, weight, None, targets, 1.0, None, chunk, tile
-        return head.ChunkedLogProbs.apply(*given)  # type: ignore[no-any-return]
+        return ChunkedLogProbs.apply(*given)  # type: ignore[no-any-return]
 
     plain = peak_of(whole, labels, hidden, words)
     ours = peak_of(chunked, labels, hidden, words)
@@ -187,6 +189,23 @@ def test_log_probabilities_take_an_eighth_of_the_memory_of_whole_logits() -> Non
     least = 4 * ((chunk + tile) * words + labels * hidden)
     assert least < ours < least + 8 * labels  # and a few numbers of each label
     assert ours < plain / 8
+
+
+@pytest.mark.parametrize(("trained", "products"), [(False, 2), (True, 4)])
+def test_products_with_the_head_for_log_probabilities(trained: bool, products: int) -> None:
+    """Frozen: logits and the gradient of the states; trained: also the logits again, and its own
+    gradient."""
+    labels, hidden, words = 20, 8, 50
+    weight = torch.randn(words, hidden, requires_grad=trained)
+    states = torch.randn(labels, hidden, requires_grad=True)
+    targets, settings = torch.randint(words, (labels,)), (1.0, None, 7, 3)
+    with FlopCounterMode(display=False) as counter:
+        found = ChunkedLogProbs.apply(states, weight, None, targets, *settings)
+        found.sum().backward()  # type: ignore[union-attr]
+    assert counter.get_total_flops() == products * 2 * labels * hidden * words
+    with FlopCounterMode(display=False) as counter, torch.no_grad():  # as for a reference
+        ChunkedLogProbs.apply(states.detach(), weight, None, targets, *settings)
+    assert counter.get_total_flops() == 2 * labels * hidden * words
 
 
 def test_a_frozen_head_passes_the_gradient_of_log_probabilities_on() -> None:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.kernels.head import Gradients, LabelledHead, logit_function, plain_head, used_up
+from finetune.kernels.chunked_loss import Gradients, used_up
+from finetune.kernels.head import LabelledHead, logit_function, plain_head
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import GPU_TAUGHT_ENTRIES, TAUGHT_ENTRIES
 

@@ -177,7 +177,7 @@ def tile_loss(
         None if added is None else added.data_ptr(), losses.data_ptr(), room.data_ptr(),
         rows, width, scale, cap or 0.0, wanted, torch.get_num_threads(),
     )  # fmt: skip
-    return losses.sum()
+    return losses
 
 
 def share_gradients(

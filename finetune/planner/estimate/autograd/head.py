@@ -1,4 +1,4 @@
-"""Final norm, head and loss: with all logits as in transformers, or as in `kernels/head.py`."""
+"""Final norm, head and loss: with all logits, or in chunks (`kernels/chunked_loss.py`)."""
 
 import dataclasses
 

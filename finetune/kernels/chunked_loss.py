@@ -1,0 +1,246 @@
+"""Compute the cross-entropy of a head and its gradients for one chunk of logits at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from finetune.kernels.chains import chain
+from finetune.kernels.precision import compute_dtype
+
+RAISED = 1024.0
+"""Scale of logit gradients for products in fp16. Gradients are at most 1, so they do not overflow,
+and probabilities of 1e-10 do not underflow."""
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Summed cross-entropy of a head, with the gradient computed in the forward pass.
+
+    The gradient of the logits is softmax(logits) - onehot(target), times the derivatives of scale
+    and cap. Each chunk of logits is converted to gradients of hidden states and head, and freed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (labelled, hidden)
+        weight: torch.Tensor,  # (vocabulary, hidden)
+        bias: torch.Tensor | None,  # (vocabulary,)
+        targets: torch.Tensor,  # (labelled,)
+        scale: float,
+        cap: float | None,
+        chunk: int,  # rows of logits that are in memory
+        tile: int,  # rows of logits that are converted to gradients at a time
+    ) -> torch.Tensor:
+        loss, dtype = torch.zeros((), device=hidden.device), compute_dtype(weight)
+        with torch.autocast(weight.device.type, enabled=False):
+            grads = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], tile, dtype)
+            for part, logits in grads.chunks(chunk):
+                losses = grads.count(part, logits, targets[part], scale, cap)
+                loss += sum(each.sum() for each in losses.split(tile))
+                del logits  # or two chunks are held while the next is made
+        ctx.grads = grads.of(hidden, weight, bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return used_up(ctx, grad)
+
+
+def used_up(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Multiply the gradients from the forward pass by a factor, in place; they are used once.
+
+    Returns the gradients of hidden states, weight and bias, and None for five more arguments.
+    """
+    grads, ctx.grads = ctx.grads, None
+    # Autograd casts them to the types of the inputs.
+    return (*(each if each is None else each.mul_(factor) for each in grads), *(None,) * 5)
+
+
+class ChunkedLogProbs(torch.autograd.Function):
+    """Log-probability of each target, (labelled,) in fp32.
+
+    The gradient of a hidden state is that of its own log-probability, (onehot(target) - softmax) W,
+    times a factor that is known in the backward pass. If the head is frozen, the forward pass
+    computes all but the factor, while it has the logits. Otherwise it saves the hidden states and
+    the head's weight, as a linear layer does, so that an engine that shards the weight gathers it
+    again: the backward pass recomputes each chunk of logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (labelled, hidden)
+        weight: torch.Tensor,  # (vocabulary, hidden)
+        bias: torch.Tensor | None,  # (vocabulary,)
+        targets: torch.Tensor,  # (labelled,)
+        scale: float,
+        cap: float | None,
+        chunk: int,  # rows of logits that are in memory
+        tile: int,  # rows of logits that are converted to gradients at a time
+    ) -> torch.Tensor:
+        ctx.dtype, ctx.settings = compute_dtype(weight), (scale, cap, chunk, tile)
+        ctx.frozen = not any(ctx.needs_input_grad[1:3])
+        wanted = ctx.needs_input_grad[0] and ctx.frozen, False, False
+        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        with torch.autocast(weight.device.type, enabled=False):
+            grads = Gradients(hidden, weight, bias, wanted, tile, ctx.dtype)
+            for part, logits in grads.chunks(chunk):
+                found[part] = -grads.count(part, logits, targets[part], scale, cap)
+                del logits
+        if ctx.frozen:
+            ctx.grads = grads.of(hidden, weight, bias)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.frozen:
+            return used_up(ctx, -grad[:, None])
+        hidden, weight, bias, targets = ctx.saved_tensors
+        scale, cap, chunk, tile = ctx.settings
+        with torch.autocast(weight.device.type, enabled=False):
+            grads = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], tile, ctx.dtype)
+            for part, logits in grads.chunks(chunk):
+                grads.count(part, logits, targets[part], scale, cap, -grad[part])
+                del logits
+        return (*grads.of(hidden, weight, bias), *(None,) * 5)
+
+
+class Gradients:
+    """Accumulates gradients of the summed loss for hidden states, weight and bias."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        wanted: tuple[bool, ...],
+        rows: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Convert `rows` rows of logits at a time, in `dtype`; `wanted` selects the gradients."""
+        given, matrix = hidden.to(dtype), weight.to(dtype)
+        self.given, self.matrix, self.added, self.rows = given, matrix, bias, rows
+        self.any = any(wanted)
+        self.narrow = given.dtype == torch.float16
+        wide = torch.float32 if self.narrow else given.dtype
+        self.hidden = torch.empty_like(given, dtype=wide) if wanted[0] else None
+        self.weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
+        self.bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
+
+    def chunks(self, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield slices of `rows` rows with their logits, (rows, vocabulary)."""
+        for start in range(0, len(self.given), rows):
+            part = slice(start, start + rows)
+            yield part, F.linear(self.given[part], self.matrix)
+
+    def count(
+        self,
+        part: slice,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        cap: float | None,
+        weights: torch.Tensor | None = None,  # (chunk,)
+    ) -> torch.Tensor:
+        """Add the gradients of a chunk, and return its losses, (chunk,) in fp32.
+
+        Overwrites `logits`, (chunk, vocabulary). `weights` multiply the gradient of each row.
+        """
+        losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        if self.narrow:  # probabilities of a large vocabulary underflow in fp16
+            logits = logits.float()
+        for start in range(0, len(logits), self.rows):
+            tile = slice(start, start + self.rows)
+            given = logits[tile], targets[tile], self.added
+            losses[tile] = tile_loss(*given, scale, cap, self.any)
+        if weights is None:
+            self.add(part, logits)
+        else:
+            self._count_weighted(part, logits, weights)
+        return losses
+
+    def add(self, part: slice, by_logits: torch.Tensor) -> None:
+        """Add the gradients that follow from those of a chunk's logits, (chunk, vocabulary)."""
+        if self.bias is not None:
+            self.bias += by_logits.sum(0, dtype=torch.float32)
+        self._count_hidden(part, by_logits)
+        if self.weight is not None:
+            self.weight += by_logits.T @ self.given[part].to(by_logits.dtype)
+
+    def _count_hidden(self, part: slice, by_logits: torch.Tensor) -> None:
+        if self.hidden is None:
+            return
+        if self.narrow:
+            raised = (by_logits * RAISED).half() @ self.matrix
+            self.hidden[part] = raised.float().div_(RAISED)
+        else:
+            torch.mm(by_logits, self.matrix, out=self.hidden[part])
+
+    def _count_weighted(self, part: slice, by_logits: torch.Tensor, weights: torch.Tensor) -> None:
+        """`add` with weighted rows; applies `weights` to tensors narrower than the logits."""
+        rows = weights[:, None]
+        if self.bias is not None:
+            self.bias += by_logits.T @ weights.to(by_logits.dtype)
+        self._count_hidden(part, by_logits)
+        if self.hidden is not None:
+            self.hidden[part] *= rows
+        if self.weight is not None:
+            self.weight += by_logits.T @ (self.given[part] * rows).to(by_logits.dtype)
+
+    def of(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients in the types of their tensors; with fp16, that of the hidden states stays
+        in fp32 until it is multiplied by the gradient of the loss."""
+        kept = torch.float32 if self.narrow else hidden.dtype
+        return (
+            None if self.hidden is None else self.hidden.to(kept),
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
+
+@chain
+def tile_loss(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    cap: float | None,
+    wanted: bool,
+) -> torch.Tensor:
+    """Loss of each of some rows of logits (tile, vocabulary), (tile,) in fp32.
+
+    If `wanted`, the gradient of the loss is written into `logits`. At the target it is computed by
+    `expm1`, which is accurate for probabilities near 1.
+    """
+    wide = logits.float()
+    if bias is not None:
+        wide = wide + bias
+    if scale != 1.0:
+        wide = wide * scale
+    slope = None
+    if cap is not None:
+        wide = (wide / cap).tanh_()
+        slope = 1 - wide.square() if wanted else None
+        wide *= cap
+    rows = targets[:, None]
+    shares = F.log_softmax(wide, -1)
+    of_target = shares.gather(1, rows)
+    losses = -of_target[:, 0]
+    if not wanted:
+        return losses
+    by_logits, at_target = shares.exp_(), of_target.expm1()
+    if slope is not None:
+        by_logits *= slope
+        at_target *= slope.gather(1, rows)
+    if scale != 1.0:
+        by_logits *= scale
+        at_target *= scale
+    by_logits[torch.arange(len(logits), device=logits.device), targets] = at_target[:, 0]
+    logits.copy_(by_logits)
+    return losses
