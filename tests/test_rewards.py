@@ -13,7 +13,7 @@ from finetune.rewards.builtin import exact_match, json_fields, json_valid, lengt
 from finetune.rewards.process import RewardFailure, RewardProcess
 
 BAD = """
-import os, time
+import ctypes, os, sys, time
 
 def raises(completions, **_):
     return [1 / (text != "boom") for text in completions]
@@ -34,6 +34,21 @@ def nan(completions, **_):
 
 def ends(completions, **_):
     os._exit(7)
+
+def exits(completions, **_):
+    if "boom" in completions:
+        sys.exit("no service")
+    return [1] * len(completions)
+
+def crashes(completions, **_):
+    if "boom" in completions:
+        ctypes.string_at(0)
+    return [1] * len(completions)
+
+def killed(completions, **_):
+    if "boom" in completions:
+        os.kill(os.getpid(), 9)
+    return [1] * len(completions)
 
 def digits(completions, **_):
     return ["1.0" if text == "boom" else 1.0 for text in completions]
@@ -118,8 +133,11 @@ def scored(name: str, skip: bool = False, timeout: float = 60.0, **arguments: An
         ("digits", "returns '1.0', expected a finite number or None", [1, None, 1]),
         ("huge", f"returns 1{59 * '0'}, expected a finite number or None", [1, None, 1]),
         ("large", "returns 1e+300, expected a number from -1e+18 to 1e+18", [1, None, 1]),
-        ("stops", "raises KeyboardInterrupt (bad_rewards.py:35)", [1, None, 1]),
-        ("asks", "raises EOFError: EOF when reading a line (bad_rewards.py:39)", [1, None, 1]),
+        ("stops", "raises KeyboardInterrupt (bad_rewards.py:50)", [1, None, 1]),
+        ("asks", "raises EOFError: EOF when reading a line (bad_rewards.py:54)", [1, None, 1]),
+        ("exits", "raises SystemExit: no service (bad_rewards.py:26)", [1, None, 1]),
+        ("crashes", "had its process killed by SIGSEGV", [1, None, 1]),
+        ("killed", "had its process killed by SIGKILL, as when memory runs out", [1, None, 1]),
     ],
 )
 def test_a_failing_reward_is_reported_with_its_completion(
@@ -128,8 +146,10 @@ def test_a_failing_reward_is_reported_with_its_completion(
     with pytest.raises(RewardFailure) as caught:
         scored(name)
     (problem,) = caught.value.problems
-    assert told in problem
-    assert "(prompt 'two', completion 'boom')" in problem
+    assert problem == (
+        f"reward 'bad_rewards:{name}' {told} (prompt 'two', completion 'boom'); fix the function, "
+        "or set on_reward_error=skip to leave completions without a score"
+    )
     scores, notes = scored(name, skip=True)
     assert scores == [left]
     assert told in notes[0]
@@ -217,6 +237,26 @@ def test_an_uncallable_reward_is_reported_before_anything_is_loaded() -> None:
     ]
     with pytest.raises(FinetuneError, match="needs 'answer', which is neither a column"):
         functions.arguments_of(Reward("exact_match"), exact_match, ["solution", "prompt"])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("os._exit(7)", "ended its process with status 7"),
+        ("os.kill(os.getpid(), 11)", "had its process killed by SIGSEGV"),
+    ],
+)
+def test_a_module_that_ends_the_process_of_rewards_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
+) -> None:
+    (tmp_path / "own_ending.py").write_text(f"import os\n{text}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    process = RewardProcess([Reward("json_valid"), Reward("own_ending:reward")], 60.0)
+    with pytest.raises(FinetuneError) as caught:
+        process.score(COLUMNS)
+    assert caught.value.problems == (
+        f"reward_funcs: importing 'json_valid', 'own_ending:reward' {told}",
+    )
 
 
 MODULES = {

@@ -329,9 +329,23 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_trained(
     with pytest.raises(TrainingFailure, match="raises ValueError: out of order") as caught:
         train(tmp_path / "run", given)
     assert "completion" in caught.value.problems[0]
+    assert caught.value.problems[0].endswith("; then continue with --resume: step 2 is saved")
     run = Run(tmp_path / "run")
     assert run.steps() == [2]
     assert len(records(train(run.root, given, resume=True), "train")) == STEPS
+
+
+def test_a_reward_that_fails_in_the_first_step_leaves_nothing_to_resume(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    counter = tmp_path / "calls"
+    counter.write_text("2")
+    broken = {"function": "own_rewards:breaks", "arguments": {"counter": str(counter)}}
+    with pytest.raises(TrainingFailure, match="raises ValueError: out of order") as caught:
+        train(tmp_path / "run", fields(tiny, data, reward_funcs=[broken]))
+    expected = "; then start again: no step is finished, and nothing is saved"
+    assert caught.value.problems[0].endswith(expected)
+    assert Run(tmp_path / "run").steps() == []
 
 
 def test_an_evaluation_whose_reward_fails_is_made_up_for(

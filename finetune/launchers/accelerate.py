@@ -25,7 +25,7 @@ from finetune.planner import Plan
 from finetune.process import interpreter
 from finetune.process.error_report import STATUS_FILE
 from finetune.process.quiet import OF_A_LAUNCH
-from finetune.process.signals import handled_signals
+from finetune.process.signals import handled_signals, name_of
 from finetune.runs.run import Run, write_json
 
 LAUNCHER = "FINETUNE_LAUNCHER"
@@ -265,18 +265,11 @@ def lost_worker(report: str) -> str | None:
     if lost:
         rank, code, pid = min(lost, key=aborted.__contains__)
         who = f"rank {rank} (process {pid} on {socket.gethostname()})"
-        return f"{who} was killed by {_name_of(-code)}"
+        return f"{who} was killed by {name_of(-code)}"
     alone = FAILED_ALONE.search(report)
     if alone is not None and alone[1] != "SIGTERM":
         return f"the training process was killed by {alone[1]}"
     return None
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 @contextlib.contextmanager

@@ -24,6 +24,14 @@ def handled_signals() -> list[signal.Signals]:
     return [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
 
 
+def name_of(number: int) -> str:
+    """Name of a signal, such as SIGTERM."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
 SECONDS_OF_ONE_REQUEST = 3.0
 """Seconds within which a repeated signal counts as the same request: a scheduler signals every
 process of a job, and the launcher and torch's agent forward their signals as well."""

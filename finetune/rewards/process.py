@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import IO, Any
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.process import interpreter
+from finetune.process.signals import name_of
 from finetune.rewards import Reward
 from finetune.rewards.functions import is_model
 
@@ -79,7 +81,7 @@ class RewardProcess:
                 if not skip:
                     raise RewardFailure(
                         f"{problem}; fix the function, or set on_reward_error=skip to leave "
-                        "completions without a score, and resume"
+                        "completions without a score"
                     )
                 notes.append(problem)
                 found = self._one_by_one(number, columns, found)
@@ -163,9 +165,9 @@ class RewardProcess:
         except BrokenPipeError:
             line = b""
         if not line:
-            status = process.wait()
+            problem = _end_of(process.wait())
             self.close()
-            return {"problem": f"ended its process with status {status}"}
+            return {"problem": problem}
         return json.loads(line)
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -196,9 +198,14 @@ class RewardProcess:
         answer = self._ask({"rewards": fields, "parent": os.getpid()}, seconds)
         if answer is None or "problem" in answer:
             self.close()
-            problem = f"reward_funcs: importing the rewards did not finish within {seconds:g} s"
+            problem = (
+                f"does not finish within {seconds:g} s" if answer is None else answer["problem"]
+            )
+            if not problem.startswith("reward_funcs: "):
+                names = ", ".join(f"'{reward.function}'" for reward in self.rewards)
+                problem = f"reward_funcs: importing {names} {problem}"
             kind = RewardFailure if self._imported else FinetuneError
-            raise kind(problem if answer is None else answer["problem"])
+            raise kind(problem)
         self._imported = True
         return self._process
 
@@ -208,6 +215,14 @@ def _read(file: IO[bytes], answers: "queue.Queue[bytes]") -> None:
     for line in file:
         answers.put(line)
     answers.put(b"")
+
+
+def _end_of(status: int) -> str:
+    """Description of how a process ended, from its exit status, negative for a signal."""
+    if status >= 0:
+        return f"ended its process with status {status}"
+    memory = ", as when memory runs out" if status == -signal.SIGKILL else ""
+    return f"had its process killed by {name_of(-status)}{memory}"
 
 
 def _one(columns: Columns, index: int) -> dict[str, list[Any]]:

@@ -236,11 +236,17 @@ class Training:
         """Save the progress, if that is not done, before a reward function's failure is raised."""
         try:
             yield
-        except RewardFailure:
-            if self.progress.step > self.saver.last:
+        except RewardFailure as error:
+            step = self.progress.step
+            if step > self.saver.last:
                 self.saver.save(self.progress, False)
             self._finish_saving()
-            raise
+            then = f"continue with --resume: step {step} is saved"
+            if not step:
+                then = "start again: no step is finished, and nothing is saved"
+            raise RewardFailure(
+                *(f"{problem}; then {then}" for problem in error.problems)
+            ) from None
 
     def _local_values(self) -> list[int]:
         """This rank's values to reduce in a step: peak bytes, and whether it got a signal."""
