@@ -9,6 +9,8 @@ import pytest
 from conftest import Finetune
 from safetensors import safe_open
 
+from finetune.errors import TrainingFailure
+from finetune.quickstart.job import refuse_miss
 from finetune.runs.run import Run
 
 pytestmark = pytest.mark.slow
@@ -87,6 +89,27 @@ def test_the_quickstart_of_rewards_learns_what_is_rewarded_and_nothing_else(
     page = hacked.report.read_text()
     assert "Sampled completions" in page
     assert "exact_match" in page
+
+
+def test_a_quickstart_that_misses_its_goal_fails_and_names_its_starting_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, step, loss in (("base", 700, 0.91), ("start", 60, 0.4567)):
+        run = Run(Path("quickstart") / name)
+        run.root.mkdir(parents=True)
+        records = [{"kind": "train", "step": n, "loss": loss} for n in (1, step)]
+        run.metrics.write_text("".join(json.dumps(each) + "\n" for each in records))
+    refuse_miss("grpo", "exact match", 0.8)
+    with pytest.raises(TrainingFailure) as caught:
+        refuse_miss("grpo", "exact match", 0.004)
+    assert caught.value.problems == (
+        "quickstart --method grpo: exact match is 0.4% after training, expected at least 80%. It "
+        "learns only from answers that its starting model can already give (quickstart/base ended "
+        "at step 700, loss 0.910; quickstart/start ended at step 60, loss 0.457): delete "
+        "quickstart/base and quickstart/start to train both again, choose another --output, and "
+        "repeat it",
+    )
 
 
 def test_the_quickstart_of_preferences_changes_the_answers_and_keeps_them_valid(

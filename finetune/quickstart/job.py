@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune import catalog
+from finetune.errors import TrainingFailure
 from finetune.evaluation.exact_match import Score, exact_match, references, samples
 from finetune.inference.generate import load, load_base
 from finetune.inference.load import trained_dtype
@@ -27,6 +28,8 @@ TRAIN_ROWS = 3_000
 HELD_OUT_ROWS = 200
 START_ROWS = 1_920
 VOCABULARY = 1_536
+GOAL = 0.8
+"""Share of the answers below which the quickstarts of DPO and GRPO count as failed."""
 
 
 def quickstart(output: Path) -> Run:
@@ -79,6 +82,34 @@ def train_start() -> Run:
         recipe = catalog.resolve("quickstart_start")
         train(recipe, precision="fp32", output=start.root, resume="auto")
     return start
+
+
+def refuse_miss(method: str, what: str, share: float) -> None:
+    """Raise if a quickstart did not reach its goal, with the models that it started from.
+
+    Args:
+        method: name in the message.
+        what: measure of the goal.
+        share: its value after training, at most 1.
+
+    Raises:
+        TrainingFailure: less than `GOAL`.
+    """
+    if share >= GOAL:
+        return
+    origins: list[str] = []
+    for name in ("base", "start"):
+        run = Run(FOLDER / name)
+        last = list(run.read_metrics("train"))[-1:]
+        origins += [
+            f"{run.root} ended at step {each['step']}, loss {each['loss']:.3f}" for each in last
+        ]
+    raise TrainingFailure(
+        f"quickstart --method {method}: {what} is {share:.1%} after training, expected at least "
+        f"{GOAL:.0%}. It learns only from answers that its starting model can already give "
+        f"({'; '.join(origins)}): delete {FOLDER / 'base'} and {FOLDER / 'start'} to train both "
+        "again, choose another --output, and repeat it"
+    )
 
 
 def write_data(folder: Path) -> None:

@@ -20,6 +20,7 @@ from finetune.quickstart.job import (
     FOLDER,
     HELD_OUT_ROWS,
     TRAIN_ROWS,
+    refuse_miss,
     train_base,
     train_start,
     write_data,
@@ -39,7 +40,11 @@ PROMPTS, HELD_OUT = (FOLDER / "data" / f"wanted{kind}.jsonl" for kind in ("", "_
 
 
 def quickstart_grpo(output: Path) -> tuple[Run, Run]:
-    """Train a small model with exact match as its reward, then another with a hackable reward."""
+    """Train a small model with exact match as its reward, then another with a hackable reward.
+
+    Raises:
+        TrainingFailure: the first did not learn it.
+    """
     started = time.perf_counter()
     torch.set_num_threads(1)  # a small model gains little from more threads
     console = Console()
@@ -57,6 +62,7 @@ def quickstart_grpo(output: Path) -> tuple[Run, Run]:
     rows = references(Data(str(HELD_OUT), "messages"))
     before = exact_match(load(start), rows, max_new_tokens=48, batch_rows=64).share
     console.print(result_table(before, run, hacked, time.perf_counter() - started))
+    refuse_miss("grpo", f"exact match of {HELD_OUT_ROWS} held-out orders", _rewards(run)[2])
     for verb in (f"report {run.root}", f"report {hacked.root}", f"chat {run.root}"):
         console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
     return run, hacked

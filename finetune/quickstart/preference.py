@@ -16,6 +16,7 @@ from finetune.inference.generate import load
 from finetune.quickstart.job import (
     FOLDER,
     HELD_OUT_ROWS,
+    refuse_miss,
     train_base,
     train_start,
     write_data,
@@ -42,7 +43,11 @@ class Behaviour:
 
 
 def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
-    """Train a small model to answer in two ways, train it to prefer one with DPO, and compare."""
+    """Train a small model to answer in two ways, train it to prefer one with DPO, and compare.
+
+    Raises:
+        TrainingFailure: it did not learn that.
+    """
     started = time.perf_counter()
     torch.set_num_threads(1)  # a small model gains little from more threads
     console = Console()
@@ -58,6 +63,7 @@ def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
     before, after = (behaviour(answers(load(each), rows)) for each in (start, run))
     report(run)
     console.print(result_table(run, before, after, time.perf_counter() - started))
+    refuse_miss("dpo", f"share of preferred answers to {HELD_OUT_ROWS} orders", after.preferred)
     for verb in (f"chat {run.root}", f"report {run.root}"):
         console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
     return run, before, after
