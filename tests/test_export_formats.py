@@ -74,11 +74,13 @@ def test_a_classifiers_trained_head_is_served_by_vllm():
 
 def test_the_command_of_vllm_has_the_smallest_rank_that_fits(tmp_path):
     trained = lora_run(tmp_path, r=9, rank_pattern={"q_proj": 20})
+    write_json(trained.run.realised, {"mixed_precision": "no"})
     folder = export(trained.run, tmp_path / "out", format="vllm")
     (own, command) = json.loads((folder / "export.json").read_text())["serve"]
     assert own == "finetune serve ."
-    assert (
-        "--max-lora-rank 32 --lora-modules tuned=. --chat-template chat_template.jinja" in command
+    assert command.endswith(
+        "--max-lora-rank 32 --lora-modules tuned=. --chat-template chat_template.jinja "
+        "--dtype float32"
     )
     assert command in (folder / "README.md").read_text()
 
@@ -352,13 +354,14 @@ def stand_in(folder: Path, name: str) -> dict[str, str]:
 
 def test_another_engine_is_started_with_the_flags_of_the_export(tmp_path, finetune: Finetune):
     trained = lora_run(tmp_path, r=9)
+    write_json(trained.run.realised, {"mixed_precision": "no"})
     out = export(trained.run, tmp_path / "out", format="vllm")
     env = stand_in(tmp_path / "bin", "vllm") | {"FINETUNE_API_KEY": "secret"}
     done = finetune("serve", out, "--engine", "vllm", "--name", "mine", "--port", 9000, env=env)
     assert done.stdout.strip() == (
         f"serve {trained.base} --tokenizer {out} --served-model-name mine-base --enable-lora "
         f"--max-lora-rank 16 --lora-modules mine={out} --chat-template {out}/chat_template.jinja "
-        "--host 127.0.0.1 --port 9000 key=secret"
+        "--dtype float32 --host 127.0.0.1 --port 9000 key=secret"
     )
     missing = finetune("serve", out, "--engine", "llama.cpp")
     assert missing.status == 2

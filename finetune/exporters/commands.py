@@ -4,7 +4,7 @@ from pathlib import Path
 
 from finetune.exporters import vllm
 from finetune.exporters.source import Source, is_loadable
-from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
+from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes, trained_dtype
 from finetune.reports.card import Kind
 
 
@@ -16,12 +16,14 @@ def serve_commands(source: Source, folder: Path, kind: Kind) -> list[str]:
         return [*made, f"llama-server -m {weights.name} --jinja"]
     if source.recipe.scores is not None or not is_loadable(folder):
         return []
-    own = "finetune serve ."
-    if kind != "adapter":
+    own, dtype = "finetune serve .", trained_dtype(source.run)
+    if kind == "nf4":
         return [own, "vllm serve ."]
+    if kind != "adapter":
+        return [own, " ".join(["vllm serve .", *vllm.dtype_words(dtype)])]
     config = vllm.read_config(folder)
     if vllm.problems(config, tensor_shapes(folder / ADAPTER_WEIGHTS)):
         return [own]
     base, _ = source.base_name
     named = "BASE" if Path(base).is_absolute() else base
-    return [own, vllm.command(folder, named, config)]
+    return [own, vllm.command(folder, named, config, dtype)]

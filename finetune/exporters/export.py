@@ -20,7 +20,7 @@ from finetune.exporters.check import CHECK_ROWS, check, check_lines
 from finetune.exporters.commands import serve_commands
 from finetune.exporters.source import Source, open_source, turn_end
 from finetune.exporters.stream import bytes_of
-from finetune.inference.load import Step
+from finetune.inference.load import Step, trained_dtype
 from finetune.reports.card import Kind, write_card
 from finetune.runs.run import Run, open_run, write_json
 
@@ -124,10 +124,12 @@ def export(
         write_card(run, folder, kind=kind, step=source.step, serve=commands, checked=lines)
         follow_umask(folder)
         files = sorted(path.name for path in folder.iterdir())
+        trained = trained_dtype(run)
         about = {
             "run": run.root.resolve().name,
             "checkpoint": source.checkpoint.name,
             "kind": name,
+            "trained_dtype": None if trained is None else str(trained).removeprefix("torch."),
             "serve": commands,
             "check": checked if isinstance(checked, str) else dataclasses.asdict(checked),
         }

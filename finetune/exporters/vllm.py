@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finetune.errors import FinetuneError
 from finetune.exporters import adapter
 from finetune.exporters.source import Source
@@ -73,7 +75,12 @@ def served_rank(config: dict[str, Any]) -> int:
     return next(each for each in RANKS if each >= largest_rank(config))
 
 
-def command(folder: Path, base: str, config: dict[str, Any]) -> str:
+def dtype_words(dtype: torch.dtype | None) -> list[str]:
+    """Options for a compute data type; without them vLLM (0.32) computes fp32 models in bf16."""
+    return [] if dtype is None else ["--dtype", str(dtype).removeprefix("torch.")]
+
+
+def command(folder: Path, base: str, config: dict[str, Any], dtype: torch.dtype | None) -> str:
     """The command that starts vLLM, to run in the folder of an adapter.
 
     It passes the chat template because vLLM otherwise uses the template of the base.
@@ -82,5 +89,5 @@ def command(folder: Path, base: str, config: dict[str, Any]) -> str:
     chosen = " --chat-template chat_template.jinja" if template.is_file() else ""
     return (
         f"vllm serve {base} --tokenizer . --enable-lora --max-lora-rank {served_rank(config)} "
-        f"--lora-modules tuned=.{chosen}"
-    )
+        f"--lora-modules tuned=.{chosen} {' '.join(dtype_words(dtype))}"
+    ).rstrip()

@@ -1,5 +1,6 @@
 """Start vLLM or llama.cpp as the server, with the options that an export needs."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -8,7 +9,9 @@ from typing import NoReturn
 
 from finetune.errors import FinetuneError
 from finetune.exporters import vllm
-from finetune.inference.load import ADAPTER_WEIGHTS, adapter_config, tensor_shapes
+from finetune.exporters.export import MARKER
+from finetune.inference.load import ADAPTER_WEIGHTS, adapter_config, tensor_shapes, trained_dtype
+from finetune.runs.run import Run, of_record
 
 
 def start(engine: str, folder: Path, name: str, host: str, port: int, key: str | None) -> NoReturn:
@@ -38,7 +41,7 @@ def start(engine: str, folder: Path, name: str, host: str, port: int, key: str |
 
 def vllm_words(folder: Path, name: str, host: str, port: int) -> list[str]:
     """The command of vLLM for an adapter with its base, or for a full model."""
-    served = ["--host", host, "--port", str(port)]
+    served = [*_dtype_words(folder), "--host", host, "--port", str(port)]
     if not (folder / "adapter_config.json").is_file():
         if not (folder / "config.json").is_file():
             raise FinetuneError(f"{folder}: neither a model (config.json) nor an adapter")
@@ -55,6 +58,18 @@ def vllm_words(folder: Path, name: str, host: str, port: int) -> list[str]:
         "--enable-lora", "--max-lora-rank", str(vllm.served_rank(config)),
         "--lora-modules", f"{name}={folder}", *chosen, *served,
     ]  # fmt: skip
+
+
+def _dtype_words(folder: Path) -> list[str]:
+    """Options for the compute data type of the training, if the folder's record has it."""
+    if (folder.parent / "recipe.json").is_file():
+        return vllm.dtype_words(trained_dtype(Run(folder.parent)))
+    if not (record := folder / MARKER).is_file():
+        return []
+    with of_record(record):
+        about = json.loads(record.read_text(encoding="utf-8"))
+        name = None if about["kind"] == "nf4" else about.get("trained_dtype")
+        return [] if name is None else ["--dtype", str(name)]
 
 
 def llama_words(folder: Path, name: str, host: str, port: int) -> list[str]:
