@@ -17,13 +17,13 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None
 
     A word after a quotation mark is the same token as after a space (a joiner is inserted between
     them, and removed on decoding), so that a small model can copy a word from a sentence into a
-    JSON string.
+    JSON string. A joiner without its word is removed too: servers decode one token after another.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.normalizer = normalizers.Replace(Regex(r'"(?=\p{L})'), f'"{JOINER} ')
     tokenizer.decoder = decoders.Sequence(
-        [decoders.ByteLevel(), decoders.Replace(f"{JOINER} ", "")]
+        [decoders.ByteLevel(), decoders.Replace(f"{JOINER} ", ""), decoders.Replace(JOINER, "")]
     )
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
