@@ -30,6 +30,7 @@ FREE_TO_CHANGE = {
     "model.activation_checkpointing", "model.attention", "model.pickle",
     "optim.on_nonfinite", "optim.max_skipped",
     "on_reward_error", "reward_timeout", "sampling_rows",
+    "vllm_server_base_url", "vllm_server_timeout",
 }  # fmt: skip
 """Fields that may change on resume, because they do not affect what a step computes from its rows.
 

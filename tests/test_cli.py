@@ -629,7 +629,8 @@ def test_a_directory_is_never_taken_from_another_run(
     output = tmp_path / "run"
     assert run_here("train", recipe, "--output", output).status == 0
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    online = {"on_reward_error", "reward_timeout", "sampling_rows"}
+    online = {"on_reward_error", "reward_timeout", "sampling_rows", "vllm_server_base_url",
+              "vllm_server_timeout"}  # fmt: skip
     free = f"Fields that may change: {', '.join(sorted(catalog.FREE_TO_CHANGE - online))}"
     changes = ("optim.lr=0.5", "batch.max_length=64", "saving.keep=9")
     assert errors(run_here("train", recipe, *changes, "--output", output)) == [

@@ -17,6 +17,16 @@ LONGEST = 16 * 2**20
 """Maximum bytes read from a reply."""
 
 
+class Refused(FinetuneError):
+    """A server answered with an HTTP status that is an error."""
+
+    def __init__(self, *problems: str, status: int = 0, said: str = "") -> None:
+        super().__init__(*problems)
+        self.status = status
+        self.said = said
+        """The body of the answer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Reply:
     """A completion returned by a server."""
@@ -58,7 +68,7 @@ class Endpoint:
         return self._reply("/completions", {"model": self.model, "prompt": prompt, **fields})
 
     def _reply(self, path: str, body: dict[str, Any]) -> Reply:
-        answer = _exchange(self.url + path, self.key, self.timeout, body)
+        answer = exchange(self.url + path, self.key, self.timeout, body)
         try:
             choice = answer["choices"][0]
             message = choice.get("message", {"content": choice.get("text")})
@@ -88,7 +98,7 @@ def open_endpoint(url: str, model: str | None = None, key: str | None = None) ->
     root = root if root.rsplit("/", 1)[-1].startswith("v") else f"{root}/v1"
     if model is not None:
         return Endpoint(root, model, key)
-    listed = _exchange(f"{root}/models", key, 60.0)
+    listed = exchange(f"{root}/models", key, 60.0)
     try:
         return Endpoint(root, str(listed["data"][0]["id"]), key)
     except (LookupError, TypeError):
@@ -134,10 +144,29 @@ def _sendable(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _exchange(
+def exchange(
     url: str, key: str | None, timeout: float, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Send a POST request with JSON, or a GET request without a body; returns the JSON object."""
+    """Send a POST request with JSON, or a GET request without a body; returns the JSON object.
+
+    Raises:
+        FinetuneError: no answer, or one that is not a JSON object; `Refused` for an error status.
+    """
+    try:
+        read = json.loads(send(url, key, timeout, body))
+    except (ValueError, RecursionError) as error:
+        raise FinetuneError(f"{hide(url)}: the answer is not JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise FinetuneError(f"{hide(url)}: the answer is {type(read).__name__}, expected an object")
+    return cast(dict[str, Any], read)
+
+
+def send(url: str, key: str | None, timeout: float, body: dict[str, Any] | None = None) -> bytes:
+    """Send a POST request with JSON, or a GET request without a body; returns the answer's body.
+
+    Raises:
+        FinetuneError: no answer; `Refused` for an error status.
+    """
     shown = hide(url)
     headers = {"Content-Type": "application/json"}
     if key is not None:
@@ -146,18 +175,14 @@ def _exchange(
     try:
         request = urllib.request.Request(url, data, headers)
         with urllib.request.urlopen(request, timeout=timeout) as answer:
-            read = json.loads(_read(answer, time.monotonic() + timeout))
+            return _read(answer, time.monotonic() + timeout)
     except urllib.error.HTTPError as error:
         said = error.read(LONGEST).decode("utf-8", "replace").strip()
-        raise FinetuneError(f"{shown}: status {error.code} {error.reason}: {said[:400]}") from None
+        problem = f"{shown}: status {error.code} {error.reason}: {said[:400]}"
+        raise Refused(problem, status=error.code, said=said) from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise FinetuneError(f"{shown}: no answer ({reason}); is the server running?") from None
-    except (ValueError, RecursionError) as error:
-        raise FinetuneError(f"{shown}: the answer is not JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise FinetuneError(f"{shown}: the answer is {type(read).__name__}, expected an object")
-    return cast(dict[str, Any], read)
 
 
 def _read(answer: http.client.HTTPResponse, until: float) -> bytes:

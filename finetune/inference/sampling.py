@@ -48,6 +48,8 @@ class Completion:
     """Whether it ended with a stop token rather than at the limit."""
     entropy: float
     """Entropy of the sampling distribution in nats, summed over the tokens."""
+    logps: tuple[float, ...] = ()
+    """Log-probability of each token, if another program sampled it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Sampler:
         order = sorted(range(len(wanted)), key=lambda i: (len(wanted[i].prompt), wanted[i].prompt))
         found: dict[int, Completion] = {}
         self.model.eval()
-        with _cached_attention(self.model):
+        with cached_attention(self.model):
             for start in range(0, len(order), self.batch_rows):
                 some = order[start : start + self.batch_rows]
                 batch = self._batch([wanted[i] for i in some], (seed, step))
@@ -219,7 +221,7 @@ def _shares(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, tor
 
 
 @contextlib.contextmanager
-def _cached_attention(model: torch.nn.Module) -> Iterator[None]:
+def cached_attention(model: torch.nn.Module) -> Iterator[None]:
     """Context manager that replaces the `documents` attention, which does not support a cache."""
     network: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     config = network.config.get_text_config()

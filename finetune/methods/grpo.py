@@ -7,12 +7,14 @@ from pydantic.dataclasses import dataclass
 
 from finetune.methods.online import (
     ADVANTAGE,
+    MEAN_RATIO,
     OLD,
     REFERENCE,
     Online,
     clip_ratios,
     group_means,
     group_stds,
+    importance_weights,
     sums_of_completions,
 )
 from finetune.recipe import STRICT, Text
@@ -44,6 +46,7 @@ class GRPO(Online):
     method: ClassVar[str] = "grpo"
     metrics: ClassVar[tuple[str, ...]] = (
         "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+        MEAN_RATIO,
     )  # fmt: skip
 
     loss_type: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "dapo"
@@ -102,9 +105,11 @@ class GRPO(Online):
         logps, balance = token_logps(model, batch)  # (tokens,)
         old = batch.token_columns.get(OLD, logps.detach())
         reference = batch.token_columns.get(REFERENCE)
+        largest = self.vllm_importance_sampling_clip_max
+        importance, ratios, extremes = importance_weights(old, batch, largest)
         of_documents = batch.columns[ADVANTAGE], batch.document_labels
-        terms, metrics = self.completion_losses(logps, old, *of_documents, reference)
-        return Loss(terms.sum(), metrics, balance)
+        terms, metrics = self.completion_losses(logps, old, *of_documents, reference, importance)
+        return Loss(terms.sum(), metrics | ratios, balance, extremes)
 
     def completion_losses(
         self,
@@ -113,6 +118,7 @@ class GRPO(Online):
         advantages: "torch.Tensor",  # (completions,)
         lengths: "torch.Tensor",  # (completions,) int64
         reference: "torch.Tensor | None" = None,  # (tokens,)
+        importance: "torch.Tensor | None" = None,  # (tokens,)
     ) -> "tuple[torch.Tensor, dict[str, Sum]]":
         """The loss of each completion, (completions,), and the metrics.
 
@@ -126,6 +132,7 @@ class GRPO(Online):
             gspo      -min(...), r = exp(mean of logp - old)                    arXiv:2507.18071
             cispo     sum of -min(r, E) A logp, without gradient of r           arXiv:2506.13585
 
+        times `importance` of the token, or its mean over the completion for GSPO,
         plus `beta` times exp(d) - d - 1, d = reference - logp, summed or averaged in the same way.
         """
         import torch
@@ -143,6 +150,11 @@ class GRPO(Online):
         else:
             clipped = ratio.clamp(1 - low, 1 + high)
             terms, above = -torch.minimum(ratio * weights, clipped * weights), ratio > 1 + high
+        if importance is not None:
+            is_one = self.loss_type == "gspo"
+            terms = terms * (
+                sums_of_completions(importance, lengths) / numbers if is_one else importance
+            )
         below = (ratio < 1 - low) & (weights < 0)
         metrics = clip_ratios(below, above & (weights > 0))
         spread = None

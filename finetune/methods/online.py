@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from finetune.recipe import STRICT, Kind, Optim, Positive, Recipe
+from finetune.recipe import STRICT, Kind, Optim, Positive, Recipe, Text
 from finetune.recipe.references import BASE, START, reference_of
 from finetune.rewards import REWARDS, Rewards, names
 from finetune.rewards.functions import is_model
@@ -27,8 +27,17 @@ HIGH_LR = {"adapter": 1e-4, "all weights": 5e-6}
 """Learning rates above which models of common sizes break."""
 FEW_COMPLETIONS = 32
 """Completions per step below which the gradient is mostly noise."""
-OLD, REFERENCE, ADVANTAGE = "old", "reference", "advantage"
-"""Columns of a batch: old and reference log-probabilities of tokens, advantages of completions."""
+OLD, REFERENCE, SAMPLER, ADVANTAGE = "old", "reference", "sampler", "advantage"
+"""Columns of a batch: log-probabilities of tokens by the old policy, by the reference, and by vLLM
+if it sampled them; advantages of completions."""
+MEAN_RATIO = "sampling/importance_sampling_ratio/mean"
+LARGEST_RATIO = "sampling/importance_sampling_ratio/max"
+"""Metrics of the weights of tokens that vLLM sampled; names as in TRL."""
+
+
+def _reads_base(init: bool | str) -> bool:
+    """Whether `adapter.init_lora_weights` initializes from the base weights, and changes them."""
+    return isinstance(init, str) and init != "gaussian"
 
 
 def _with_defaults(section: Any) -> Any:
@@ -44,6 +53,7 @@ class Online(Recipe):
 
     takes: ClassVar[Kind] = "prompts"
     unit: ClassVar[str] = "completions"
+    extremes: ClassVar[tuple[str, ...]] = (LARGEST_RATIO,)
     encoding_fields: ClassVar[tuple[str, ...] | None] = ()
 
     optim: Annotated[Optim, BeforeValidator(_with_defaults)] = Field(
@@ -71,6 +81,12 @@ class Online(Recipe):
     """Maximum seconds of a reward function for the completions of one sampling."""
     on_reward_error: Literal["stop", "skip"] = "stop"
     """On a failed reward: stop the run, or leave the completions without a score."""
+    vllm_server_base_url: Text | None = None
+    """URL of a running `vllm serve` that samples the completions; null samples in this process."""
+    vllm_server_timeout: Annotated[float, Field(gt=0)] = 240.0
+    """Maximum seconds of a request to vLLM."""
+    vllm_importance_sampling_clip_max: Annotated[float, Field(ge=1)] = 3.0
+    """Largest weight of a token that vLLM sampled: its probability in training / in vLLM."""
 
     @property
     def encoded_length(self) -> int:
@@ -84,6 +100,10 @@ class Online(Recipe):
     def sampled(self) -> tuple[int, int, int] | None:
         count = self.batch.rows * self.steps_per_generation
         return count, self.sampling_rows, self.max_completion_length
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        return self.vllm_server_base_url is not None
 
     @property
     def reward_models(self) -> tuple[tuple[str, ...], ...]:
@@ -130,8 +150,7 @@ class Online(Recipe):
         adapter, asked = self.adapter, reference_of(self)
         if not self.needs_reference or adapter is None or asked not in (START, BASE):
             return self.needs_reference
-        init = adapter.init_lora_weights
-        reads_base = isinstance(init, str) and init != "gaussian"
+        reads_base = _reads_base(adapter.init_lora_weights)
         return reads_base or (self.model.adapter is not None and asked == START)
 
     def problems(self) -> list[str]:
@@ -159,7 +178,38 @@ class Online(Recipe):
                 "adapter.dropout: completions are sampled without it, so that ratios of policies "
                 "would be noise; set it to 0"
             )
-        return found
+        return found + self._vllm_problems()
+
+    def _vllm_problems(self) -> list[str]:
+        """Reasons why a vLLM server cannot sample from the model that is trained."""
+        if self.vllm_server_base_url is None:
+            return []
+        found: list[str] = []
+        if not self.vllm_server_base_url.startswith(("http://", "https://")):
+            found.append(
+                f"got '{self.vllm_server_base_url}', expected a URL such as http://localhost:8000"
+            )
+        adapter = self.adapter
+        if adapter is None:
+            found.append(
+                "all weights are trained, and a running server reloads only adapters; set "
+                "adapter, or leave this field out"
+            )
+        elif adapter.use_dora:
+            found.append("vLLM does not support adapter.use_dora; set it to false")
+        if adapter is not None and adapter.modules_to_save:
+            found.append("vLLM does not support adapter.modules_to_save; remove it")
+        if adapter is not None and _reads_base(adapter.init_lora_weights):
+            found.append(
+                f"adapter.init_lora_weights={adapter.init_lora_weights} changes the base, which "
+                "the server does not; use true"
+            )
+        if self.model.quantization != "none":
+            found.append(
+                f"model.quantization={self.model.quantization}: the server has the base without "
+                "it; use none"
+            )
+        return [f"vllm_server_base_url: {each}" for each in found]
 
     def advice(self) -> list[str]:
         notes: list[str] = []
@@ -236,6 +286,29 @@ def sums_of_completions(values: "torch.Tensor", lengths: "torch.Tensor") -> "tor
     if not len(values):  # torch 2.13 does not reduce an empty tensor
         return values.sum() + torch.zeros(len(lengths), device=values.device)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+
+
+def importance_weights(
+    old: "torch.Tensor", batch: "MicroBatch", largest: float
+) -> "tuple[torch.Tensor | None, dict[str, Sum], dict[str, torch.Tensor]]":
+    """Weights min(exp(old - sampler), largest) of tokens that vLLM sampled, and their metrics.
+
+    They correct for the difference between the policies that sample and that are trained (truncated
+    importance sampling, Ionides 2008), and have no gradient. None if the run samples itself.
+
+    Args:
+        old: (tokens,) fp32, log-probabilities of the old policy, as training computes them.
+        batch: has the sampler's log-probabilities.
+        largest: upper limit of a weight.
+    """
+    import math
+
+    sampler = batch.token_columns.get(SAMPLER)
+    if sampler is None:
+        return None, {}, {}
+    weights = (old.detach() - sampler).clamp(max=math.log(largest)).exp()
+    seen = weights if len(weights) else weights.new_zeros(1)
+    return weights, {MEAN_RATIO: (weights.sum(), len(weights))}, {LARGEST_RATIO: seen.max()}
 
 
 def clip_ratios(below: "torch.Tensor", above: "torch.Tensor") -> "dict[str, Sum]":

@@ -7,10 +7,12 @@ from pydantic.dataclasses import dataclass
 
 from finetune.methods.online import (
     ADVANTAGE,
+    MEAN_RATIO,
     OLD,
     Online,
     clip_ratios,
     group_means,
+    importance_weights,
     sums_of_completions,
 )
 from finetune.recipe import STRICT, Text
@@ -30,6 +32,7 @@ class RLOO(Online):
     method: ClassVar[str] = "rloo"
     metrics: ClassVar[tuple[str, ...]] = (
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+        MEAN_RATIO,
     )  # fmt: skip
 
     epsilon: Annotated[float, Field(gt=0)] = 0.2
@@ -56,7 +59,10 @@ class RLOO(Online):
         return np.where(scored, less, 0.0)
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
-        """Sum over completions of -min(r A, clip(r) A), with r the ratio of a completion."""
+        """Sum over completions of -min(r A, clip(r) A), with r the ratio of a completion.
+
+        If vLLM sampled it, a term is multiplied by the mean importance weight of its tokens.
+        """
         import torch
 
         from finetune.methods.losses import Loss, token_logps
@@ -67,6 +73,11 @@ class RLOO(Online):
         ratio = sums_of_completions(logps - old, batch.document_labels).exp()
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.epsilon)
         terms = -torch.minimum(ratio * weights, clipped * weights)
+        largest = self.vllm_importance_sampling_clip_max
+        importance, ratios, extremes = importance_weights(old, batch, largest)
+        if importance is not None:
+            lengths = batch.document_labels
+            terms = terms * sums_of_completions(importance, lengths) / lengths.clamp(min=1)
         below = (ratio < 1 - self.epsilon) & (weights < 0)
         above = (ratio > 1 + self.epsilon) & (weights > 0)
-        return Loss(terms.sum(), clip_ratios(below, above), balance)
+        return Loss(terms.sum(), clip_ratios(below, above) | ratios, balance, extremes)

@@ -168,6 +168,11 @@ class Recipe(Changes, metaclass=Checked):
         return None
 
     @property
+    def samples_elsewhere(self) -> bool:
+        """Whether another program samples the completions."""
+        return False
+
+    @property
     def evaluated_rewards(self) -> tuple[str, ...]:
         """Names of the rewards of an evaluation; empty for a method without rewards."""
         return ()

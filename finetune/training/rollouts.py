@@ -26,7 +26,7 @@ from finetune.data.store import Rows, TokenColumn, labelled_places
 from finetune.distributed.base import Engine
 from finetune.inference.sampling import Completion, Sampler, Wanted
 from finetune.methods.losses import Sum, token_logps
-from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online
+from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online
 from finetune.models.model import frozen
 from finetune.recipe.references import other_model
 from finetune.rewards.functions import check_columns
@@ -37,6 +37,7 @@ from finetune.training.loop import EvalResult, StepRows, micro_batches
 from finetune.training.memory_meter import counting
 from finetune.training.reward_columns import column_names, last_words, reward_columns
 from finetune.training.sampled import Sampled, Watch, penalised
+from finetune.training.vllm_server import CHECKED, ServerFailure, VLLMServer
 
 LOGGED = 2
 """Prompts per sampling whose completions are logged for the report."""
@@ -65,12 +66,23 @@ class Rollouts:
             self.eval_rewards = RewardProcess(recipe.eval_reward_funcs, recipe.reward_timeout)
         self.columns = column_names(train)
         check_columns((*recipe.reward_funcs, *recipe.eval_reward_funcs), self.columns)
+        network = cast(Any, network_of(engine.module))
+        ends = all_ends(network.generation_config.eos_token_id, tokenizer.eos_token_id)
+        self.stops = tuple(ends)
+        self.server = None
+        if recipe.samples_elsewhere:
+            self.server = VLLMServer(
+                recipe, run.rollouts, engine.plan.backend.precision, self.stops
+            )
+            engine.on_rank_0(self.server.check)
         self.watch, self.warnings = Watch(), list[str]()
         self._memory: int | None = None
         """Peak bytes of new tensors in the first sampling, maximum over processes."""
         self._held: tuple[int, Sampled, Rows, dict[str, float]] | None = None
 
     def close(self) -> None:
+        if self.server is not None and self.engine.is_main:
+            self.server.close()
         self.rewards.close()
         self.eval_rewards.close()
 
@@ -130,6 +142,8 @@ class Rollouts:
         rows = sampled.rows(self.train, recipe)
         if not resumes:
             of_tokens = self._token_logps(rows)
+            if self.server is not None:
+                of_tokens[SAMPLER] = records.sampler_logps(sampled, rows)
             if recipe.penalty:
                 sampled = penalised(sampled, recipe, rows, of_tokens)
                 rows = sampled.rows(self.train, recipe)
@@ -177,7 +191,7 @@ class Rollouts:
         self, rows: Rows, prompts: np.ndarray, numbers: np.ndarray, step: int, temperature: float
     ) -> list[Completion]:
         """One completion per prompt, on every rank; each rank samples a share of the prompts."""
-        engine, recipe = self.engine, self.recipe
+        engine = self.engine
         order = {row: at for at, row in enumerate(dict.fromkeys(prompts.tolist()))}
         mine = [
             index
@@ -186,17 +200,27 @@ class Rollouts:
         ]
         wanted = [
             Wanted(
-                tuple(rows.documents.document(int(rows.members[prompts[i]]))[0].tolist()),
+                tuple(self._prompt(rows, int(prompts[i]))),
                 int(prompts[i]),
                 int(numbers[i]),
             )
             for i in mine
         ]
+        if self.server is not None:
+            found = self._ask_server(self.server, wanted, step, temperature)
+        else:
+            found = self._run_sampler(wanted, step, temperature)
+        made = dict[int, Completion]()
+        for indices, completions in engine.gather((mine, found)):
+            made |= zip(indices, completions, strict=True)
+        return [made[index] for index in range(len(prompts))]
+
+    def _run_sampler(self, wanted: list[Wanted], step: int, temperature: float) -> list[Completion]:
+        """Completions by this process's model."""
+        engine, recipe = self.engine, self.recipe
         with engine.gathered() as model:
-            network = cast(Any, network_of(model))
-            stops = all_ends(network.generation_config.eos_token_id, self.tokenizer.eos_token_id)
             sampler = Sampler(
-                model, tuple(stops), recipe.max_completion_length, temperature, self.pad_id,
+                model, self.stops, recipe.max_completion_length, temperature, self.pad_id,
                 recipe.sampling_rows,
             )  # fmt: skip
             measures = self._memory is None
@@ -204,10 +228,29 @@ class Rollouts:
                 found = sampler(wanted, recipe.seed, step) if wanted else []
             if measures:
                 self._memory = engine.largest(counted)[0]
-        made = dict[int, Completion]()
-        for indices, completions in engine.gather((mine, found)):
-            made |= zip(indices, completions, strict=True)
-        return [made[index] for index in range(len(prompts))]
+        return found
+
+    def _ask_server(
+        self, server: VLLMServer, wanted: list[Wanted], step: int, temperature: float
+    ) -> list[Completion]:
+        """Completions by a vLLM server, which first gets the adapter."""
+        engine = self.engine
+        with engine.gathered() as model:
+            server.name = engine.on_rank_0(lambda: server.publish(model))
+            prompts = [self._prompt(self.train, row) for row in range(len(self.train))[:CHECKED]]
+            engine.on_rank_0(lambda: server.compare_if_due(model, prompts))
+        found, failed = list[Completion](), None
+        try:
+            found = server(wanted, temperature, self.recipe.seed, step) if wanted else []
+        except ServerFailure as error:
+            failed = error
+        for each in engine.gather(failed):
+            if each is not None:  # on every rank
+                raise each
+        return found
+
+    def _prompt(self, rows: Rows, row: int) -> list[int]:
+        return rows.documents.document(int(rows.members[row]))[0].tolist()
 
     def _scored(
         self,

@@ -75,6 +75,22 @@ def penalised(
     return dataclasses.replace(sampled, rewards=rewards, advantages=advantages, kls=kls)
 
 
+def sampler_logps(sampled: Sampled, rows: Rows) -> np.ndarray:
+    """Log-probabilities of the completions' tokens by their sampler, 0 elsewhere.
+
+    Args:
+        sampled: the sampling, whose completions have log-probabilities.
+        rows: rows of the sampling.
+
+    Returns:
+        (tokens,) fp32, for all tokens of the rows.
+    """
+    values = np.zeros(len(rows.documents.ids), dtype=np.float32)
+    for each, end in zip(sampled.completions, rows.documents.offsets[1:], strict=True):
+        values[end - len(each.ids) : end] = each.logps
+    return values
+
+
 def total(scores: np.ndarray, rewards: Sequence[Reward]) -> np.ndarray:
     """Weighted sum of the finite scores, NaN if there are none.  # (completions,)"""
     weights = np.array([[reward.weight] for reward in rewards])

@@ -44,6 +44,7 @@ from finetune.training.startup_checks import (
     refuse_weights_not_finite,
     run_checks,
 )
+from finetune.training.vllm_server import ServerFailure
 
 T = TypeVar("T")
 
@@ -228,15 +229,15 @@ class Training:
         self, feed: TakesSteps, measuring: contextlib.AbstractContextManager[None] | None
     ) -> StepResult:
         step = self.progress.step
-        with self._saving_if_rewards_fail():
+        with self._saving_if_sampling_fails():
             return train_step(self.engine, feed, step, self.steps, measuring, self._local_values)
 
     @contextlib.contextmanager
-    def _saving_if_rewards_fail(self) -> Iterator[None]:
-        """Save the progress, if that is not done, before a reward function's failure is raised."""
+    def _saving_if_sampling_fails(self) -> Iterator[None]:
+        """Save the progress before the failure of a reward or of a sampling server is raised."""
         try:
             yield
-        except RewardFailure as error:
+        except (RewardFailure, ServerFailure) as error:
             step = self.progress.step
             if step > self.saver.last:
                 self.saver.save(self.progress, False)
@@ -244,9 +245,7 @@ class Training:
             then = f"continue with --resume: step {step} is saved"
             if not step:
                 then = "start again: no step is finished, and nothing is saved"
-            raise RewardFailure(
-                *(f"{problem}; then {then}" for problem in error.problems)
-            ) from None
+            raise type(error)(*(f"{problem}; then {then}" for problem in error.problems)) from None
 
     def _local_values(self) -> list[int]:
         """This rank's values to reduce in a step: peak bytes, and whether it got a signal."""
@@ -313,7 +312,7 @@ class Training:
         if self.rollouts is None:
             result = evaluate(self.engine, self.data.eval, self.pad_id)
         else:
-            with self._saving_if_rewards_fail():
+            with self._saving_if_sampling_fails():
                 result = self.rollouts.evaluate(self.data.eval)
         if self.answering is not None:
             result = result.with_metrics(self.answering.measure(self.engine))

@@ -57,7 +57,7 @@ def sampling(
     machine: Machine | None = None,
     tokens: int | None = None,
 ) -> Sampling | None:
-    """Memory and time of sampling for a recipe; None for a method that does not sample.
+    """Memory and time of sampling for a recipe; None if this process does not sample.
 
     Args:
         recipe: the recipe, which sets the number and length of completions.
@@ -67,7 +67,7 @@ def sampling(
         machine: machine for the prediction of time; None for memory only.
         tokens: length of the longest prompt with its completion; by default the maximum.
     """
-    if recipe.sampled is None:
+    if recipe.sampled is None or recipe.samples_elsewhere:
         return None
     count, at_once, longest = recipe.sampled
     mine = math.ceil(count / processes)
