@@ -56,7 +56,7 @@ LIGHT = [
 READS_ENVIRONMENT = {
     "backend/__init__.py", "cache.py", "cli/export.py", "cli/serve.py", "exporters/gguf.py",
     "launchers/accelerate.py", "serving/engines.py", "process/error_report.py",
-    "process/quiet.py", "process/rendezvous.py", "process/warm.py",
+    "process/quiet.py", "process/rendezvous.py", "process/warm.py", "training/vllm_server.py",
     "verification/memory/launch.py", "verification/memory/rehearsal.py",
 }  # fmt: skip
 WRITES_ENVIRONMENT = {

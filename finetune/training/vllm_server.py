@@ -63,6 +63,7 @@ class VLLMServer:
         self.recipe, self.folder, self.precision = recipe, folder, precision
         self.url = recipe.vllm_server_base_url.rstrip("/").removesuffix("/v1")
         self.stops = list(stops)
+        self._key = os.environ.get(KEY)
         self.name: str | None = None
         """Name of the loaded adapter; the same on every rank."""
         self._written: Path | None = None
@@ -172,7 +173,7 @@ class VLLMServer:
         _write_adapter(model, written)
         try:
             send(
-                f"{self.url}/v1/load_lora_adapter", os.environ.get(KEY),
+                f"{self.url}/v1/load_lora_adapter", self._key,
                 self.recipe.vllm_server_timeout, {"lora_name": name, "lora_path": str(written)},
             )  # fmt: skip
         except FinetuneError as error:
@@ -234,7 +235,7 @@ class VLLMServer:
     def _exchange(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         timeout = self.recipe.vllm_server_timeout
         try:
-            return exchange(f"{self.url}{path}", os.environ.get(KEY), timeout, body)
+            return exchange(f"{self.url}{path}", self._key, timeout, body)
         except FinetuneError as error:
             kind = FinetuneError if self.name is None else ServerFailure
             raise kind(f"vllm_server_base_url: {error}") from None
@@ -243,7 +244,7 @@ class VLLMServer:
         """Unload an adapter; one that a restarted server does not know needs no unloading."""
         with contextlib.suppress(FinetuneError):
             send(
-                f"{self.url}/v1/unload_lora_adapter", os.environ.get(KEY), UNLOADING_SECONDS,
+                f"{self.url}/v1/unload_lora_adapter", self._key, UNLOADING_SECONDS,
                 {"lora_name": name},
             )  # fmt: skip
 
