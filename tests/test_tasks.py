@@ -4,7 +4,11 @@ import importlib.util
 import json
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
+from datasets import DatasetInfo, Features, SplitDict, SplitInfo, Value
+from datasets.arrow_writer import ArrowWriter
 from tiny_run import lora_run
 
 from finetune.cli import main as cli
@@ -66,3 +70,44 @@ def test_a_local_task_is_asked_as_generate_asks(tmp_path: Path) -> None:
     task.write_text(TASK.format(data=data).replace("question}}", "no.such}}"))
     with pytest.raises(FinetuneError, match="UndefinedError: 'no' is undefined"):
         task_measures(loaded, find_tasks([str(task)], None, 8, 2))
+
+
+def cache_gsm8k(cache: Path, answers: list[str]) -> None:
+    """A data set in the layout of the cache of `datasets`, as after a download."""
+    folder = cache / "openai___gsm8k" / "main" / "0.0.0" / ("a" * 40)
+    folder.mkdir(parents=True)
+    features, splits = Features(question=Value("string"), answer=Value("string")), SplitDict()
+    for split in ("train", "test"):
+        writer = ArrowWriter(path=str(folder / f"gsm8k-{split}.arrow"), features=features)
+        for number, answer in enumerate(answers):
+            writer.write({"question": f"What is {number}?", "answer": answer})
+        rows, size = writer.finalize()
+        splits.add(SplitInfo(split, size, rows, dataset_name="gsm8k"))
+    DatasetInfo(
+        features=features, splits=splits, builder_name="parquet", dataset_name="gsm8k",
+        config_name="main", version="0.0.0",
+    ).write_to_directory(str(folder))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HERE, reason="needs lm-evaluation-harness")
+def test_a_published_task_runs_offline_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(lora_run(tmp_path / "run").run)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tasks = find_tasks(["gsm8k"], 2, 8, 2)
+    with pytest.raises(FinetuneError) as refused:
+        task_measures(loaded, tasks)
+    told = str(refused.value)
+    assert "'openai/gsm8k'" in told
+    assert f"it is not in the cache, {tmp_path / 'cache'}." in told
+    assert "set HF_DATASETS_CACHE" in told
+    cache_gsm8k(tmp_path / "cache", [f"#### {n}" for n in range(6)])
+    measures, notes = task_measures(loaded, tasks)
+    filters = ("strict-match", "flexible-extract")
+    assert [each.name for each in measures] == [f"gsm8k/exact_match/{name}" for name in filters]
+    assert {len(measure.of_rows) for measure in measures} == {2}
+    assert notes == []

@@ -140,15 +140,15 @@ class _Job:
 
     def side(self, subject: Subject, model: Loaded | Endpoint) -> Side:
         """Measure one model."""
+        of_tasks, notes = list[Measure](), list[str]()
+        if isinstance(model, Loaded) and self.request.tasks is not None:
+            of_tasks, notes = task_measures(model, self.request.tasks)
         questions = [each.question for each in self.asked]
         given = Answers((), 0.0)
         if questions:
             given = ask(model, questions, self.request.asking)
         drawn = self._drawn(model) if questions else []
         losses = general = None
-        of_tasks, notes = list[Measure](), list[str]()
-        if isinstance(model, Loaded) and self.request.tasks is not None:
-            of_tasks, notes = task_measures(model, self.request.tasks)
         if isinstance(model, Loaded) and self.scored:
             losses = self._losses(model, subject.recipe, self.scored, self.bounded)
         if isinstance(model, Loaded) and self.general:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import importlib.util
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import yaml
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
@@ -90,6 +92,8 @@ _Permissive.add_constructor("!function", lambda loader, node: str(node.value))
 def task_measures(loaded: Loaded, tasks: Tasks) -> tuple[list[Measure], list[str]]:
     """All metrics of all tasks as `TASK/METRIC`, and notes about omitted ones.
 
+    A task that extracts answers with several filters has `TASK/METRIC/FILTER`.
+
     Raises:
         FinetuneError: the harness cannot load or run a task, or would use other prompt tokens than
             training.
@@ -110,6 +114,13 @@ def task_measures(loaded: Loaded, tasks: Tasks) -> tuple[list[Measure], list[str
             gen_kwargs={"max_gen_toks": room, "do_sample": False},
             bootstrap_iters=0,
         )
+    except ConnectionError as error:  # its message names the data set
+        raise FinetuneError(
+            f"--tasks: {error}, and it is not in the cache, {datasets.config.HF_DATASETS_CACHE}. "
+            "Run the same command once where the hub can be reached, which fills the cache, and "
+            "set HF_DATASETS_CACHE to a copy of that folder (HF_HUB_OFFLINE=1 skips retries); or "
+            "name a YAML file of a task whose dataset_path is a local folder"
+        ) from error
     except TASK_ERRORS as error:
         raise FinetuneError(f"--tasks: {type(error).__name__}: {error}") from error
     finally:
@@ -164,14 +175,16 @@ def _read(found: Mapping[str, Any], is_chat: bool) -> tuple[list[Measure], list[
             )
             continue
         higher = found["higher_is_better"].get(task, {})
-        ordered = sorted(samples, key=lambda each: each["doc_id"])
-        for metric in dict.fromkeys(name for each in ordered for name in each.get("metrics", ())):
+        filters = list(dict.fromkeys(each.get("filter") for each in samples))
+        names = dict.fromkeys(name for each in samples for name in each.get("metrics", ()))
+        for metric, kept in itertools.product(names, filters):
+            of_filter = [each for each in samples if each.get("filter") == kept]
+            ordered = sorted(of_filter, key=lambda each: each["doc_id"])
             scores = [each.get(metric) for each in ordered]
             if all(isinstance(score, int | float) for score in scores):
+                name = f"{task}/{metric}" + (f"/{kept}" if len(filters) > 1 else "")
                 binary = set(scores) <= {0, 1}
                 better = "higher" if higher.get(metric, True) else "lower"
                 unit = "share" if all(0 <= score <= 1 for score in scores) else ""
-                measures.append(
-                    of_scores(f"{task}/{metric}", scores, binary=binary, better=better, unit=unit)
-                )
+                measures.append(of_scores(name, scores, binary=binary, better=better, unit=unit))
     return measures, notes
