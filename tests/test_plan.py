@@ -105,12 +105,25 @@ def indented(recipe: Recipe, precision: backend.Precision = "bf16") -> list[str]
 
 def test_a_plan_names_the_rule_of_an_option_chosen_at_run_time() -> None:
     assert indented(BASE) == [
-        "pointwise: compiled from 10,000 tokens of the run on a CPU, from 3,000,000 on a GPU",
+        "pointwise: compiled from 10,000 tokens of the run on a CPU; "
+        "compiled from 3,000,000 tokens of the run on a GPU",
         "allocator: pooled from 10,000 tokens of the run on a CPU under Linux",
         f"attention: documents apart, {ON_CPU} in {ONE_PASS}; {ON_GPU} in {ONE_KERNEL}",
     ]
     settled = BASE.with_kernels(pointwise="eager", allocator="plain").with_batch(padding_free=False)
     assert indented(settled) == []
+
+
+def test_a_plan_for_a_gpu_says_nothing_of_cpus() -> None:
+    lines = plan(BASE, "single").explain("cuda").splitlines()
+    assert [line.strip() for line in lines if line.startswith(" ")] == [
+        "pointwise: compiled from 3,000,000 tokens of the run on a GPU",
+        f"attention: documents apart, {ON_GPU} in {ONE_KERNEL}",
+    ]
+    assert not any("allocator" in line or "CPU" in line for line in lines)
+    cpu = plan(BASE, "single").explain("cpu")
+    assert "allocator: pooled from" in cpu
+    assert "GPU" not in cpu
 
 
 ON_CPU, ON_GPU = "on a CPU with AMX or AVX-512 for bf16", "on a GPU from Ampere on"

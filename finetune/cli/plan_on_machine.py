@@ -175,7 +175,7 @@ def _traced(
     if arguments.json:
         print(json.dumps({**planned.summary(), "verification": found.summary()}, indent=2))
         return 0
-    print(planned.explain())
+    print(planned.explain(None if machine is None else "cuda"))
     print()
     print(found.page())
     if machine is not None:
@@ -212,7 +212,7 @@ def _show(
         return status(traced)
     print(page.page(prediction, found))
     print()
-    print(planned.explain())
+    print(planned.explain("cuda"))
     if fit is not None:
         print()
         print(f"largest micro-batch that fits: {fit['largest_micro_rows']} rows")

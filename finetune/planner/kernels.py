@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from finetune.backend import Backend
@@ -77,18 +78,23 @@ pays off: it takes two seconds of one core for a CPU, and about 20 with TorchInd
 POOL_FROM = COMPILE_FROM["cpu"]
 """Tokens of a run from which `kernels.allocator=auto` uses a pool, the same as for compiling."""
 
-POINTWISE_RULES = {
-    "auto": (
-        f"compiled from {COMPILE_FROM['cpu']:,} tokens of the run on a CPU, "
-        f"from {COMPILE_FROM['cuda']:,} on a GPU"
-    ),
-    "compiled": "by a C compiler on a CPU, by TorchInductor on a GPU; eager without them",
+DeviceType = Literal["cpu", "cuda"]
+
+POINTWISE_RULES: dict[str, dict[DeviceType, str]] = {
+    "auto": {
+        "cpu": f"compiled from {COMPILE_FROM['cpu']:,} tokens of the run on a CPU",
+        "cuda": f"compiled from {COMPILE_FROM['cuda']:,} tokens of the run on a GPU",
+    },
+    "compiled": {
+        "cpu": "by a C compiler on a CPU, eager without it",
+        "cuda": "by TorchInductor on a GPU, eager without it",
+    },
 }
-ALLOCATOR_RULES = {
-    "auto": f"pooled from {POOL_FROM:,} tokens of the run on a CPU under Linux",
-    "pooled": "on a CPU under Linux, with a C++ compiler",
+ALLOCATOR_RULES: dict[str, dict[DeviceType, str]] = {
+    "auto": {"cpu": f"pooled from {POOL_FROM:,} tokens of the run on a CPU under Linux"},
+    "pooled": {"cpu": "on a CPU under Linux, with a C++ compiler"},
 }
-ONE_CALL = {
+ONE_CALL: dict[DeviceType, tuple[str, str]] = {
     "cpu": ("a CPU with AMX or AVX-512 for bf16", "one pass where pointwise is compiled"),
     "cuda": ("a GPU from Ampere on", "one variable-length kernel"),
 }
@@ -105,8 +111,8 @@ class Choice:
     """The chosen implementation."""
     fallback: str = ""
     """Why the value differs from the recipe's; empty if it does not."""
-    rule: str = ""
-    """How the run chooses once it knows its device and data; empty if already decided."""
+    rules: Mapping[DeviceType, str] = dataclasses.field(default_factory=dict[DeviceType, str])
+    """How the run chooses on each type of device; empty if already decided."""
 
     def line(self) -> str:
         return f"kernels.{self.option}: {self.value}, because {self.fallback}"
@@ -122,25 +128,25 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
         _part("norm", kernels.norm, kind),
         _part("activation", kernels.activation, kind),
         _part("rotary", kernels.rotary, kind),
-        Choice("pointwise", kernels.pointwise, rule=POINTWISE_RULES.get(kernels.pointwise, "")),
-        Choice("allocator", kernels.allocator, rule=ALLOCATOR_RULES.get(kernels.allocator, "")),
+        Choice("pointwise", kernels.pointwise, rules=POINTWISE_RULES.get(kernels.pointwise, {})),
+        Choice("allocator", kernels.allocator, rules=ALLOCATOR_RULES.get(kernels.allocator, {})),
     )
 
 
-def attention_rule(recipe: Recipe, backend: Backend) -> str:
-    """Description of attention over concatenated documents in the kernels of this package."""
+def attention_rules(recipe: Recipe, backend: Backend) -> dict[DeviceType, str]:
+    """How attention over concatenated documents is computed, by type of device."""
     fields = model_fields(recipe)
     traits = (
         bool(fields.get("attention_dropout")),
         caps_scores(fields),
         fields.get("model_type") in SINKS,
     )
-    parts: list[str] = []
+    rules: dict[DeviceType, str] = {}
     for device, (where, call) in ONE_CALL.items():
         reasons = against_one_call(device, backend.precision, *traits)
         alone = f"each by itself, not in {call}: {' and '.join(reasons)}"
-        parts.append(f"on {where} {alone if reasons else f'in {call}'}")
-    return f"documents apart, {'; '.join(parts)}"
+        rules[device] = f"on {where} {alone if reasons else f'in {call}'}"
+    return rules
 
 
 def against_one_call(

@@ -9,7 +9,7 @@ from finetune.errors import FinetuneError
 from finetune.planner import schedules
 from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.experts import quantised_share
-from finetune.planner.kernels import Choice, attention_rule, choices, model_type
+from finetune.planner.kernels import Choice, DeviceType, attention_rules, choices, model_type
 from finetune.planner.limits import fields_of
 from finetune.planner.mesh import Mesh, mesh_of
 from finetune.planner.padding import Padding, known_fields, padding
@@ -133,8 +133,12 @@ class Plan:
             return {}
         return {"schedule": self.backend.axes.schedule, "bubble": self.bubble}
 
-    def explain(self) -> str:
-        """The plan as text, one line per topic."""
+    def explain(self, device: DeviceType | None = None) -> str:
+        """The plan as text, one line per topic.
+
+        Args:
+            device: type of the devices that the plan is for; None describes both.
+        """
         recipe, backend = self.recipe, self.backend
         trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else "all weights"
         base = recipe.model.name or f"{(recipe.model.config or {}).get('model_type')} from scratch"
@@ -144,6 +148,7 @@ class Plan:
             if backend.offload == "none"
             else f", {backend.offload} offloaded to {backend.device}"
         )
+        kernels = [each for each in self.kernels if device in (None, *(each.rules or (device,)))]
         lines = [
             f"model        {base}: {trained}{stored}",
             f"backend      {backend.name}: {backend.engine}, sharded: {backend.shard}"
@@ -152,13 +157,15 @@ class Plan:
             f"rows         {self.padding.line()}",
             f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
             f"clip {recipe.optim.max_grad_norm}",
-            f"kernels      {', '.join(f'{each.option} {each.value}' for each in self.kernels)}",
+            f"kernels      {', '.join(f'{each.option} {each.value}' for each in kernels)}",
         ]
-        rules = {each.option: each.rule for each in self.kernels}
+        rules = {f"{each.option}:": each.rules for each in kernels}
         if recipe.model.attention == "sdpa" and self.padding.free:
-            rules["attention"] = attention_rule(recipe, backend)
+            rules["attention: documents apart,"] = attention_rules(recipe, backend)
         lines += [f"pipeline     {self.pipeline_words()}"] if self.mesh.pipeline > 1 else []
-        lines += [f"             {option}: {rule}" for option, rule in rules.items() if rule]
+        for option, of_devices in rules.items():
+            found = [rule for kind, rule in of_devices.items() if device in (None, kind)]
+            lines += [f"             {option} {'; '.join(found)}"] if found else []
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
 
     def _copies(self) -> str:

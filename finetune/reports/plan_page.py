@@ -53,7 +53,7 @@ def _text(prediction: Prediction) -> str:
             schedule=draw.schedule(axes, plan.accumulation) if pipeline else None,
             schedule_words=_schedule_words(plan) if pipeline else "",
             kinds=draw.kinds(axes) if pipeline else [],
-            text=f"{prediction.page()}\n\n{plan.explain()}",
+            text=f"{prediction.page()}\n\n{plan.explain('cuda')}",
             made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
         )
     )
