@@ -37,6 +37,7 @@ class Case:
     adapter: bool = False
     quantization: str = "none"
     pointwise: str = "auto"
+    blocks: str = "eager"
     tokens: int = 8_192
     """Tokens per pack; a micro-batch and a step have one pack."""
     backend: str = "single"
@@ -74,6 +75,7 @@ CASES = (
     Case("8B, LoRA, compiled", LLAMA_8, True, pointwise="compiled", expected="10,000 to 13,000"),
     Case("8B, QLoRA", LLAMA_8, True, "nf4", expected="0.9 of LoRA"),
     Case("0.6B, all weights", QWEN_06, tokens=16_384, expected="60,000 to 90,000", profiled=True),
+    Case("0.6B, all weights, compiled blocks", QWEN_06, blocks="compiled", tokens=16_384),
     Case("1B, all weights", LLAMA_1, tokens=16_384),
     Case("1B, all weights, fsdp_full_shard", LLAMA_1, backend="fsdp_full_shard"),
     Case("1B, all weights, zero3", LLAMA_1, backend="zero3"),
@@ -127,7 +129,7 @@ def _train(folder: Path, case: Case, steps: int) -> dict[str, Any]:
         batch=Batch(processes, 1, case.tokens, "truncate", packing=True),
         data_checks="report",
         max_steps=steps,
-    ).with_kernels(pointwise=case.pointwise)  # type: ignore[arg-type]
+    ).with_kernels(pointwise=case.pointwise, blocks=case.blocks)  # type: ignore[arg-type]
     if case.adapter:
         recipe = recipe.with_lora(r=16)
     run = Run(place / "run")

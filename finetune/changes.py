@@ -183,6 +183,7 @@ class Changes:
         norm: Literal["fused", "plain"] = UNCHANGED,
         activation: Literal["fused", "plain"] = UNCHANGED,
         rotary: Literal["fused", "plain"] = UNCHANGED,
+        blocks: Literal["eager", "compiled"] = UNCHANGED,
         pointwise: Literal["auto", "compiled", "eager"] = UNCHANGED,
         allocator: Literal["auto", "pooled", "plain"] = UNCHANGED,
     ) -> Self:

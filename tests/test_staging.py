@@ -73,6 +73,7 @@ def test_states_in_memory_that_is_kept_are_those_in_memory_of_their_own(engine: 
         ours = {each.untyped_storage().data_ptr() for each in state.tensors.values()}
         assert ours == {staging.buffer.data_ptr()}
     assert len(places) == 1
+    assert staging.buffer is not None
     size = sum(each.nbytes for each in expected.tensors.values())
     assert 0 <= len(staging.buffer) - size < ALIGNMENT * len(expected.tensors)
     staging.release()

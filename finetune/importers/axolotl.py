@@ -42,7 +42,8 @@ NOT_NEEDED = {
     "flash_attn_fuse_mlp": "kernels.activation=fused",
     "device_map": "the backend places the model",
     "max_memory": "the backend places the model",
-    "torch_compile": "kernels.pointwise=auto compiles where it is faster",
+    "torch_compile": "kernels.pointwise=auto compiles where it is faster; kernels.blocks=compiled "
+    "compiles complete blocks",
     "torch_compile_backend": "kernels.pointwise=auto compiles where it is faster",
     "debug": "see `finetune inspect`",
     "strict": "every key is always checked",

@@ -108,6 +108,13 @@ def reason_against(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why chains cannot be compiled for a device on this machine; None if they can."""
     if device.type == "cpu":
         return cpu.reason_against_chains(dtype)
+    return against_inductor(device)
+
+
+def against_inductor(device: torch.device) -> str | None:
+    """Why TorchInductor cannot compile for a device on this machine; None if it can."""
+    if device.type == "cpu":
+        return failure(device)
     from torch.utils._triton import has_triton  # slow to import
 
     return failure(device) if has_triton() else "Triton is not installed"

@@ -25,6 +25,7 @@ from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.kernels.scores import give_scores
 from finetune.models import adapters, continued, teacher, vocabulary
+from finetune.models.compiled_blocks import compile_blocks
 from finetune.models.gradients import without_unreached
 from finetune.models.load_checks import first_line, is_of_library
 from finetune.models.packed_attention import (
@@ -246,6 +247,8 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     install_fused(model, plan)
+    if "blocks" in chosen:
+        compile_blocks(model)
 
 
 def install_fused(model: PreTrainedModel, plan: Plan) -> None:

@@ -185,10 +185,30 @@ def attend(
             return _causal(query, key, value, 0.0, scale, None).transpose(1, 2), None
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
         return mixed.unsqueeze(0), None
+    options = dropout, scale, window, softcap, s_aux, known
+    return each_document(query, key, value, cu_seq_lens_q, max_length_q, document_ends, *options)
+
+
+def _each_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    document_ends: Sequence[int] | torch.Tensor | None,
+    dropout: float,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    known: bool,
+) -> tuple[torch.Tensor, None]:
+    """`attend` without the variable-length kernel: by calls for one document, or for neighbors."""
     longest = 0
     if known and not dropout:
         longest = cpu.longest_served(query, max_length_q, window, softcap)
-    ends = cu_seq_lens_q.tolist() if document_ends is None else document_ends
+    ends = cu_seq_lens_q if document_ends is None else document_ends
+    ends = ends.tolist() if isinstance(ends, torch.Tensor) else ends
     runs = _runs(ends, longest)
     # The gradient of `split` is one copy; that of a slice is as large as the sliced tensor.
     lengths = [run[-1] - run[0] for run in runs]
@@ -204,6 +224,17 @@ def attend(
             part = _eager(q, k, v, dropout, scale, window, softcap, s_aux)
         parts.append(part.transpose(1, 2))
     return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), None
+
+
+each_document = _each_document
+"""Calls `_each_document`; after `leave_untraced`, outside of compiled code."""
+
+
+def leave_untraced() -> None:
+    """Let `torch.compile` call `_each_document` as it is: a trace would hold for one layout."""
+    global each_document
+    reason = "documents attend in separate calls"
+    each_document = torch.compiler.disable(_each_document, reason=reason)
 
 
 def _runs(ends: Sequence[int], longest: int) -> list[list[int]]:

@@ -94,6 +94,17 @@ ALLOCATOR_RULES: dict[str, dict[DeviceType, str]] = {
     "auto": {"cpu": f"pooled from {POOL_FROM:,} tokens of the run on a CPU under Linux"},
     "pooled": {"cpu": "on a CPU under Linux, with a C++ compiler"},
 }
+BLOCKS_RULES: dict[DeviceType, str] = {
+    "cpu": "each decoder block by TorchInductor, with a C++ compiler on a CPU",
+    "cuda": "each decoder block by TorchInductor, with Triton on a GPU",
+}
+COMPILED = "kernels.blocks=compiled fuses it with the rest of a block"
+"""Why the kernel options inside of blocks are not used."""
+COMPILED_BLOCKS = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "cohere",
+    "phi3", "olmo2", "smollm3",
+)  # fmt: skip
+"""Model types of which `kernels.blocks=compiled` is supported: blocks without experts."""
 ONE_CALL: dict[DeviceType, tuple[str, str]] = {
     "cpu": ("a CPU with AMX or AVX-512 for bf16", "one pass where pointwise is compiled"),
     "cuda": ("a GPU from Ampere on", "one variable-length kernel"),
@@ -122,12 +133,12 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
     """Kernel options of a recipe on a backend; `kind` is the model type, None if not known yet."""
     adapted = (_lora(recipe, backend),) if recipe.adapter is not None else ()
     kernels = recipe.kernels
+    whole = kernels.blocks == "compiled"
     return (
         _head(recipe, backend, kind),
         *adapted,
-        _part("norm", kernels.norm, kind),
-        _part("activation", kernels.activation, kind),
-        _part("rotary", kernels.rotary, kind),
+        *(_part(each, getattr(kernels, each), kind, whole) for each in PARTS),
+        *([Choice("blocks", "compiled", rules=BLOCKS_RULES)] if whole else []),
         Choice("pointwise", kernels.pointwise, rules=POINTWISE_RULES.get(kernels.pointwise, {})),
         Choice("allocator", kernels.allocator, rules=ALLOCATOR_RULES.get(kernels.allocator, {})),
     )
@@ -200,7 +211,9 @@ def _on_head(targets: str | tuple[str, ...]) -> bool:
         return False  # PEFT reports the error
 
 
-def _part(option: str, asked: str, kind: str | None) -> Choice:
+def _part(option: str, asked: str, kind: str | None, compiled: bool) -> Choice:
+    if asked == "fused" and compiled:
+        return Choice(option, "plain", COMPILED)
     if asked == "fused" and kind is not None and option in UNFUSED.get(kind, ()):
         return Choice(option, "plain", f"the {PARTS[option]} of {kind} are not known here")
     return Choice(option, asked)
@@ -218,6 +231,7 @@ def _lora(recipe: Recipe, backend: Backend) -> Choice:
         f"{backend.name} gathers each module separately": TRAITS[backend.engine].for_own_module
         and backend.shard == "params",
     }
+    reasons[COMPILED] = recipe.kernels.blocks == "compiled"
     found = [reason for reason, holds in reasons.items() if holds]
     return Choice("lora", "separate", " and ".join(found)) if found else Choice("lora", "grouped")
 

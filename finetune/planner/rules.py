@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from finetune.backend import Backend
 from finetune.planner import division, limits
 from finetune.planner.engines import TRAITS
-from finetune.planner.kernels import choices, model_type
+from finetune.planner.kernels import COMPILED_BLOCKS, choices, model_type
 from finetune.planner.mesh import mesh_of
 from finetune.planner.padding import against, known_fields, padding
 from finetune.planner.shapes.prequantised import prequantised
@@ -46,6 +46,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         _vocabulary,
         _attention,
         _checkpointing,
+        _blocks,
         _disk,
         _optimizer,
         _evaluation,
@@ -315,6 +316,26 @@ def _checkpointing(recipe: Recipe, backend: Backend, processes: int) -> Iterator
             f"but {attention} attention is not one; use model.attention=sdpa, or "
             "model.activation_checkpointing=true"
         )
+
+
+def _blocks(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+    if recipe.kernels.blocks == "eager":
+        return
+    kind, checkpointing = model_type(recipe), recipe.model.activation_checkpointing
+    cuts = TRAITS[backend.engine].for_own_module and backend.shard == "params"
+    reasons = {
+        f"blocks of {kind} are not known to compile": kind not in (None, *COMPILED_BLOCKS),
+        f"{backend.name} divides the products of a block": backend.axes.any,
+        f"{backend.name} gathers weights in hooks of modules inside of a block": cuts,
+        f"model.quantization={recipe.model.quantization} has products that are not compiled": (
+            recipe.model.quantization != "none"
+        ),
+        f"model.activation_checkpointing={checkpointing} selects operations of eager blocks": (
+            checkpointing not in (True, False)
+        ),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"kernels.blocks: compiled, but {reason}; use kernels.blocks=eager"
 
 
 def _disk(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:

@@ -204,6 +204,8 @@ class Kernels(metaclass=Checked):
     """SwiGLU, GeGLU: one operation that saves only gate and up, or that of transformers."""
     rotary: Literal["fused", "plain"] = "fused"
     """Rotary embeddings: query and key in one operation, or as in transformers."""
+    blocks: Literal["eager", "compiled"] = "eager"
+    """Decoder blocks in training: as they are, or each compiled by `torch.compile`."""
     pointwise: Literal["auto", "compiled", "eager"] = "auto"
     """Pointwise operations in the other kernels and in attention: compiled, or one by one."""
     allocator: Literal["auto", "pooled", "plain"] = "auto"

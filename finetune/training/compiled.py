@@ -3,9 +3,26 @@
 from finetune.cache import keep_compiled
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
+from finetune.errors import FinetuneError
 from finetune.kernels import chains, cpu
 from finetune.models.model import compute_dtype
 from finetune.training.recorder import tokens_of_run
+
+
+def check_compiler(engine: Engine) -> None:
+    """Compile and run one kernel if the blocks of the model will be compiled; collective.
+
+    Raises:
+        FinetuneError: on every rank, if one cannot compile.
+    """
+    if engine.plan.recipe.kernels.blocks == "eager":
+        return
+    keep_compiled(chains.usual_folder)
+    reasons = engine.gather(chains.against_inductor(engine.device))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            place = f"rank {rank}: " if engine.world > 1 else ""
+            raise FinetuneError(f"kernels.blocks: {place}{reason}; use kernels.blocks=eager")
 
 
 def choose_compiled(engine: Engine, data: Prepared, steps: int) -> list[str]:
@@ -13,6 +30,7 @@ def choose_compiled(engine: Engine, data: Prepared, steps: int) -> list[str]:
 
     If one rank cannot compile the chains, no rank uses them: a job is as fast as its slowest rank.
     """
+    check_compiler(engine)
     keep_compiled(chains.usual_folder)
     kernels, device = engine.plan.recipe.kernels, engine.device
     tokens = tokens_of_run(engine.plan, data, steps)

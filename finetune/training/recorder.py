@@ -20,7 +20,7 @@ from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.kernels import chains, cpu
 from finetune.kernels.matmul_rate import matmul_flops
-from finetune.models import model
+from finetune.models import compiled_blocks, model
 from finetune.planner import Plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.forecast import Facts, Forecast, forecast
@@ -199,6 +199,11 @@ class Recorder:
     def warned(self, step: int, message: str) -> None:
         """Record a warning about the training."""
         self.metrics.write(Warned(step=step, told=message))
+
+    def compiled(self) -> None:
+        """Print what `kernels.blocks=compiled` made of the blocks in the first step."""
+        if self.engine.plan.recipe.kernels.blocks == "compiled":
+            self.display.note(compiled_blocks.compiled().line())
 
     def memory(self, step: int, result: StepResult, counted: int | None) -> None:
         """Record the measured peak memory of a step next to the planned peak.

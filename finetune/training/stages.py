@@ -215,6 +215,7 @@ class Training:
                 self.recorder.memory(step + 1, result, self.meter.peak)
             if step == first:
                 self.recorder.realised(self.parameters, self.stored)
+                self.recorder.compiled()
             better = self._evaluate_if_due(step + 1 == self.steps)
             stop = self._patience_is_over()
             done = stop or step + 1 == self.steps

@@ -192,6 +192,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         fused_activations=Choice("activation", "fused") in plan.kernels,
         fused_rotations=Choice("rotary", "fused") in plan.kernels,
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
+        compiled=recipe.kernels.blocks == "compiled",
     )
 
 
