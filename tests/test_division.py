@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT, Finetune, Tiny, warm_python, write_recipe
 from safetensors.torch import load_file
 from torch.autograd.profiler_util import FunctionEvent
@@ -21,6 +22,7 @@ from transformers.distributed import mixin
 
 from finetune import backend as backends
 from finetune import catalog
+from finetune.backend import megatron
 from finetune.backend.axes import Axes, Schedule
 from finetune.data.collate import Boundaries, MicroBatch
 from finetune.distributed import layers
@@ -634,18 +636,54 @@ def test_a_file_with_a_wrong_axis_is_refused(lines: str, problem: str, tmp_path:
     assert problem in "; ".join(refusal.value.problems)
 
 
-def test_megatron_lm_is_refused_in_a_file_and_at_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatron_lm_is_refused_by_name_and_at_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate's launcher sets this variable, and its flags would otherwise train as DDP."""
-    path = tmp_path / "mine.yaml"
-    path.write_text("distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  tp_degre: 2\n")
-    with pytest.raises(FinetuneError, match="Megatron-LM has no backend here"):
-        backends.load(str(path))
+    with pytest.raises(FinetuneError, match="backend megatron: Megatron-LM has no backend here"):
+        backends.load("megatron")
     for name in ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.setenv(name, {"ACCELERATE_MIXED_PRECISION": "no"}.get(name, "true"))
     with pytest.raises(FinetuneError, match="--use_megatron_lm: Megatron-LM has no backend here"):
         backends.launched()
+
+
+@pytest.mark.parametrize(
+    ("processes", "section", "problems"),
+    [
+        (4, {"megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2,
+             "megatron_lm_num_micro_batches": 8}, ["use --backend pp_tp --pipeline 2 --tensor 2"]),
+        (16, {"megatron_lm_tp_degree": 8}, ["use --backend tp_fsdp --tensor 8"]),
+        (2, {"megatron_lm_context_parallel_size": 2}, ["use --backend cp --context 2"]),
+        (4, {"tp_degree": 2, "megatron_lm_gradient_cliping": 1.0},
+         ["megatron_lm_config.tp_degree: unknown key, which Accelerate ignores; did you mean "
+          "'megatron_lm_tp_degree'?", "did you mean 'megatron_lm_gradient_clipping'?",
+          megatron.INSTEAD]),
+        (6, {"megatron_lm_tp_degree": 4},
+         ["num_processes: 6 is not a multiple of the 4 processes", megatron.INSTEAD]),
+        (4, {"megatron_lm_tp_degree": "2"}, ["got '2', expected a whole number", megatron.INSTEAD]),
+        (4, {"megatron_lm_pp_degree": 4, "megatron_lm_num_micro_batches": 2},
+         ["num_micro_batches: 2 for 4 stages leaves stages without work", megatron.INSTEAD]),
+    ],
+)  # fmt: skip
+def test_a_file_for_megatron_lm_is_checked_and_translated(
+    processes: int, section: dict[str, Any], problems: list[str], tmp_path: Path
+) -> None:
+    """Accelerate ignores a misspelt key, and trains with one process for each layer."""
+    lines = [f"  {key}: {json.dumps(value)}" for key, value in section.items()]
+    head = ["distributed_type: MEGATRON_LM", f"num_processes: {processes}", "megatron_lm_config:"]
+    path = tmp_path / "mine.yaml"
+    path.write_text("\n".join([*head, *lines]) + "\n")
+    with pytest.raises(FinetuneError) as refusal:
+        backends.load(str(path))
+    found = refusal.value.problems
+    assert [problem in each for problem, each in zip(problems, found, strict=True)] == [
+        True for _ in problems
+    ]
+    assert megatron.REASON in found[-1]
+
+
+def test_the_known_keys_of_megatron_lm_are_those_that_accelerate_reads() -> None:
+    words = {option.lstrip("-") for option in launch_command_parser()._option_string_actions}
+    assert {word for word in words if word.startswith(megatron.PREFIX)} == megatron.KEYS
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 6])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from finetune.backend import axes as model_axes
-from finetune.backend import sections
+from finetune.backend import megatron, sections
 from finetune.backend.axes import UNDIVIDED, Axes
 from finetune.backend.sections import Shard
 from finetune.errors import FinetuneError, did_you_mean, one_line
@@ -117,6 +117,8 @@ def find(name: str) -> Path:
     for folder in folders():
         if (path := folder / f"{name}.yaml").is_file():
             return path
+    if name == megatron.NAME:
+        raise FinetuneError(f"backend {name}: {megatron.REASON}; {megatron.INSTEAD}")
     known = names()
     raise FinetuneError(
         f"backend '{name}': unknown{did_you_mean(name, known)}; known are {', '.join(known)}"
@@ -146,8 +148,10 @@ def load(name: str) -> Backend:
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
     config = cast(dict[str, Any], read)
-    problems = [] if config.get("distributed_type") != "MEGATRON_LM" else [sections.MEGATRON]
-    problems = problems or _key_problems(config)
+    if config.get("distributed_type") == megatron.KIND:
+        problems = megatron.problems(config)
+    else:
+        problems = _key_problems(config)
     if not problems:
         problems = _value_problems(config)
     if problems:
@@ -393,7 +397,9 @@ def launched() -> Backend | None:
             "accelerate.notebook_launcher, finetune launch or torchrun"
         )
     if os.environ.get("ACCELERATE_USE_MEGATRON_LM", "").lower() == "true":
-        raise FinetuneError(f"accelerate launch --use_megatron_lm: {sections.MEGATRON}")
+        raise FinetuneError(
+            f"accelerate launch --use_megatron_lm: {megatron.REASON}; {megatron.INSTEAD}"
+        )
     arguments = launcher_arguments()
     named = [arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--config_file"]
     asked = load(named[0]) if named else None

@@ -4,12 +4,6 @@ from typing import Any, Literal
 
 Shard = Literal["none", "optimizer", "grads", "params"]
 
-MEGATRON = (
-    "Megatron-LM has no backend here: Accelerate's plugin needs a GPU and a source checkout of "
-    "Megatron-LM, whose engine replaces this toolkit's loss and training step; for the same axes "
-    "use pp_tp_fsdp, sp_tp or ep_tp (--pipeline, --tensor, --sequence, --experts)"
-)
-
 ZERO_SHARDS: dict[int, Shard] = {1: "optimizer", 2: "grads", 3: "params"}
 
 
