@@ -24,6 +24,7 @@ from benchmarks import (
     startup,
     training,
 )
+from benchmarks.job import PIPED
 from benchmarks.record import ROOT, Circumstances, Result, write
 
 EVERYDAY = ("startup", "training")
@@ -32,7 +33,7 @@ ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 """Parts measured by default on GPUs, the most important ones first."""
 PARTS = (
     *EVERYDAY, "checks", "data", "heads", "kernels", "memory", "merge", "saving", "scaling",
-    "serving", "shapes",
+    "serving", "shapes", "pipeline",
 )  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
@@ -120,6 +121,8 @@ def measure(
         case "scaling":
             backends = chosen or scaling.BACKENDS
             return scaling.measure(scratch / part, backends, arguments.steps)
+        case "pipeline":
+            return scaling.measure(scratch / part, ("pp",), arguments.steps, PIPED)
         case _:
             backends = chosen or training.BACKENDS
             return training.measure(

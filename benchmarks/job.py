@@ -52,6 +52,8 @@ SMALL = Shape(hidden_size=256, layers=6, rows=16, micro_rows=4, length=128)
 """5.5 million parameters: seconds per backend on two CPU cores."""
 DEEP = Shape(hidden_size=576, layers=8, rows=8, micro_rows=4, length=1_024)
 """8 of the 30 layers of SmolLM2-135M, in micro-batches as large as its recipe's."""
+PIPED = Shape(hidden_size=576, layers=8, rows=8, micro_rows=1, length=1_024)
+"""The same model in 8 micro-batches, each long enough that a stage computes for 0.3 seconds."""
 LARGE = Shape(hidden_size=1_024, layers=24, rows=32, micro_rows=8, length=1_024)
 """323 million parameters: large enough for a GPU."""
 

@@ -21,6 +21,7 @@ import torch
 from benchmarks.commands import SECONDS, start
 from benchmarks.job import DEEP, Shape, write_adapter_job
 from benchmarks.record import Result
+from finetune.planner.estimate.grids import bubble
 from finetune.runs import units
 from finetune.runs.run import Run
 
@@ -71,11 +72,12 @@ class Contender:
         """Send a signal to all processes, which are returned; torch gives each worker a session."""
         reached: list[psutil.Process] = []
         for process in self.started:
-            root = psutil.Process(process.pid)
-            for each in [root, *root.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.send_signal(number)
-                    reached.append(each)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                root = psutil.Process(process.pid)
+                for each in [root, *root.children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.send_signal(number)
+                        reached.append(each)
         return reached
 
     def end(self) -> None:
@@ -183,8 +185,18 @@ def result(runs: dict[str, Run], turns: list[dict[str, float]], shape: Shape) ->
         "one process and of two that know nothing of each other, take turns with them: what a "
         "second process of this machine brings at most at that moment."
     )
-    values = {"turns": turns, "backends": measured}
-    return Result("Two processes against one", how, values, tabulate(measured), [])
+    values: dict[str, Any] = {"turns": turns, "backends": measured}
+    title = "Two processes against one"
+    if "pp" in runs:
+        title = "Two stages of a pipeline against one process"
+        count = shape.rows // shape.micro_rows
+        values["bound"] = 2 * (1 - bubble(2, count))
+        how += (
+            f" With {count} micro-batches and the schedule 1F1B, two stages that compute for "
+            f"equally long are at most {values['bound']:.2f} times as fast as one process, because "
+            f"each is idle for {bubble(2, count):.1%} of a step."
+        )
+    return Result(title, how, values, tabulate(measured), [])
 
 
 def tabulate(measured: dict[str, Any]) -> list[list[str]]:

@@ -143,6 +143,7 @@ def test_dropout_and_dora_beside_divided_experts(work: Path, finetune: Finetune)
     """Each process drops elements of its own rows, as one process does of the same micro-batch."""
     runs = [train(finetune, work, "dropout", backend) for backend in ("single", "ep_fsdp")]
     assert_equal(*runs)
+    assert_planned(runs[1])
 
 
 @pytest.mark.slow
