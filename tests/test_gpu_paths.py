@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import SIZES
 from conftest import Finetune, Tiny, write_recipe
 from test_backends import losses
 from torch import nn
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import finetune as ft
 from finetune import catalog
-from finetune.distributed import device, heartbeat
+from finetune.distributed import deepspeed, device, heartbeat
 from finetune.distributed.device import Found
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.kernels import chains
@@ -32,7 +33,11 @@ from finetune.models import packed_attention
 from finetune.models.packed_attention import against_varlen, attend, varlen_words
 from finetune.planner import plan
 from finetune.planner.estimate import hardware
+from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import predict
+from finetune.planner.estimate.sharding.deepspeed import filling
+from finetune.planner.estimate.workload import Workload
+from finetune.planner.shapes.read_config import read
 from finetune.process.quiet import growing_segments
 from finetune.runs.run import Run
 from finetune.training import memory_meter
@@ -390,6 +395,30 @@ def test_host_memory_for_loading_is_planned() -> None:
     cut = predict(plan(recipe, "fsdp_full_shard", 8), machine)
     assert cut.host == 0
     assert cut.status == "safe"
+
+
+@pytest.mark.parametrize(
+    ("backend", "processes", "cpu", "overlaps"),
+    [
+        ("zero2", 8, False, True), ("zero2", 8, True, False), ("zero2", 1, False, False),
+        ("zero2_offload", 8, False, False), ("zero1", 8, False, False), ("zero3", 8, False, None),
+    ],
+)  # fmt: skip
+def test_zero_2_reduces_a_bucket_while_the_next_one_fills_on_several_gpus(
+    tmp_path: Path, backend: str, processes: int, cpu: bool, overlaps: bool | None
+) -> None:
+    settled = plan(catalog.resolve("llama3_1_8b_full"), backend, processes)
+    config = deepspeed._plugin(settled, tmp_path, cpu).deepspeed_config["zero_optimization"]
+    assert config.get("overlap_comm") == overlaps
+
+
+def test_the_second_bucket_of_zero_2_is_planned_on_gpus() -> None:
+    shape = read({"model_type": "llama"} | SIZES)
+    layout = Layout("deepspeed", "grads", 2)
+    here = Workload(shape, 1, 64, scheme="deepspeed", layout=layout, wide_gradients=True)
+    one = filling(dataclasses.replace(here, cpu=True))
+    assert one == 2 * shape.parameters
+    assert filling(here) == 2 * one
 
 
 def test_the_copy_of_background_saving_is_planned_on_the_host() -> None:

@@ -57,6 +57,9 @@ class DeepSpeed(Engine):
         for what, (offloads, built) in asked.items():
             device = "none" if built is None else built.device
             compare(f"offload of {what}", backend.device if offloads else "none", device)
+        overlapping = _overlaps(self.plan, self.device.type == "cpu")
+        if backend.shard != "params":  # ZeRO-3 has its own default
+            compare("overlap_comm", overlapping, model.zero_overlap_comm())
         limit = self.plan.recipe.optim.max_grad_norm or 0.0
         compare("max_grad_norm", limit, model.gradient_clipping())
 
@@ -293,6 +296,8 @@ def _plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
     config["data_types"] = {"grad_accum_dtype": "fp32"}
     config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW: no compiler needed
     zero = config["zero_optimization"]
+    if stage < 3:
+        zero["overlap_comm"] = _overlaps(plan, cpu)
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay gathered
         zero["stage3_prefetch_bucket_size"] = "auto"
@@ -301,6 +306,15 @@ def _plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
         nvme.require_room(plan, nvme_path, rendezvous.neighbours())
         nvme.configure(config, plan)
     return plugin
+
+
+def _overlaps(plan: Plan, cpu: bool) -> bool:
+    """Whether ZeRO-2 reduces a bucket while the next one is filled, as ZeRO-3 does by default.
+
+    Not ZeRO-1, which reduces once per step, and not if gradients go to the host.
+    """
+    backend = plan.backend
+    return backend.shard == "grads" and backend.offload == "none" and not cpu and plan.processes > 1
 
 
 def _silent(_: str) -> None:

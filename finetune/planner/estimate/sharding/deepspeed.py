@@ -6,7 +6,7 @@ parameters on N processes and buckets of B elements (at most P in the engine her
 
               always allocated    during backward        during reduction
     ZeRO-1    4 P                 2 P                    a copy of all in bf16, and one in fp32
-    ZeRO-2    -                   2 B                    2 min(B, P), and 4 P / N from then on
+    ZeRO-2    -                   2 B (on GPUs 4 B)      2 min(B, P), and 4 P / N from then on
     ZeRO-3    4 P / N and 2 B     -                      2 min(B, P) and 4 min(B, P) / N
 
 With the optimizer on the host, the host also holds the fp32 gradients that it reads, 4 P / N.
@@ -77,6 +77,12 @@ def _bucket(workload: Workload) -> float:
     return 2.0 * min(REDUCE_BUCKET, workload.trained)
 
 
+def _overlaps(workload: Workload) -> bool:
+    """Whether ZeRO-2 fills a second bucket while the first one is reduced, as it does on GPUs."""
+    layout = workload.layout
+    return layout.offload == "none" and not workload.cpu and layout.processes > 1
+
+
 def resident_bucket(workload: Workload) -> float:
     """Bytes of the bucket that ZeRO-3 allocates at the start."""
     return _bucket(workload) if workload.layout.shard == "params" else 0.0
@@ -85,7 +91,7 @@ def resident_bucket(workload: Workload) -> float:
 def filling(workload: Workload) -> float:
     """Bytes of buckets from the first gradient of a backward pass until its end."""
     if workload.layout.shard == "grads":
-        return _bucket(workload)
+        return _bucket(workload) * (2 if _overlaps(workload) else 1)
     return resident_bucket(workload)
 
 
