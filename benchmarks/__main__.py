@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import (
+    answers,
     checks,
     data,
     heads,
@@ -32,8 +33,8 @@ EVERYDAY = ("startup", "training")
 ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 """Parts measured by default on GPUs, the most important ones first."""
 PARTS = (
-    *EVERYDAY, "checks", "data", "heads", "kernels", "memory", "merge", "saving", "scaling",
-    "serving", "shapes", "pipeline",
+    *EVERYDAY, "answers", "checks", "data", "heads", "kernels", "memory", "merge", "saving",
+    "scaling", "serving", "shapes", "pipeline",
 )  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
@@ -97,6 +98,8 @@ def measure(
     match part:
         case "startup":
             return startup.measure(scratch, arguments.repeats)
+        case "answers":
+            return answers.measure(scratch / part)
         case "checks":
             return checks.measure(scratch / part, arguments.repeats)
         case "data":

@@ -23,7 +23,7 @@ from finetune.data.samples import Conversation
 from finetune.exporters.export import export
 from finetune.inference.chat import stream
 from finetune.inference.generate import generate, load
-from finetune.runs.run import Run
+from finetune.runs.run import Run, write_json
 
 ROWS = 50
 TOKENS = 8
@@ -129,6 +129,37 @@ def test_llama_cpp_answers_as_the_trained_model_does(tmp_path: Path) -> None:
             text, _ = client.chat(messages, TOKENS)
             whole = texts_of(tokenizer, [said])[0]
             assert text.strip() == whole or "\ufffd" in whole  # each shows broken bytes its way
+    finally:
+        end_tree(process.pid)
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("vllm") is None, reason="vllm is not on PATH")
+@pytest.mark.parametrize("format", ["vllm", "merged"])
+def test_vllm_reads_and_answers_as_the_trained_model_does(tmp_path: Path, format: str) -> None:
+    """`finetune serve --engine vllm`, which has attention on CPUs for heads of 32."""
+    run, tokenizer = trained_run(tmp_path, num_attention_heads=2)
+    write_json(run.realised, {"mixed_precision": "no"})
+    folder = export(run, tmp_path / "out", format=format, check_rows=0)
+    chat, conversations = load_chat(tokenizer, None), asked()
+    wanted = [text.strip() for text in generate(load(run), conversations, TOKENS)]
+    port = free_port()
+    words = ["serve", str(folder), "--engine", "vllm", "--name", "tuned", "--port", str(port)]
+    process = start(
+        words, tmp_path, PATH=os.environ["PATH"], VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    try:
+        wait_for(lambda: is_up(f"http://127.0.0.1:{port}"), process, 300)
+        for messages, text in zip(conversations, wanted, strict=True):
+            body = {"model": "tuned", "messages": messages, "max_tokens": TOKENS,
+                    "temperature": 0, "return_token_ids": True}  # fmt: skip
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            reply = httpx.post(url, json=body, timeout=300).json()
+            assert reply["prompt_token_ids"] == chat.prompt(Conversation(tuple(messages)))
+            said = texts_of(tokenizer, [reply["choices"][0]["token_ids"]])[0]
+            assert said == text
     finally:
         end_tree(process.pid)
         process.communicate()

@@ -249,11 +249,14 @@ def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(tmp_path):
 # --- with llama.cpp ------------------------------------------------------------------------------
 
 
-def trained_run(tmp: Path, template: str = INSTRUCT) -> tuple[Run, PreTrainedTokenizerBase]:
+def trained_run(
+    tmp: Path, template: str = INSTRUCT, **sizes: Any
+) -> tuple[Run, PreTrainedTokenizerBase]:
     """A run on a Llama whose answers often end."""
     tokenizer = llama_tokenizer(template)
     torch.manual_seed(1)
-    fields = {**SIZES, "vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
+    ends = {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
+    fields = {**SIZES, **ends, **sizes}
     base = LlamaForCausalLM(LlamaConfig(**{**fields, "max_position_embeddings": 512})).eval()
     base.lm_head.weight.data[2] *= 1.5
     base.save_pretrained(tmp / "base")

@@ -216,7 +216,8 @@ def test_vllm_samples_a_run(tmp_path: Path, prompts: Path) -> None:
     words = ["vllm", "serve", str(base), "--enable-lora", "--dtype", "float32", "--enforce-eager",
              "--logprobs-mode", "processed_logprobs", "--port", str(port)]  # fmt: skip
     more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+            "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1"}  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | more
     process = subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
