@@ -1,11 +1,13 @@
 """Norms, gated units and rotations as one operation each train as those of transformers."""
 
 import copy
+import operator
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -217,6 +219,25 @@ def test_chains_in_c_compute_the_same(dtype: torch.dtype, width: int) -> None:
     for wanted in (False, True):
         check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, None, 1.0, None, wanted)
         check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, bias, 0.3, 3.0, wanted)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_a_traced_tile_of_logits_is_not_written_twice(cap: float | None) -> None:
+    """TorchInductor would keep the tile in fp32 for an indexed write; the values are equal."""
+    called: list[Any] = []
+
+    def as_it_is(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        called.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    logits, targets = torch.randn(5, 40), torch.randint(0, 40, (5,))
+    traced, eager = logits.clone(), logits.clone()
+    compiled = torch.compile(chunked_loss.tile_loss.eager, backend=as_it_is)
+    given = targets, None, 0.5, cap, True
+    assert torch.equal(compiled(traced, *given), chunked_loss.tile_loss.eager(eager, *given))
+    assert torch.equal(traced, eager)
+    assert torch.where in called
+    assert operator.setitem not in called
 
 
 @needs_compiler

@@ -241,6 +241,16 @@ def tile_loss(
     if scale != 1.0:
         by_logits *= scale
         at_target *= scale
-    by_logits[torch.arange(len(logits), device=logits.device), targets] = at_target[:, 0]
+    if is_traced():
+        # One pass with the rest; an indexed write would first need all of `by_logits` in memory.
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        by_logits = torch.where(columns == rows, at_target, by_logits)
+    else:
+        by_logits[torch.arange(len(logits), device=logits.device), targets] = at_target[:, 0]
     logits.copy_(by_logits)
     return losses
+
+
+def is_traced() -> bool:
+    """Whether `tile_loss` is being compiled by TorchInductor, not run."""
+    return torch.compiler.is_compiling()
