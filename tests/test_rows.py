@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.inference import rows as batching
 from finetune.inference.rows import Draw, Rows, can_share
-from finetune.planner.estimate.sampling import ROOM
 from finetune.serving.scheduler import in_passes
 
 SMALL = {
@@ -45,10 +45,12 @@ def tiny(kind: str, fields: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", SHARED)
 @torch.inference_mode()
-def test_rows_join_and_leave_without_a_trace(kind: str) -> None:
+def test_rows_join_and_leave_without_a_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1e-4: fp32, whose products add in another order for another number of rows."""
     model = tiny(kind, SHARED[kind])
     assert can_share(model)
+    monkeypatch.setattr(batching, "ROOM", 12)
+    monkeypatch.setattr(batching.RoomyLayer, "room", 12)
     texts = [torch.randint(3, 64, (length,)).tolist() for length in (30, 33, 27, 45)]
 
     def check(rows: Rows, shown: dict[int, int]) -> None:
@@ -70,7 +72,7 @@ def test_rows_join_and_leave_without_a_trace(kind: str) -> None:
         more = (texts[0][5 + step], texts[1][11 + step], texts[3][1 + step], texts[2][7 + step])
         rows.advance(more)
         moved = {tensor.data_ptr() for tensor in cached(rows)} != places
-        assert moved == (step >= ROOM)  # a token is put behind the others, which stay
+        assert moved == (step >= 12)  # a token is put behind the others, which stay
     check(rows, {0: 19, 1: 25, 3: 15, 2: 21})
     rows.keep([2])
     rows.advance([texts[3][15]])

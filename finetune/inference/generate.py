@@ -246,10 +246,12 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def new_text(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
     """Text of `new` after `prompt`; decoded alone, some tokenizers drop a leading space."""
-    before, whole, alone = (
-        str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new, new)
+    before, whole = (
+        str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new)
     )
-    return whole[len(before) :] if whole.startswith(before) else alone
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return str(tokenizer.decode(new, skip_special_tokens=True))
 
 
 # --- answering ---------------------------------------------------------------------------------

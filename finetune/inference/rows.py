@@ -14,8 +14,9 @@ from peft import PeftModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from finetune.inference.sampling import GrowingLayer
-from finetune.planner.estimate.sampling import ROOM
 
+ROOM = 64
+"""Tokens by which the cache of keys and values grows: each time it is copied."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest row of a batch (transformers 5.23)."""
 SHAREABLE = {"full_attention", "sliding_attention"}
@@ -75,7 +76,7 @@ class Rows:
         self.logits = self._forward(torch.tensor(ids), self.lengths)
         for layer in self._cache.layers:
             if type(layer) is DynamicLayer and layer.is_initialized:
-                layer.__class__ = GrowingLayer
+                layer.__class__ = RoomyLayer
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -125,15 +126,23 @@ class Rows:
         return output.logits[:, -1]
 
 
+class RoomyLayer(GrowingLayer):
+    """A cache layer that grows by more tokens, as several rows share it."""
+
+    room = ROOM
+
+
 def _below(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenated rows of all parts, aligned at the end: (rows, heads, tokens, head size)."""
     width = max(each.shape[2] for each in parts)
     first = parts[0]
     shape = (sum(map(len, parts)), first.shape[1], width + ROOM, first.shape[3])
-    buffer = first.new_zeros(shape)  # masked values are multiplied by 0, so they must be finite
+    buffer = first.new_empty(shape)
     row = 0
     for each in parts:
-        buffer[row : row + len(each), :, width - each.shape[2] : width] = each
+        rows, padding = buffer[row : row + len(each)], width - each.shape[2]
+        rows[:, :, :padding] = 0  # masked values are multiplied by 0, so they must be finite
+        rows[:, :, padding:width] = each
         row += len(each)
     return buffer[:, :, :width]
 

@@ -176,15 +176,18 @@ class _State:
 class GrowingLayer(DynamicLayer):
     """A cache layer with spare capacity, so that appending a token does not copy the others."""
 
+    room = ROOM
+    """Tokens by which its tensors grow."""
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys = _appended(self.keys, key_states)
-        self.values = _appended(self.values, value_states)
+        self.keys = _appended(self.keys, key_states, self.room)
+        self.values = _appended(self.values, value_states, self.room)
         return self.keys, self.values
 
 
-def _appended(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def _appended(cached: torch.Tensor, new: torch.Tensor, room: int) -> torch.Tensor:
     """`new` appended to `held`, in place if the memory of `held` has room.
 
     Both are (rows, heads, tokens, head size).
@@ -192,7 +195,7 @@ def _appended(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     before, after = cached.shape[-2], cached.shape[-2] + new.shape[-2]
     buffer = _with_room(cached)
     if buffer.shape[-2] < after:
-        buffer = cached.new_empty(*cached.shape[:2], after + ROOM, cached.shape[-1])
+        buffer = cached.new_empty(*cached.shape[:2], after + room, cached.shape[-1])
         buffer[:, :, :before] = cached
     buffer[:, :, before:after] = new
     return buffer[:, :, :after]

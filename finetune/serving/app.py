@@ -46,8 +46,10 @@ class Answers:
             )
         return self.models[name or self.first]
 
-    def begin(self, served: Served, question: Question, pieces: Pieces) -> Job:
-        """Submit a question, whose text is put into `pieces` as it is generated, with None last.
+    def begin(self, served: Served, question: Question, pieces: Pieces, *, streams: bool) -> Job:
+        """Submit a question; None is put into `pieces` at its end.
+
+        If it `streams`, its text is put into `pieces` as it is generated.
 
         Raises:
             HTTPException: status 429 if the queue is full.
@@ -58,7 +60,8 @@ class Answers:
         loop = asyncio.get_running_loop()
 
         def write(text: str) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, text)
+            if streams:
+                loop.call_soon_threadsafe(pieces.put_nowait, text)
 
         def leave(answer: "Future[Answer]") -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -164,7 +167,8 @@ async def _reply(
     answers: Answers, request: Request, served: Served, question: Question, reply: Reply
 ) -> Response:
     pieces = Pieces()
-    job = answers.begin(served, question, pieces)
+    streams = reply.asked.stream and not reply.at_once
+    job = answers.begin(served, question, pieces, streams=streams)
     if reply.asked.stream:
         return StreamingResponse(_events(job, pieces, reply), media_type="text/event-stream")
     answer = asyncio.wrap_future(job.answer)
@@ -185,8 +189,7 @@ async def _events(job: Job, pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
         for event in reply.opening():
             yield _event(event)
         while (piece := await pieces.get()) is not None:
-            if not reply.at_once:
-                yield _event(reply.piece(piece))
+            yield _event(reply.piece(piece))
         try:
             for event in reply.closing(job.answer.result()):
                 yield _event(event)

@@ -50,6 +50,7 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{taken.getsockname()[1]}"
         app = build_app(models, rows=rows, queue=queue, key=key, local=host in LOCAL)
+        taken.listen()  # whoever reads the next line can connect
         print(f"serving {', '.join(models)} at {url}/v1, chat page at {url}/", flush=True)
         print(f"up to {rows} answers at once; Ctrl-C ends it", flush=True)
         config = uvicorn.Config(
