@@ -23,12 +23,13 @@ TOKENS = 32
 THREADS = 1
 HOW = (
     f"{REQUESTS} greedy completions of {TOKENS} tokens, whose prompts have 100 to 240 tokens, over "
-    "HTTP: one after another, then all at once. The first token is that of one streamed request "
-    "with a prompt of 512 tokens, from sending it to its first text, against `generate` of plain "
-    "transformers with `max_new_tokens=1` on the same ids in this process. A Llama of 35 million "
-    "parameters with random weights in fp32, one thread; LoRA has r=16 on every linear layer. "
-    "In turns; the median of each. The server's CPU time is given too: a shared machine's wall "
-    "time is not its own."
+    "HTTP: one after another, then all at once. The same requests for one token measure the "
+    "prompts, whose processor time batching does not reduce: the last ratio is of the other "
+    "tokens. The first token is that of one streamed request with a prompt of 512 tokens, from "
+    "sending it to its text, against `generate` of plain transformers with `max_new_tokens=1` on "
+    "the same ids in this process. A Llama of 35 million parameters with random weights in fp32, "
+    "one thread; LoRA has r=16 on every linear layer. In turns; the median of each. Processor time "
+    "is that of the server: a shared machine's wall time is not its own."
 )
 
 
@@ -55,8 +56,8 @@ def measure(folder: Path, turns: int) -> Result:
             values[name] = race(port, process, plain, ids, turns)
         print(name, json.dumps(values[name]), flush=True)
     columns = [
-        "served", "one after another", "at once", "ratio", "ratio of CPU time",
-        "first token", "of plain transformers", "ratio",
+        "served", "one after another", "at once", "ratio", "of processor time", "after prompts",
+        "first token", "of plain transformers", "ratio", "of processor time",
     ]  # fmt: skip
     rows = [
         [
@@ -65,9 +66,11 @@ def measure(folder: Path, turns: int) -> Result:
             f"{found['tokens_per_second_at_once']:.1f} tokens/s",
             f"{found['at_once_ratio']:.2f}",
             f"{found['at_once_cpu_ratio']:.2f}",
+            f"{found['after_prompts_cpu_ratio']:.2f}",
             f"{1e3 * found['first_token_seconds']:.0f} ms",
             f"{1e3 * found['plain_first_token_seconds']:.0f} ms",
             f"{found['first_token_ratio']:.2f}",
+            f"{found['first_token_cpu_ratio']:.2f}",
         ]
         for name, found in values.items()
     ]
@@ -106,24 +109,40 @@ def race(
             for name, workers in (("one_by_one", 1), ("at_once", REQUESTS)):
                 begun, cpu = time.perf_counter(), _cpu(process)
                 ask = pool.map if workers > 1 else map
-                done = sum(ask(lambda prompt: _complete(port, prompt), prompts))
+                done = sum(ask(lambda prompt: _complete(port, prompt, TOKENS), prompts))
                 if turn:
                     keep(name, done / (time.perf_counter() - begun))
-                    keep(f"{name}_cpu", done / (_cpu(process) - cpu))
+                    keep(f"{name}_cpu", _cpu(process) - cpu)
+            cpu = _cpu(process)
+            for prompt in prompts:
+                _complete(port, prompt, 1)
+            if turn:
+                keep("prompts_cpu", _cpu(process) - cpu)
             for _ in range(2):
-                first, theirs = _first_token(port, ids[:512]), _plain_first_token(plain, ids[:512])
+                cpu = _cpu(process)
+                first, spent = _first_token(port, ids[:512]), _cpu(process) - cpu
+                theirs, plainly = _plain_first_token(plain, ids[:512])
                 if turn:
                     keep("first", first)
+                    keep("first_cpu", spent)
                     keep("plain_first", theirs)
+                    keep("plain_first_cpu", plainly)
     middle = {name: sorted(each)[len(each) // 2] for name, each in taken.items()}
+    prompts_cpu = middle["prompts_cpu"]
     return {
         "tokens_per_second_one_by_one": middle["one_by_one"],
         "tokens_per_second_at_once": middle["at_once"],
         "at_once_ratio": middle["at_once"] / middle["one_by_one"],
-        "at_once_cpu_ratio": middle["at_once_cpu"] / middle["one_by_one_cpu"],
+        "at_once_cpu_ratio": middle["one_by_one_cpu"] / middle["at_once_cpu"],
+        "one_by_one_cpu_seconds": middle["one_by_one_cpu"],
+        "at_once_cpu_seconds": middle["at_once_cpu"],
+        "prompts_cpu_seconds": prompts_cpu,
+        "after_prompts_cpu_ratio": (middle["one_by_one_cpu"] - prompts_cpu)
+        / (middle["at_once_cpu"] - prompts_cpu),
         "first_token_seconds": middle["first"],
         "plain_first_token_seconds": middle["plain_first"],
         "first_token_ratio": middle["first"] / middle["plain_first"],
+        "first_token_cpu_ratio": middle["first_cpu"] / middle["plain_first_cpu"],
     }
 
 
@@ -139,16 +158,16 @@ def _send(port: int, body: dict[str, Any]) -> http.client.HTTPResponse:
     return connection.getresponse()
 
 
-def _complete(port: int, prompt: list[int]) -> int:
-    """Number of generated tokens."""
-    reply = json.loads(_send(port, {"prompt": prompt, "max_tokens": TOKENS}).read())
+def _complete(port: int, prompt: list[int], tokens: int) -> int:
+    """Number of generated tokens, at most `tokens`."""
+    reply = json.loads(_send(port, {"prompt": prompt, "max_tokens": tokens}).read())
     return int(reply["usage"]["completion_tokens"])
 
 
 def _first_token(port: int, prompt: list[int]) -> float:
     """Seconds from sending a request to the first text of the answer."""
     begun = time.perf_counter()
-    reply = _send(port, {"prompt": prompt, "max_tokens": 2, "stream": True})
+    reply = _send(port, {"prompt": prompt, "max_tokens": 1, "stream": True})
     while line := reply.readline():
         if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
             seconds = time.perf_counter() - begun
@@ -157,9 +176,10 @@ def _first_token(port: int, prompt: list[int]) -> float:
     raise RuntimeError("the answer has no text")
 
 
-def _plain_first_token(model: Any, prompt: list[int]) -> float:
+def _plain_first_token(model: Any, prompt: list[int]) -> tuple[float, float]:
+    """Wall and processor seconds of one token by plain transformers."""
     config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
-    begun = time.perf_counter()
+    begun, cpu = time.perf_counter(), time.process_time()
     with torch.inference_mode():
         model.generate(input_ids=torch.tensor([prompt]), generation_config=config)
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, time.process_time() - cpu
