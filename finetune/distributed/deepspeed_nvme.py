@@ -96,6 +96,10 @@ def _largest_share(plan: Plan) -> int:
     return -(-largest // plan.processes)
 
 
+BUILT = ("async_io", "pin_memory")
+"""Operators that DeepSpeed (0.19) builds for offload to NVMe."""
+
+
 def require_async_io(say: Callable[[str], None]) -> None:
     """Make sure that DeepSpeed's asynchronous I/O operator for NVMe offload is built.
 
@@ -117,8 +121,9 @@ def require_async_io(say: Callable[[str], None]) -> None:
     folder = Path(_get_build_directory(builder.name, verbose=False))
     with (folder.parent / "finetune.lock").open("w") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)
+        for name in BUILT:  # also an operator that exists, because changed flags build it again
+            (folder.parent / name / "lock").unlink(missing_ok=True)
         if not (folder / f"{builder.name}.so").exists():
-            (folder / "lock").unlink(missing_ok=True)
             say("building DeepSpeed's async_io, which takes a few minutes the first time")
         whole = folder.parent / "finetune-whole-headers"
         try:
