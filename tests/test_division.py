@@ -326,6 +326,7 @@ def test_dora_on_complete_layers_learns_what_one_process_learns(
     """A stage has some of the layers, and FSDP2 gathers those of split rows."""
     runs = [train(finetune, work, "dora", each) for each in ("single", backend)]
     assert_equal(*runs)
+    assert_planned(runs[1])
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ class _Stage:
         self.table = self.table / self.ways if cut else self.table
         last = self._gradients() / self.workload.layout.share("grads")
         self.made.clear()
-        base = self.base | {"casts": 0.0}
+        base = self.base | {"casts": 0.0, "hand-overs": 0.0}  # freed with the schedule of the step
         self.moments["optimizer step"] = Moment("optimizer step", {**base, "gradients": last})
         return Timeline(tuple(self.moments.values()))
 
