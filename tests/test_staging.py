@@ -48,7 +48,7 @@ def engine(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     recipe = catalog.from_fields(tiny.fields(adapter=adapter, max_steps=2))
     settled = plan(recipe, "single", 1, "fp32")
     made = build(settled, place / "offload", datetime.timedelta(minutes=5))
-    Worker(made, Run(place / "run"), Options(place / "run")).go()
+    Worker(made, Run(place / "run"), Options(place / "run")).train()
     return made
 
 
