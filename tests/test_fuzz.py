@@ -22,6 +22,7 @@ from finetune.cli.main import main
 from finetune.data.files import read_file
 from finetune.errors import LONGEST, FinetuneError, one_line
 from finetune.process.yaml_text import MOST_VALUES, NotYAML, read_yaml
+from finetune.runs.summary import base_model
 
 NAMES = (
     "recipes", "overrides", "plans", "backends", "reports", "cards", "resumed", "manifests",
@@ -251,6 +252,8 @@ def test_a_recipe_or_backend_that_cannot_be_read_does_not_hide_the_others(
 
 NOBODY = {"FINETUNE_CACHE": "~nobody-of-this-name/cache"}
 ASKED = "eval HOME/run --limit 1 --max-new-tokens 1"
+LONG = "long" * 100
+"""A name that no file system takes."""
 PLACES: list[tuple[str, int, str, dict[str, str]]] = [
     ("inspect RECIPE --html /dev/full", 2, "No space left on device", {}),
     ("inspect RECIPE --html HOME/data.jsonl/x.html", 2, "Not a directory", {}),
@@ -266,10 +269,32 @@ PLACES: list[tuple[str, int, str, dict[str, str]]] = [
     ("chat HOME/data.jsonl --prompt a", 2, "no such folder", {}),
     ("chat HOME/data --prompt a", 2, "neither a model", {}),
     ("report HOME/model", 2, "not a run directory", {}),
+    (f"chat {LONG} --prompt a", 2, "no such folder", {}),
+    (f"plan RECIPE model.name={LONG}", 2, LONG, {}),
+    (f"plan RECIPE --backend {LONG}", 2, "backend 'longlong", {}),
+    (f"doctor {LONG}", 2, LONG, {}),
+    (f"eval {LONG}", 2, LONG, {}),
+    (f"serve {LONG}", 2, LONG, {}),
+    (f"train RECIPE data.0.source={LONG}", 2, LONG, {}),
+    (f"train RECIPE model.adapter={LONG}", 2, LONG, {}),
     ("report HOME/run --proof HOME/model", 2, "cannot be read as a proof", {}),
     ("prove RECIPE --backends single --output /proc/x", 2, "No such file or directory", {}),
     ("prove RECIPE --backends single --output HOME/data.jsonl", 2, "cannot be written", {}),
 ]
+
+
+def test_a_config_that_is_nested_too_deeply_is_named(
+    every: dict[str, Subject], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert every
+    (tmp_path / "config.json").write_text("[" * 10**6)
+    assert main(["plan", str(home / "recipes/recipe.json"), f"model.name={tmp_path}"]) == 0
+    told = capsys.readouterr().out
+    assert f"not predicted: {tmp_path}/config.json: cannot be read: maximum recursion" in told
+
+
+def test_a_card_of_a_model_with_a_long_name_is_written() -> None:
+    assert base_model({"model": {"name": LONG}}) == LONG
 
 
 @pytest.mark.parametrize(("words", "status", "told", "variables"), PLACES)

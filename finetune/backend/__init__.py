@@ -111,11 +111,11 @@ def find(name: str) -> Path:
         FinetuneError: the backend does not exist.
     """
     if name.endswith((".yaml", ".yml")):
-        if Path(name).is_file():
+        if os.path.isfile(name):
             return Path(name)
         raise FinetuneError(f"backend {name}: no such file")
     for folder in folders():
-        if (path := folder / f"{name}.yaml").is_file():
+        if os.path.isfile(path := folder / f"{name}.yaml"):
             return path
     if name == megatron.NAME:
         raise FinetuneError(f"backend {name}: {megatron.REASON}; {megatron.INSTEAD}")

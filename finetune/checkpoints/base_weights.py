@@ -17,6 +17,8 @@ SAMPLE = 4096
 """Bytes hashed of each tensor, or of each position in a large pickle."""
 PLACES = 1024
 """Positions sampled in a large pickle, whose tensors are not known."""
+UNREADABLE = (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError)
+"""Errors of a header or an index of another form, which the library that loads it reports."""
 NAMES = ("model.safetensors", "pytorch_model.bin")
 """Weight files in the order in which transformers looks for them; each may also be sharded."""
 
@@ -63,7 +65,7 @@ def _files(folder: Path) -> list[Path]:
             try:
                 parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
                 return [folder / part for part in sorted(parts)]
-            except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            except UNREADABLE:
                 return []  # transformers will report the problem
     return []
 
@@ -97,7 +99,7 @@ def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
     yield 0, 8 + header
     try:
         places = [each["data_offsets"] for each in json.loads(text).values() if "dtype" in each]
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except UNREADABLE:
         return  # safetensors will report the problem
     for first, last in sorted(places):
         yield 8 + header + max(first, (first + last - SAMPLE) // 2), min(SAMPLE, last - first)

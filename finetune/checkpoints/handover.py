@@ -14,6 +14,7 @@ tokenizer's `eos_token`.
 
 import contextlib
 import copy
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -178,7 +179,7 @@ def base_reference(model: Model) -> tuple[str, str | None]:
     A folder of the hub's cache becomes its repository and commit; any other folder its path.
     """
     name, revision = str(model.name), model.revision
-    if not Path(name).is_dir():
+    if not os.path.isdir(name):
         return name, revision
     path = Path(name).resolve()
     cached = re.search(r"/models--([^/]+?)(?:--([^/]+))?/snapshots/([0-9a-f]{7,40})$", str(path))

@@ -1,8 +1,8 @@
 """`finetune chat`: chat with a run's model."""
 
 import argparse
+import os
 import sys
-from pathlib import Path
 
 from finetune.cli import options
 from finetune.errors import FinetuneError
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not Path(arguments.run).is_dir():
+    if not os.path.isdir(arguments.run):
         raise FinetuneError(
             f"{arguments.run}: no such folder; name a run, or a folder with a model"
         )

@@ -3,6 +3,7 @@
 import difflib
 import glob
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ def _check_columns(data: Data) -> None:
 
 
 def _found(data: Data) -> Source:
-    if glob.has_magic(data.source) and not Path(data.source).exists():
+    if glob.has_magic(data.source) and not os.path.exists(data.source):
         return _globbed(data)
     path = Path(data.source).expanduser()
     if (path / "dataset_dict.json").is_file():

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,6 +169,6 @@ def is_base_of(run: Run, name: str) -> bool:
     base = catalog.load(run.recipe).model.name
     if base is None:
         return False
-    if Path(base).is_dir() and Path(name).is_dir():
+    if os.path.isdir(base) and os.path.isdir(name):
         return Path(base).samefile(name)
     return base == name

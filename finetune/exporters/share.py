@@ -1,5 +1,6 @@
 """Share a result: upload an export to the hub, or bundle the record of a run into one file."""
 
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -64,7 +65,7 @@ def local_paths(folder: Path) -> list[str]:
     for path in sorted(folder.rglob("*")):
         if path.name.endswith(TEXTS) and path.name != "tokenizer.json":
             text = path.read_text(encoding="utf-8", errors="replace")
-            local = sorted({each for each in LOCAL_PATH.findall(text) if Path(each).exists()})
+            local = sorted({each for each in LOCAL_PATH.findall(text) if os.path.exists(each)})
             found += [f"{path.name} names {each}, a path of this machine" for each in local]
     return found
 

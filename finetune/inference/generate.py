@@ -7,6 +7,7 @@ prompt is plain text that the model continues.
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ def open_model(path: str | Path) -> Loaded:
     """The model of a run directory, of a folder with a model or an adapter, or of a hub name."""
     if (Path(path) / "recipe.json").is_file():
         return load(path)
-    if not Path(path).exists() and HUB_NAME.fullmatch(str(path)):
+    if not os.path.exists(path) and HUB_NAME.fullmatch(str(path)):
         return _loaded(load_weights(path), load_tokenizer(path))
     return load_folder(path)
 

@@ -252,7 +252,7 @@ def model_fields(recipe: Recipe) -> dict[str, Any]:
         if path.is_file():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
+            except (OSError, ValueError, RecursionError):
                 return {}  # loading the model reports the error
             return cast(dict[str, Any], found) if isinstance(found, dict) else {}
     return {}

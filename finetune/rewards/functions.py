@@ -80,9 +80,9 @@ def _unsuitable(function: Callable[..., Any]) -> str:
 def is_model(reward: Reward) -> bool:
     """Whether a reward names a folder rather than a function."""
     name = reward.function
-    if name in REWARDS or (":" in name and not Path(name).exists()):
+    if name in REWARDS or (":" in name and not os.path.exists(name)):
         return False
-    return "/" in name or os.sep in name or Path(name).is_dir()
+    return "/" in name or os.sep in name or os.path.isdir(name)
 
 
 def prepare(reward: Reward) -> None:

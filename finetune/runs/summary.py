@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,7 @@ def read_completions(run: Run) -> list[dict[str, Any]]:
 def hub_name(name: str | None) -> str | None:
     """The name if it can be a hub id and is not a local file or folder, otherwise None."""
     known = name is not None and _HUB_ID.fullmatch(name) and Path(name).suffix not in _FILES
-    if name is None or not known or Path(name).exists():
+    if name is None or not known or os.path.exists(name):
         return None
     return name
 

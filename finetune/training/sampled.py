@@ -263,5 +263,5 @@ def log(path: Path, step: int, shown: list[dict[str, Any]]) -> None:
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line left incomplete by a kill
+    except (ValueError, KeyError, TypeError, RecursionError):  # a line left incomplete by a kill
         return 2**62

@@ -4,6 +4,7 @@ A run with separate rewards for evaluation has two such processes, each with its
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def leaving_room(
 def _judge(
     recipe: Recipe, name: str, shape_of: Callable[[Recipe], Architecture], cpu: bool, tokens: int
 ) -> Judge:
-    if not Path(name).is_dir():
+    if not os.path.isdir(name):
         raise FinetuneError(
             f"reward_funcs: '{name}': the folder does not exist; name the run of a reward model"
         )

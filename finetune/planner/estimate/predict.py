@@ -139,7 +139,7 @@ def _download(name: str, revision: str | None) -> Any:
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
             return json.loads(answer.read())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = str(error).split("\n")[0]
         raise FinetuneError(
             f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, "
@@ -151,7 +151,7 @@ def _download(name: str, revision: str | None) -> Any:
 def _config(path: Path) -> Any:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FinetuneError(f"{path}: cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise FinetuneError(f"{path}: got a {type(found).__name__}, expected an object with fields")

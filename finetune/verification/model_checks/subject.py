@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ def named(word: str, overrides: list[str]) -> Recipe:
     Raises:
         FinetuneError: the word is neither a recipe nor a model, or an override is wrong.
     """
-    if Path(word).is_dir() and not (Path(word) / "config.json").is_file():
+    if os.path.isdir(word) and not (Path(word) / "config.json").is_file():
         raise FinetuneError(f"{word}: the folder has no config.json; name a model or a recipe")
-    is_model = Path(word).is_dir() or (
+    is_model = os.path.isdir(word) or (
         "/" in word and not Path(word).suffix and HUB_NAME.fullmatch(word) is not None
     )
     if not is_model:
