@@ -56,7 +56,7 @@ test-cuda-trace: $(READY) ## Trace what runs on a GPU with a CUDA build of PyTor
 	$(BIN)/python -m venv $(TRACES) --without-pip
 	grep -v '^torch' constraints.txt >$(TRACES)/constraints.txt
 	$(BIN)/python -m pip --python $(TRACES)/bin/python install --quiet -c $(TRACES)/constraints.txt \
-		"torch==$(TRACE_TORCH)" -e . pytest hypothesis
+		"torch==$(TRACE_TORCH)" -e '.[bitsandbytes]' pytest hypothesis
 	$(TRACES)/bin/python -m pytest tests/cuda_trace $(ARGS)
 
 coverage: $(READY) ## Run the everyday tests and say which share of the lines they run.
