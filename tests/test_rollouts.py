@@ -335,12 +335,17 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_trained(
     assert len(records(train(run.root, given, resume=True), "train")) == STEPS
 
 
+def reward_that_breaks(folder: Path, count: int) -> dict[str, Any]:
+    """The reward `own_rewards:breaks`, whose counter starts at `count`."""
+    counter = folder / "calls"
+    counter.write_text(str(count))
+    return {"function": "own_rewards:breaks", "arguments": {"counter": str(counter)}}
+
+
 def test_a_reward_that_fails_in_the_first_step_leaves_nothing_to_resume(
     tiny: Tiny, data: Path, tmp_path: Path
 ) -> None:
-    counter = tmp_path / "calls"
-    counter.write_text("2")
-    broken = {"function": "own_rewards:breaks", "arguments": {"counter": str(counter)}}
+    broken = reward_that_breaks(tmp_path, 2)
     with pytest.raises(TrainingFailure, match="raises ValueError: out of order") as caught:
         train(tmp_path / "run", fields(tiny, data, reward_funcs=[broken]))
     expected = "; then start again: no step is finished, and nothing is saved"
@@ -352,9 +357,7 @@ def test_an_evaluation_whose_reward_fails_is_made_up_for(
     tiny: Tiny, data: Path, tmp_path: Path
 ) -> None:
     """The evaluation of the last step fails: the step is saved, and evaluated on resuming."""
-    counter = tmp_path / "calls"
-    counter.write_text("1")
-    broken = {"function": "own_rewards:breaks", "arguments": {"counter": str(counter)}}
+    broken = reward_that_breaks(tmp_path, 1)
     given = fields(
         tiny, data, eval_reward_funcs=[broken], num_iterations=1, evaluation={"every": 1},
         saving={"every": 100}, max_steps=2,
