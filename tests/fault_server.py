@@ -1,7 +1,8 @@
 """Run commands of `finetune` in forks of one process that has imported everything, with faults.
 
 Reads lines of JSON with the words, the log, the variables of each rank, and a fault: what happens
-to one rank the first time that it opens, makes or renames a file whose path matches.
+to one rank at a moment. That is the first time that it opens, makes or renames a file whose path
+matches, or `NAME() N`, the N-th call of a function of this name by the main thread.
 """
 
 import errno
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 SECONDS = 120.0
@@ -23,6 +25,9 @@ PATIENCE = 3.0
 EVENTS = {"open", "os.mkdir", "os.rename"}
 RAISED = {"full": errno.ENOSPC, "forbidden": errno.EACCES}
 SENT = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "hangup": signal.SIGHUP}
+CALL = re.compile(r"(\w+)\(\) (\d+)")
+RECORDS = "/metrics.jsonl"
+"""The file of a run that stays open, so that a full disk meets it at a call."""
 
 
 def main() -> None:
@@ -84,8 +89,15 @@ def run(job: dict[str, Any], rank: int, command: Callable[[list[str]], int]) -> 
         os._exit(status)
 
 
-def suffer(fault: str, pattern: str, met: Path) -> None:
+def suffer(fault: str, moment: str, met: Path) -> None:
     """Let the fault happen: a signal once, an error at each matching file."""
+    if call := CALL.fullmatch(moment):
+        at_call(call[1], int(call[2]), lambda: strike(fault, met))
+    else:
+        at_files(moment, fault, met)
+
+
+def at_files(pattern: str, fault: str, met: Path) -> None:
     once = False
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -93,19 +105,65 @@ def suffer(fault: str, pattern: str, met: Path) -> None:
         if event not in EVENTS or not isinstance(arguments[0], str | os.PathLike):
             return
         path = os.fspath(arguments[0])
-        if not re.search(pattern, path) or (once and fault in SENT):
+        if not re.search(pattern, path) or (once and fault not in RAISED):
             return
-        if not once:
-            once = True
-            met.touch()
-        if fault == "hang":
-            time.sleep(1e9)
-        elif fault in SENT:
-            os.kill(os.getpid(), SENT[fault])
-        else:
-            raise OSError(RAISED[fault], os.strerror(RAISED[fault]), path)
+        once = True
+        if fault not in RAISED:
+            strike(fault, met)
+            return
+        met.touch()
+        raise OSError(RAISED[fault], os.strerror(RAISED[fault]), path)
 
     sys.addaudithook(hook)
+
+
+def at_call(name: str, number: int, act: Callable[[], None]) -> None:
+    left = number
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal left
+        if event == "call" and frame.f_code.co_name == name:
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                act()
+
+    sys.setprofile(profile)
+
+
+def strike(fault: str, met: Path) -> None:
+    met.touch()
+    if fault in SENT:
+        os.kill(os.getpid(), SENT[fault])
+    elif fault == "hang":
+        time.sleep(1e9)
+    elif fault == "stuck":
+        send_later(signal.SIGTERM)
+        time.sleep(1e9)
+    else:
+        fill_disk()
+
+
+def send_later(number: int) -> None:
+    """Signal this process after a while, as a person does who has waited in vain."""
+    waiting = os.getpid()
+    if not os.fork():
+        time.sleep(PATIENCE)
+        os.kill(waiting, number)
+        os._exit(0)
+
+
+def fill_disk() -> None:
+    """Let the next record of the run meet a full disk."""
+    (records,) = [each for each in Path("/proc/self/fd").iterdir() if leads_to(each, RECORDS)]
+    os.dup2(os.open("/dev/full", os.O_WRONLY), int(records.name))
+
+
+def leads_to(link: Path, ending: str) -> bool:
+    try:
+        return os.readlink(link).endswith(ending)
+    except OSError:  # of the listing itself
+        return False
 
 
 if __name__ == "__main__":

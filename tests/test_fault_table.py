@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,18 @@ PHASES = {
     "record": r"/\.data\.json\.",
     "first step": r"/metrics\.jsonl$",
     "after the first step": r"/\.realised\.json\.",
+    "step": "train_step() 2",
+    "evaluation": "evaluate() 1",
     "save": r"/\.step-00000002\.partial/tokenizer$",
     "manifest": r"/\.step-00000002\.partial/\.manifest\.json\.",
     "best": r"/\.best\.json\.",
     "publish": r"/\.final\.partial/tokenizer\.json$",
     "card": r"/final/\.README\.md\.",
 }
-"""Phases of a training, each by a file that it opens, makes or renames."""
+"""Phases of a training, each by a file that it opens, makes or renames, or by a call."""
 STATUS = {"kill": {-9}, "term": {75}, "hangup": {75}, "full": {1, 2}, "forbidden": {1, 2}}
+STATUS_OF_PRODUCTS = STATUS | {"term": {-15}, "hangup": {-1}, "stuck": {-15}}
+"""Commands without progress to save end by the signal itself."""
 REASONS = {
     "term": "interrupted by SIGTERM",
     "hangup": "interrupted by SIGHUP",
@@ -38,6 +43,14 @@ REASONS = {
 }
 COMPLETE = {"publish", "card"}
 """After the last step is saved: a signal has nothing left to save, and the run ends as usual."""
+NO_FILE = {"step", "evaluation"}
+"""Nothing is opened: no permission is asked, and the records are already open when a disk fills."""
+TABLE = [
+    (fault, phase)
+    for fault in STATUS
+    for phase in PHASES
+    if not (fault == "forbidden" and phase in NO_FILE)
+]
 
 Serve = Callable[..., int]
 
@@ -132,9 +145,8 @@ class Trained:
         assert self.log.with_suffix(".met").exists(), "no file of this phase was opened"
         assert "Traceback" not in self.told
         problems = [line for line in self.told.splitlines() if line.startswith("error")]
-        assert not problems if fault == "kill" else any(REASONS[fault] in p for p in problems), (
-            self.told
-        )
+        reason = REASONS.get(fault)
+        assert any(reason in each for each in problems) if reason else not problems, self.told
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +155,7 @@ def trained(serve: Serve, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("fault", STATUS)
+@pytest.mark.parametrize(("fault", "phase"), TABLE)
 def test_a_run_that_meets_a_fault_is_continued_to_the_same_end(
     trained: Trained, fault: str, phase: str
 ) -> None:
@@ -163,6 +174,8 @@ HANGS = {
     "load": (1, r"/model/generation_config\.json$"),
     "record": (0, PHASES["record"]),
     "first step": (0, PHASES["first step"]),
+    "step": (1, PHASES["step"]),
+    "evaluation": (1, PHASES["evaluation"]),
     "save": (1, r"/\.step-00000002\.partial/"),
     "best": (0, PHASES["best"]),
     "publish": (0, PHASES["publish"]),
@@ -185,19 +198,33 @@ def test_a_rank_that_hangs_is_named_and_the_run_is_continued(trained: Trained, p
 
 
 @pytest.mark.slow
+def test_a_preparation_that_hangs_can_be_ended_and_is_continued(trained: Trained) -> None:
+    run = Run(trained.folder / "stuck")
+    assert trained.train(run, ("stuck", PHASES["prepare"])) == 75, trained.told
+    trained.refuse_silence("term")
+    assert trained.train(run) == 0, trained.told
+    assert outcome(run) == outcome(trained.straight)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["report", "export"])
-@pytest.mark.parametrize("fault", ["kill", "full", "forbidden"])
+@pytest.mark.parametrize("fault", STATUS_OF_PRODUCTS)
 def test_products_of_a_run_are_complete_or_absent(trained: Trained, fault: str, verb: str) -> None:
     run, before = trained.straight.root, outcome(trained.straight)
-    target = run / "report.html" if verb == "report" else trained.folder / f"{fault}-export"
+    folder = run if verb == "report" else trained.folder / f"{fault}-exports"
+    folder.mkdir(exist_ok=True)
+    target = folder / ("report.html" if verb == "report" else "adapter")
+    others = set(folder.iterdir())
     words = [verb, str(run), *(["--to", str(target)] if verb == "export" else [])]
-    assert trained.ask(words, (fault, rf"/{run.parent.name}/.*\b{target.name}")) in STATUS[fault], (
-        trained.told
-    )
-    trained.refuse_silence(fault)
+    met = (fault, rf"/{run.parent.name}/.*\b{target.name}")
+    assert trained.ask(words, met) in STATUS_OF_PRODUCTS[fault], trained.told
+    trained.refuse_silence(fault if fault in ("full", "forbidden") else "kill")
     assert not target.exists()
     assert trained.ask(words) == 0, trained.told
     assert target.exists()
     assert outcome(trained.straight) == before
     if verb == "report":
         target.unlink()
+    else:
+        shutil.rmtree(target)
+    assert set(folder.iterdir()) == others, "what the fault left there is not gone"
