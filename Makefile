@@ -11,6 +11,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 UNFINISHED := .venv/.unfinished
 CPU_INDEX := https://download.pytorch.org/whl/cpu
+AMD := /dev/kfd
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "  make %-14s %s\n", $$1, $$2 }'
@@ -52,12 +53,15 @@ test-gpu: $(READY) ## Run what only a GPU can show; without one, skip all of it 
 	@if $(SEES_GPU); then $(BIN)/python -m pytest -m gpu $(ARGS); \
 	else echo "skipped every GPU test: PyTorch sees no GPU on this machine"; fi
 
-test-cuda-trace: $(READY) ## Trace what runs on a GPU with a CUDA build of PyTorch, where there is no GPU.
-	$(BIN)/python -m venv $(TRACES) --without-pip
-	grep -v '^torch' constraints.txt >$(TRACES)/constraints.txt
-	$(BIN)/python -m pip --python $(TRACES)/bin/python install --quiet -c $(TRACES)/constraints.txt \
-		"torch==$(TRACE_TORCH)" -e '.[bitsandbytes]' pytest hypothesis
-	$(TRACES)/bin/python -m pytest tests/cuda_trace $(ARGS)
+test-cuda-trace: $(READY) ## Trace what runs on a GPU with CUDA builds of PyTorch, where there is no GPU.
+	@for version in $(TRACE_TORCH); do \
+		echo "PyTorch $$version"; traces=.cuda-trace/$$version; \
+		$(BIN)/python -m venv $$traces --without-pip && \
+		grep -v -E '^(torch|setuptools)==' constraints.txt >$$traces/constraints.txt && \
+		$(BIN)/python -m pip --python $$traces/bin/python install --quiet \
+			-c $$traces/constraints.txt "torch==$$version" -e '.[bitsandbytes]' pytest hypothesis && \
+		$$traces/bin/python -m pytest tests/cuda_trace $(ARGS) || exit 1; \
+	done
 
 coverage: $(READY) ## Run the everyday tests and say which share of the lines they run.
 	$(BIN)/python -m coverage erase
@@ -89,9 +93,9 @@ PARALLEL = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # A signal interrupts code at any line, also where the measurement of coverage holds its lock.
 INTERRUPTS := tests/test_ends.py::test_a_template_has_limits
 
-# A CUDA build of another version: TRACE_TORCH=2.13.0. It is several gigabytes.
-TRACE_TORCH := 2.14.1
-TRACES := .cuda-trace
+# The newest and the lowest version with which GPUs are traced; each CUDA build takes six gigabytes.
+# TRACE_TORCH=2.13.0 traces another one.
+TRACE_TORCH := 2.14.1 2.11.0
 
 RACES = --workload all --minutes 5 $(PEERS)
 
@@ -149,6 +153,10 @@ elif nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then \
 	echo "PyTorch $$torch for the NVIDIA GPU of this machine"; $$pip "torch===$$torch"; \
 else \
 	echo "PyTorch $$torch, CPU build (no NVIDIA GPU answers nvidia-smi)"; \
+	if [ -e $(AMD) ]; then \
+		echo "for this machine's AMD GPU: make setup TORCH=torch==$$torch+rocm... with" \
+			"PIP_EXTRA_INDEX_URL= of PyTorch's builds for ROCm"; \
+	fi; \
 	$$pip --no-index "torch==$$torch+cpu" 2>/dev/null || \
 	$$pip --index-url $(CPU_INDEX) --timeout 15 --retries 2 "torch==$$torch+cpu" || { \
 		echo "no CPU build of PyTorch can be reached; taking the package index's build, which is large"; \

@@ -114,6 +114,7 @@ def installed(checkout: Path, *words: str, gpu: bool, reachable: str) -> list[st
     assert result.returncode == 0, result.stderr
     assert (checkout / ".venv/.ready").exists()
     assert not (checkout / ".venv/.unfinished").exists()
+    (checkout / "said.txt").write_text(result.stdout)
     return (checkout / "pip.log").read_text().splitlines()
 
 
@@ -148,6 +149,46 @@ def test_another_build_can_be_asked_for(checkout: Path):
         REST,
         COMPILED,
     ]
+
+
+@on_linux
+@pytest.mark.parametrize("amd", [False, True])
+def test_a_machine_with_an_amd_gpu_is_told_how_to_use_it(checkout: Path, amd: bool):
+    (checkout / "kfd").touch()
+    words = [f"AMD={'kfd' if amd else 'absent'}"]
+    assert installed(checkout, *words, gpu=False, reachable=LOCAL_CPU)[0] == LOCAL_CPU
+    told = f"for this machine's AMD GPU: make setup TORCH=torch=={TORCH}+rocm..."
+    assert (told in (checkout / "said.txt").read_text()) == amd
+
+
+def test_gpus_are_traced_with_the_newest_and_the_lowest_pytorch(checkout: Path):
+    """Each in an environment of its own, whose constraints name no PyTorch and no setuptools.
+
+    setuptools of `constraints.txt` is newer than PyTorch 2.11 allows.
+    """
+    (lowest,) = re.findall(r'"torch>=([^"]+)"', (ROOT / "pyproject.toml").read_text())
+    executable(
+        checkout / ".venv/bin/python",
+        """echo "$*" >>pip.log
+        [ "$2" = venv ] || exit 0
+        mkdir -p "$3/bin"; printf '#!/bin/sh\\necho "$0 $*" >>pip.log' >"$3/bin/python"
+        chmod +x "$3"/bin/python""",
+    )
+    (checkout / ".venv/.ready").touch()
+    result = make(checkout, "test-cuda-trace", "ARGS=-x")
+    assert result.returncode == 0, result.stderr
+    asked = (checkout / "pip.log").read_text().splitlines()
+    versions = re.findall(r"torch==(\S+)", "\n".join(asked))
+    assert versions[1:] == [f"{lowest}.0"]
+    traced = [f".cuda-trace/{version}" for version in versions]
+    assert [each for each in asked if "pytest tests" in each] == [
+        f"{place}/bin/python -m pytest tests/cuda_trace -x" for place in traced
+    ]
+    for place in traced:
+        kept = (checkout / place / "constraints.txt").read_text()
+        assert f"-c {place}/constraints.txt torch==" in "\n".join(asked)
+        assert re.findall(r"^(torch|setuptools)==", kept, re.MULTILINE) == []
+        assert "\ntransformers==" in kept
 
 
 @on_linux
