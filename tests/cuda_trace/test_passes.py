@@ -14,20 +14,23 @@ CAPPED = ("gemma2",)
 
 
 @pytest.mark.parametrize("way", ["rows", "side by side", "packs"])
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("trained", ["full", "lora", "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(
-    kind: str, adapter: bool, way: Way
+    kind: str, trained: str, way: Way
 ) -> None:
     if way == "rows" and kind in WITHOUT_SDPA:
         pytest.skip(f"transformers has no sdpa for padded rows of {kind}")
-    found = forward(kind, adapter, way)
+    found = forward(kind, trained != "full", way, nf4=trained == "nf4")
     assert found.loss.device.type == "cuda"
     assert found.loss.dtype == torch.float32
     assert found.elsewhere == []
     assert found.seen.left == []
     promised = found.layers if way != "rows" and kind not in CAPPED else 0
     assert found.seen.count("_varlen_attn") == promised
+    # A layer in NF4 is dequantized once per pass.
+    assert found.seen.count("dequantize_4bit") == found.packed
+    assert (found.packed > 0) == (trained == "nf4")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])

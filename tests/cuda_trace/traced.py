@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from architectures import FIELDS, SIZES
 from test_packing import documents, packs
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,6 +26,7 @@ from finetune.models.soundness import hold_in_fp32
 from finetune.planner import plan
 from finetune.planner.plan import Plan
 from finetune.recipe import Batch, Data, LoRA, Model
+from finetune.verification.memory import fake_model
 
 HOPPER = (9, 0)
 Way = Literal["rows", "side by side", "packs"]
@@ -64,6 +65,8 @@ class Pass:
     layers: int
     elsewhere: list[str]
     """Parameters and buffers that are not on the GPU."""
+    packed: int
+    """Number of layers whose weights are in 4 bits."""
 
 
 @contextlib.contextmanager
@@ -129,10 +132,15 @@ def forward(
     adapter: bool = False,
     way: Way = "packs",
     capability: tuple[int, int] = HOPPER,
+    nf4: bool = False,
     **fields: Any,
 ) -> Pass:
     """A forward pass of a tiny model of a kind as one process trains it, in bf16 on a GPU."""
     settled = plan(recipe_of(kind, adapter, way, **fields), "single", 1, "bf16")
+    if nf4:  # a plan of NF4 needs a folder of weights
+        model = dataclasses.replace(settled.recipe.model, quantization="nf4")
+        recipe = dataclasses.replace(settled.recipe, model=model)
+        settled = dataclasses.replace(settled, recipe=recipe)
     with gpu(capability):
         batch = fake_batch(way)
         network, trained = built(settled)
@@ -140,7 +148,8 @@ def forward(
             loss = token_loss_sum(trained, batch)
     held = [*network.named_parameters(), *network.named_buffers()]
     elsewhere = [name for name, tensor in held if not tensor.is_cuda]
-    return Pass(loss, seen, network.config.num_hidden_layers, elsewhere)
+    packed = sum(isinstance(module, fake_model.Packed) for module in network.modules())
+    return Pass(loss, seen, network.config.num_hidden_layers, elsewhere, packed)
 
 
 def built(settled: Plan, device: str = "cuda") -> tuple[Any, torch.nn.Module]:
@@ -153,7 +162,12 @@ def built(settled: Plan, device: str = "cuda") -> tuple[Any, torch.nn.Module]:
             attn_implementation=implementation(settled.recipe, config),
             dtype=weight_dtype(settled),
         )
+        if settled.recipe.model.quantization != "none":
+            with unset_fake_temporarily(), torch.device("meta"):  # packed below
+                fake_model.quantise(network, settled)
         trained = as_trained(network, settled.recipe)
     hold_in_fp32(trained)
     install_kernels(network, settled)
+    with torch.device(device):
+        fake_model.pack(network)
     return network, trained.train()

@@ -109,12 +109,13 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
                 "set eager or flash_attention_2"
             )
         if recipe.model.quantization != "none":
-            _quantise(network, plan)
+            quantise(network, plan)
         base, network = network, models.as_trained(network, recipe)
         models.install_kernels(base, plan)
         for module in network.modules():
             _compute_as_on_a_gpu(module)
     with fake:
+        pack(network)
         _materialise(network)
     network.train()
     return network
@@ -145,7 +146,8 @@ def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
         ) from None
 
 
-def _quantise(network: PreTrainedModel, plan: Plan) -> None:
+def quantise(network: PreTrainedModel, plan: Plan) -> None:
+    """Replace the linear layers that bitsandbytes would pack, without packing them."""
     model = plan.recipe.model
     if model.quantization != "nf4":
         raise FinetuneError(
@@ -210,8 +212,14 @@ def _compute_as_on_a_gpu(module: nn.Module) -> None:
         module.__class__ = _Dropout
     if isinstance(module, LabelledHead):
         module.entries = (GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES)
-    if type(module) is Linear4bit:  # after installing the kernels, which check for the real class
-        module.__class__ = Packed
+
+
+def pack(network: nn.Module) -> None:
+    """Give the 4-bit layers of a network with its kernels fake weights and scales."""
+    for module in network.modules():
+        if type(module) is Linear4bit:  # the kernels were installed for the real class
+            module.__class__ = Packed
+            module.pack()
 
 
 def _materialise(network: nn.Module) -> None:
@@ -219,7 +227,6 @@ def _materialise(network: nn.Module) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in network.modules():
         if isinstance(module, Packed):
-            module.pack()
             continue
         for name, old in module.named_parameters(recurse=False):
             if old not in made:  # tied weights share one tensor
