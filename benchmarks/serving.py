@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -19,17 +20,18 @@ from benchmarks.job import DEEP, texts, written
 from benchmarks.record import Result
 
 REQUESTS = 8
-TOKENS = 32
+TOKENS = 32, 128
+"""Lengths of completions: a short answer, and one of a few sentences."""
 THREADS = 1
 HOW = (
-    f"{REQUESTS} greedy completions of {TOKENS} tokens, whose prompts have 100 to 240 tokens, over "
-    "HTTP: one after another, then all at once. The same requests for one token measure the "
-    "prompts, whose processor time batching does not reduce: the last ratio is of the other "
-    "tokens. The first token is that of one streamed request with a prompt of 512 tokens, from "
-    "sending it to its text, against `generate` of plain transformers with `max_new_tokens=1` on "
-    "the same ids in this process. A Llama of 35 million parameters with random weights in fp32, "
-    "one thread; LoRA has r=16 on every linear layer. In turns; the median of each. Processor time "
-    "is that of the server: a shared machine's wall time is not its own."
+    f"{REQUESTS} greedy completions of {TOKENS[0]} and of {TOKENS[1]} tokens, whose prompts have "
+    "100 to 240 tokens, over HTTP: one after another, then all at once. The same requests for one "
+    "token measure the prompts, whose processor time batching does not reduce: `after prompts` is "
+    "the ratio of the other tokens. The first token is that of one streamed request with a prompt "
+    "of 512 tokens, from sending it to its text, against `generate` of plain transformers with "
+    "`max_new_tokens=1` on the same ids in this process. A Llama of 35 million parameters with "
+    "random weights in fp32, one thread; LoRA has r=16 on every linear layer. In turns; the median "
+    "of each. Processor time is that of the server: a shared machine's wall time is not its own."
 )
 
 
@@ -56,23 +58,25 @@ def measure(folder: Path, turns: int) -> Result:
             values[name] = race(port, process, plain, ids, turns)
         print(name, json.dumps(values[name]), flush=True)
     columns = [
-        "served", "one after another", "at once", "ratio", "of processor time", "after prompts",
-        "first token", "of plain transformers", "ratio", "of processor time",
+        "served", "tokens", "one after another", "at once", "ratio", "of processor time",
+        "after prompts", "first token", "of plain transformers", "ratio", "of processor time",
     ]  # fmt: skip
     rows = [
         [
             name,
-            f"{found['tokens_per_second_one_by_one']:.1f} tokens/s",
-            f"{found['tokens_per_second_at_once']:.1f} tokens/s",
-            f"{found['at_once_ratio']:.2f}",
-            f"{found['at_once_cpu_ratio']:.2f}",
-            f"{found['after_prompts_cpu_ratio']:.2f}",
+            str(tokens),
+            f"{of_length['one_by_one']:.1f} tokens/s",
+            f"{of_length['at_once']:.1f} tokens/s",
+            f"{of_length['ratio']:.2f}",
+            f"{of_length['cpu_ratio']:.2f}",
+            f"{of_length['after_prompts_cpu_ratio']:.2f}",
             f"{1e3 * found['first_token_seconds']:.0f} ms",
             f"{1e3 * found['plain_first_token_seconds']:.0f} ms",
             f"{found['first_token_ratio']:.2f}",
             f"{found['first_token_cpu_ratio']:.2f}",
         ]
         for name, found in values.items()
+        for tokens, of_length in found["completions"].items()
     ]
     return Result("Serving", HOW, values, [columns, *rows], [])
 
@@ -97,7 +101,7 @@ def serving(model: Path, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
 
 def race(
     port: int, process: psutil.Process, plain: Any, ids: list[int], turns: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     prompts = [ids[1_000 * n :][: 100 + 20 * n] for n in range(REQUESTS)]
     taken: dict[str, list[float]] = {}
 
@@ -106,13 +110,13 @@ def race(
 
     with ThreadPoolExecutor(REQUESTS) as pool:
         for turn in range(turns + 1):  # the first warms up
-            for name, workers in (("one_by_one", 1), ("at_once", REQUESTS)):
-                begun, cpu = time.perf_counter(), _cpu(process)
+            for tokens, workers in itertools.product(TOKENS, (1, REQUESTS)):
                 ask = pool.map if workers > 1 else map
-                done = sum(ask(lambda prompt: _complete(port, prompt, TOKENS), prompts))
+                begun, cpu = time.perf_counter(), _cpu(process)
+                done = sum(ask(lambda prompt, most=tokens: _complete(port, prompt, most), prompts))
                 if turn:
-                    keep(name, done / (time.perf_counter() - begun))
-                    keep(f"{name}_cpu", _cpu(process) - cpu)
+                    keep(f"{tokens}/{workers}", done / (time.perf_counter() - begun))
+                    keep(f"{tokens}/{workers}/cpu", _cpu(process) - cpu)
             cpu = _cpu(process)
             for prompt in prompts:
                 _complete(port, prompt, 1)
@@ -128,21 +132,29 @@ def race(
                     keep("plain_first", theirs)
                     keep("plain_first_cpu", plainly)
     middle = {name: sorted(each)[len(each) // 2] for name, each in taken.items()}
-    prompts_cpu = middle["prompts_cpu"]
     return {
-        "tokens_per_second_one_by_one": middle["one_by_one"],
-        "tokens_per_second_at_once": middle["at_once"],
-        "at_once_ratio": middle["at_once"] / middle["one_by_one"],
-        "at_once_cpu_ratio": middle["one_by_one_cpu"] / middle["at_once_cpu"],
-        "one_by_one_cpu_seconds": middle["one_by_one_cpu"],
-        "at_once_cpu_seconds": middle["at_once_cpu"],
-        "prompts_cpu_seconds": prompts_cpu,
-        "after_prompts_cpu_ratio": (middle["one_by_one_cpu"] - prompts_cpu)
-        / (middle["at_once_cpu"] - prompts_cpu),
+        "completions": {tokens: compared(middle, tokens) for tokens in TOKENS},
+        "prompts_cpu_seconds": middle["prompts_cpu"],
         "first_token_seconds": middle["first"],
         "plain_first_token_seconds": middle["plain_first"],
         "first_token_ratio": middle["first"] / middle["plain_first"],
         "first_token_cpu_ratio": middle["first_cpu"] / middle["plain_first_cpu"],
+    }
+
+
+def compared(middle: dict[str, float], tokens: int) -> dict[str, float]:
+    """Completions of a length: tokens per second, one after another and at once, and ratios."""
+    alone, at_once = f"{tokens}/1", f"{tokens}/{REQUESTS}"
+    cpu, shared_cpu = middle[f"{alone}/cpu"], middle[f"{at_once}/cpu"]
+    prompts = middle["prompts_cpu"]
+    return {
+        "one_by_one": middle[alone],
+        "at_once": middle[at_once],
+        "ratio": middle[at_once] / middle[alone],
+        "one_by_one_cpu_seconds": cpu,
+        "at_once_cpu_seconds": shared_cpu,
+        "cpu_ratio": cpu / shared_cpu,
+        "after_prompts_cpu_ratio": (cpu - prompts) / (shared_cpu - prompts),
     }
 
 
