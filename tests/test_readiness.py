@@ -27,5 +27,16 @@ def test_a_rank_with_other_libraries_is_named() -> None:
         agree([mine, mine, other])
     assert caught.value.problems == (
         "rank 2 differs from rank 0 in libraries: torch 1, tokenizers 3 instead of torch 1, "
-        "tokenizers 2",
+        "tokenizers 2; install the same versions on every host",
+    )
+
+
+def test_ranks_that_differ_alike_are_named_in_one_line() -> None:
+    mine = Identity(recipe="r", base="b", data="d", libraries="l", settings="s")
+    other = dataclasses.replace(mine, base="c")
+    with pytest.raises(FinetuneError) as caught:
+        agree([mine] * 8 + [other] * 16)
+    assert caught.value.problems == (
+        "ranks 8, 9, 10, 11, 12, 13, 14, 15 and 8 more differ from rank 0 in base: c instead of b; "
+        "give every host the same files of the base model",
     )

@@ -96,6 +96,17 @@ class Identity:
     settings: str
 
 
+SHOWN_RANKS = 8
+ALIKE = {
+    "recipe": "start every rank with the same recipe, overrides and starting adapter",
+    "base": "give every host the same files of the base model",
+    "data": "give every host the same data files, or a cache that all of them share",
+    "libraries": "install the same versions on every host",
+    "settings": "start every rank with the same backend, precision and number of processes",
+}
+"""What to do where ranks differ in a field of `Identity`."""
+
+
 def identity(plan: Plan, data: Prepared, base: str | None) -> Identity:
     """This rank's identity; data is hashed from its folder name, its counts and the rows read."""
     fields = catalog.to_fields(plan.recipe)
@@ -141,6 +152,14 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} differs"
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
+    more = len(ranks) - SHOWN_RANKS
+    return f"ranks {shown}{f' and {more} more' if more > 0 else ''} differ"
+
+
 def agree(everybody: list[Identity]) -> str:
     """Compare the identities of all ranks, rank 0 first; returns the report line.
 
@@ -148,14 +167,19 @@ def agree(everybody: list[Identity]) -> str:
         FinetuneError: with every rank and field that differ from rank 0.
     """
     first = dataclasses.asdict(everybody[0])
-    problems = [
-        f"rank {rank} differs from rank 0 in {field}: {theirs} instead of {first[field]}"
-        for rank, other in enumerate(everybody)
-        for field, theirs in dataclasses.asdict(other).items()
-        if theirs != first[field]
-    ]
-    if problems:
-        raise FinetuneError(*problems)
+    apart: dict[tuple[str, str], list[int]] = {}
+    for rank, other in enumerate(everybody):
+        for field, theirs in dataclasses.asdict(other).items():
+            if theirs != first[field]:
+                apart.setdefault((field, theirs), []).append(rank)
+    if apart:
+        raise FinetuneError(
+            *(
+                f"{_ranks(ranks)} from rank 0 in {field}: {theirs} instead of {first[field]}; "
+                f"{ALIKE[field]}"
+                for (field, theirs), ranks in apart.items()
+            )
+        )
     alike = f"recipe {first['recipe']}, data {first['data']}, {first['libraries'].split(', ')[0]}"
     return f"{len(everybody)} agree on {alike}" if everybody[1:] else f"1: {alike}"
 
