@@ -40,7 +40,7 @@ from finetune.runs.run import Run
 ROWS, TOKENS = 50, 48
 HEAD = 32
 """Size of a head: vLLM has no attention on CPUs for the quickstart's heads of 16."""
-BASE_STEPS = 300
+BASE_STEPS = 1250
 STARTING = 600.0
 """Seconds for a server to start, on a shared machine."""
 PORTS = range(20_000, 30_000)
