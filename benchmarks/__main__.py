@@ -33,8 +33,8 @@ EVERYDAY = ("startup", "training")
 ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 """Parts measured by default on GPUs, the most important ones first."""
 PARTS = (
-    *EVERYDAY, "answers", "checks", "data", "heads", "kernels", "memory", "merge", "saving",
-    "scaling", "serving", "shapes", "pipeline",
+    *EVERYDAY, "answers", "checks", "data", "heads", "kernels", "memory", "merge", "merge_8b",
+    "saving", "scaling", "serving", "shapes", "pipeline",
 )  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
@@ -113,6 +113,8 @@ def measure(
             return memory.measure(scratch / "memory", backends, arguments.to / "memory.json")
         case "merge":
             return merge.measure(scratch / part, arguments.repeats, configurations())
+        case "merge_8b":
+            return merge.measure(scratch / part, arguments.repeats, None, merge.SHAPE_8B)
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)

@@ -1,4 +1,4 @@
-"""Memory and time of a merge: `finetune export --merge` of 1.6 billion parameters, and a plan."""
+"""Memory and time of a merge: `finetune export --merge` of a model, and a plan of a larger one."""
 
 import dataclasses
 import hashlib
@@ -35,6 +35,11 @@ SHAPE = LlamaConfig(
     num_key_value_heads=8, vocab_size=32_000, tie_word_embeddings=False,
 )  # fmt: skip
 """1.64 billion parameters, 3.06 GiB in bf16."""
+SHAPE_8B = LlamaConfig(
+    hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, vocab_size=128_256, tie_word_embeddings=False,
+)  # fmt: skip
+"""The shape of Llama-3.1-8B, 15 GiB in bf16: a run and its result need twice as much on disk."""
 RANK, SHARD, DTYPE = 16, "500MB", torch.bfloat16
 LARGE = "Llama-3-70B"
 """Folder of the configuration whose merge is only planned."""
@@ -75,21 +80,22 @@ def plan(network: nn.Module, r: int, dtype: torch.dtype) -> Planned:
     return Planned(sum(4 * r * (rows + columns) for rows, columns in shapes), max(matrices))
 
 
-def measure(folder: Path, repeats: int, configs: Path | None) -> Result:
+def measure(folder: Path, repeats: int, configs: Path | None, shape: LlamaConfig = SHAPE) -> Result:
     """Merge a model with random weights `repeats` times; plan a larger one from `configs`."""
-    run, threads = write_run(folder), os.environ.get("OMP_NUM_THREADS", os.cpu_count())
-    network = _meta(SHAPE)
+    run, threads = write_run(folder, shape), os.environ.get("OMP_NUM_THREADS", os.cpu_count())
+    network = _meta(shape)
     planned, files = plan(network, RANK, DTYPE), _bytes_of(network)
     idle = merge_command(run, folder / "out", only_import=True)
     found = [merge_command(run, folder / "out") for _ in range(repeats)]
     best = min(found, key=lambda each: each["wall_seconds"])
     most = max(each["private_bytes"] for each in found)
     own = most - idle["private_bytes"]
+    parameters = sum(each.numel() for each in network.parameters())
     head = ["model", "files", "private memory", "of it the merge", "planned", "wall", "processor"]
     rows = [
         [
-            "1.6 billion parameters", units.size(files), units.size(most), units.size(own),
-            units.size(planned.total), f"{best['wall_seconds']:.1f} s",
+            f"{parameters / 1e9:.1f} billion parameters", units.size(files), units.size(most),
+            units.size(own), units.size(planned.total), f"{best['wall_seconds']:.1f} s",
             f"{best['cpu_seconds']:.1f} s",
         ]
     ]  # fmt: skip
@@ -127,11 +133,11 @@ def _bytes_of(network: nn.Module) -> int:
     return sum(each.nbytes for each in network.state_dict().values())
 
 
-def write_run(folder: Path) -> Run:
+def write_run(folder: Path, shape: LlamaConfig = SHAPE) -> Run:
     """A run with one checkpoint: base, adapter, tokenizer and manifest, all with random numbers."""
     base, run = folder / "base", Run(folder / "run")
     base.mkdir(parents=True)
-    network = _meta(SHAPE)
+    network = _meta(shape)
     train_tokenizer(["a b"], 300, base)
     weights = Weights(base, network.state_dict(), SHARD)
     torch.manual_seed(0)
