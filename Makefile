@@ -44,7 +44,16 @@ prove: $(READY) ## Prove every backend with LoRA, QLoRA and all weights, on two 
 		--output proofs/divided $(ARGS)
 
 test: $(READY) ## Run the everyday tests, two files at a time: WORKERS=1 for one.
-	$(BIN)/python $(if $(COVERAGE),-m coverage run) -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
+ifndef COVERAGE
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(HANGS) $(ARGS)
+else
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -m "not slow and not gpu and not signals" \
+		$(PARALLEL) $(HANGS) $(ARGS)
+	$(BIN)/python -m pytest -m "signals and not slow and not gpu" $(HANGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
+endif
 
 test-slow: $(READY) ## Run the tests that take longer.
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL) $(ARGS)
@@ -64,10 +73,7 @@ test-cuda-trace: $(READY) ## Trace what runs on a GPU with CUDA builds of PyTorc
 	done
 
 coverage: $(READY) ## Run the everyday tests and say which share of the lines they run.
-	$(BIN)/python -m coverage erase
-	$(MAKE) test COVERAGE=yes ARGS="--deselect $(INTERRUPTS) $(ARGS)"
-	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage report
+	$(MAKE) test COVERAGE=yes
 
 check: $(READY) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
@@ -88,10 +94,9 @@ clean: ## Remove .venv, .bench, .cuda-trace and what tools left behind; runs and
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 WORKERS := 2
-PARALLEL = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-
-# A signal interrupts code at any line, also where the measurement of coverage holds its lock.
-INTERRUPTS := tests/test_ends.py::test_a_template_has_limits
+PARALLEL = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# A test that takes longer than these seconds is taken for one that hangs.
+HANGS = -o faulthandler_timeout=600
 
 # The newest and the lowest version with which GPUs are traced; each CUDA build takes six gigabytes.
 # TRACE_TORCH=2.13.0 traces another one.

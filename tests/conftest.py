@@ -24,6 +24,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # There is no network: without this, a name that is not on disk is requested five times.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Coverage measures pytest's workers but not the commands that tests start: a signal that ends a
+# command could interrupt coverage while it holds its lock.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
 LAUNCH_SECONDS = 900
 """Time limit in seconds: a launch takes about 10, or about 360 if it compiles an operator."""
 

@@ -237,6 +237,7 @@ def test_without_a_home_directory_the_error_names_the_cache_variable(
 SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
 
 
+@pytest.mark.signals
 @pytest.mark.parametrize(
     ("template", "said"),
     [

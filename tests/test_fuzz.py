@@ -65,6 +65,7 @@ def test_a_file_that_is_not_changed_is_read(every: dict[str, Subject], name: str
         every[name].read(path)
 
 
+@pytest.mark.signals
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_file_is_read_or_refused(every: dict[str, Subject], name: str) -> None:
     check(every, name, QUICK, seed=1)

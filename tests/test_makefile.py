@@ -62,6 +62,27 @@ def test_train_and_plan_are_one_command_each():
         assert command == f".venv/bin/{expected}"
 
 
+HANGS = """
+import time
+
+def test_before(): pass
+
+def test_hangs(): time.sleep(600)
+"""
+
+
+def test_a_test_that_hangs_fails_with_its_stack(tmp_path: Path):
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    words = f"-c pyproject.toml -p no:cacheprovider -o faulthandler_timeout=0.5 {tmp_path}"
+    command = make(ROOT, "-n", "test", "WORKERS=1", f"ARGS={words}").stdout.splitlines()[-1]
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "1 failed, 1 passed" in done.stdout
+    assert "line 6 in test_hangs" in done.stderr
+
+
 def test_train_without_a_recipe_is_refused_before_setup(checkout: Path):
     result = make(checkout, "train", "BACKEND=ddp")
     assert result.returncode == 2

@@ -67,14 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
     def end(number: int, _: object) -> None:
         raise Ended(number)
 
-    for number in handled_signals():  # a script's background job would ignore SIGINT
-        signal.signal(number, end)
+    # A script's background job would ignore SIGINT.
+    before = {number: signal.signal(number, end) for number in handled_signals()}
     try:
         return _prove(arguments, recipe)
     except Ended as ended:
         (number,) = ended.args
         print(f"interrupted by {signal.Signals(number).name}: nothing was proved", file=sys.stderr)
         return 128 + number
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _prove(arguments: argparse.Namespace, recipe: "Recipe") -> int:
