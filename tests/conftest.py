@@ -85,6 +85,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return build_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of three prompts, and a cache of its own for a run in this process."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "own-cache"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("a cat", "the dog", "sees")))
+    return path
+
+
 def build_tiny(folder: Path) -> Tiny:
     """Write a tiny Llama with random weights, a byte-level tokenizer, and uneven rows."""
     import torch

@@ -1,8 +1,6 @@
 """Experts that lie on several processes: the same numbers as one process, and what is refused."""
 
 import dataclasses
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,10 +12,10 @@ import torch
 from conftest import ROOT, Finetune, Tiny, write_recipe
 from safetensors.torch import load_file
 from test_division import (
-    COUNTED,
     LLAMA,
     assert_equal,
     assert_planned,
+    counted_step,
     read,
     refused,
     train,
@@ -25,17 +23,13 @@ from test_division import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from finetune import backend as backends
-from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.planner.estimate import traffic
-from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.mesh import Mesh
 from finetune.recipe import Data, Model
 from finetune.runs.run import Run
-from finetune.verification.memory.launch import verify
-from finetune.verification.memory.mesh_comparison import Stages
 
 STEPS, MIDDLE = 4, 2
 EXPERTS = 4
@@ -153,44 +147,19 @@ def test_the_plan_and_a_trace_count_the_bytes_of_experts(work: Path, tmp_path: P
     The router decides how many tokens a process receives, but all of them together receive what
     they sent: what the trace sends, as often as there are processes.
     """
-    rows = [{"text": f"{number} and then " * 40} for number in range(16)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = {
-        "method": "pretrain",
-        "model": {"name": str(work / "moe"), "activation_checkpointing": True},
-        "data": [{"source": str(tmp_path / "rows.jsonl"), "format": "text"}],
-        "batch": {"rows": 16, "micro_rows": 2, "max_length": 48, "overlong": "truncate"},
-        "data_checks": "report",
-        "max_steps": 2,
-    }
     text = (ROOT / "accelerate_configs/ep_fsdp.yaml").read_text()
     text = text.replace("num_processes: 2", "num_processes: 4").replace(
         "shard_size: 2", "shard_size: 4"
     )
-    machine_file, script = tmp_path / "experts.yaml", tmp_path / "counted.py"
-    machine_file.write_text(text)
-    script.write_text(COUNTED)
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(machine_file),
-         "--mixed_precision", "no", "--main_process_port", "0", str(script), str(tmp_path),
-         "train", str(write_recipe(tmp_path / "r.json", fields)), "--output",
-         str(tmp_path / "run"), "--no-plot"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    recipe, machine = catalog.resolve(str(tmp_path / "r.json")), backends.load(str(machine_file))
-    settled = plan(recipe, dataclasses.replace(machine, precision="fp32"), 4)
-    workload = workload_of(settled, model_source(recipe).shape)
-    traced = verify(settled, workload)
-    assert isinstance(traced, Stages)
+    config = tmp_path / "experts.yaml"
+    config.write_text(text)
+    counts, workload, traced = counted_step(work / "moe", config, 16, tmp_path)
     found = traced.each[0].traced.payload
-    counted = [read(tmp_path / f"counted-{rank}.json") for rank in range(4)]
     # Experts are divided over neighbors, and shared by those two apart.
-    sent = sum(each["tensor"]["all-to-all"] for each in counted)
+    sent = sum(each["tensor"]["all-to-all"] for each in counts)
     assert sent == pytest.approx(4 * found["experts all_to_all"], abs=0.5)
     for kind in ("all-gather", "reduce-scatter"):
-        for each in counted:
+        for each in counts:
             size = each["all"][kind] + each["pipeline"][kind]
             assert size == pytest.approx(found[f"shard {kind.replace('-', '_')}"], abs=0.5)
     for axis, kinds in traffic.payloads(workload).items():

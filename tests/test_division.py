@@ -40,6 +40,7 @@ from finetune.models.packed_attention import attend
 from finetune.planner import plan, schedules
 from finetune.planner.estimate import memory, traffic
 from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.mesh import Mesh
 from finetune.recipe import Batch, Data, Model, Recipe, Teacher
 from finetune.reports import mesh_drawings
@@ -343,37 +344,44 @@ def test_a_sharded_pipeline_hands_on_what_it_computes_in_bf16(
     assert_planned(run)
 
 
-@pytest.mark.slow
-def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path: Path) -> None:
-    """Every collective of a step on four processes, by the ranks of its group."""
-    rows = [{"text": f"{number} and then " * 40} for number in range(16)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def counted_step(
+    model: Path, config: Path, rows: int, folder: Path
+) -> tuple[list[dict[str, Any]], Workload, Stages]:
+    """The bytes of each collective of a step on each of four processes, its plan and its trace."""
+    texts = [{"text": f"{number} and then " * 40} for number in range(16)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     fields = {
         "method": "pretrain",
-        "model": {"name": str(work / "qwen"), "activation_checkpointing": True},
-        "data": [{"source": str(tmp_path / "rows.jsonl"), "format": "text"}],
-        "batch": {"rows": 8, "micro_rows": 2, "max_length": 48, "overlong": "truncate"},
+        "model": {"name": str(model), "activation_checkpointing": True},
+        "data": [{"source": str(folder / "rows.jsonl"), "format": "text"}],
+        "batch": {"rows": rows, "micro_rows": 2, "max_length": 48, "overlong": "truncate"},
         "data_checks": "report",
         "max_steps": 2,
     }
-    script, output = tmp_path / "counted.py", tmp_path / "run"
-    script.write_text(COUNTED)
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-         str(ROOT / "accelerate_configs/pp_tp.yaml"), "--mixed_precision", "no",
-         "--main_process_port", "0", str(script), str(tmp_path), "train",
-         str(write_recipe(tmp_path / "r.json", fields)), "--output", str(output), "--no-plot"],
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
+         "--mixed_precision", "no", "--main_process_port", "0",
+         str(ROOT / "tests/count_collectives.py"), str(folder), "train",
+         str(write_recipe(folder / "r.json", fields)), "--output", str(folder / "run"),
+         "--no-plot"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
         timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    recipe, machine = catalog.resolve(str(Run(output).recipe)), backends.load("pp_tp")
+    recipe, machine = catalog.resolve(str(folder / "r.json")), backends.load(str(config))
     settled = plan(recipe, dataclasses.replace(machine, precision="fp32"), 4)
     workload = workload_of(settled, model_source(recipe).shape)
     traced = verify(settled, workload)
     assert isinstance(traced, Stages)
-    for rank in range(4):
-        counted = read(tmp_path / f"counted-{rank}.json")
+    return [read(folder / f"counted-{rank}.json") for rank in range(4)], workload, traced
+
+
+@pytest.mark.slow
+def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path: Path) -> None:
+    """Every collective of a step on four processes, by the ranks of its group."""
+    config = ROOT / "accelerate_configs/pp_tp.yaml"
+    counts, workload, traced = counted_step(work / "qwen", config, 8, tmp_path)
+    for rank, counted in enumerate(counts):
         assert counted["tokens"] == 2 * 48
         found = dict(traced.each[rank // 2].traced.payload)
         if rank > 1:  # every token of a row is labelled in a trace, the first of no real row
@@ -409,73 +417,6 @@ def test_only_moments_that_may_be_the_peak_must_be_linear(least: int, counts: bo
     found = extrapolate(steps, 8, 4, offload=False)
     assert found.deviation == pytest.approx(10 / 1_400 if counts else 0.0)
     assert found.peak[1] == 1_800
-
-
-COUNTED = """
-import collections, json, os, sys
-import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from finetune.cli import run
-from finetune.training import stages
-
-folder, sys.argv = sys.argv[1], sys.argv[:1] + sys.argv[2:]
-KINDS = {"all_reduce": "all-reduce", "allreduce_": "all-reduce", "send": "send",
-         "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter",
-         "all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all",
-         "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
-PARTS = {"all_gather_into_tensor", "_reduce_scatter_base_"}  # whose first argument is one part
-
-
-def group_of(arguments):
-    for each in arguments:
-        if isinstance(each, str) and each not in ("sum", "avg", "max"):
-            return torch.distributed.distributed_c10d._resolve_process_group(each)
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            return torch.distributed.ProcessGroup.unbox(each)
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.sizes = collections.defaultdict(lambda: collections.defaultdict(int))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # what DTensor makes of it comes by as well
-        space, name = func.name().split("::")
-        kind = KINDS.get(name.split(".")[0])
-        if "c10d" in space and kind:
-            given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            group = group_of(args)
-            ranks = torch.distributed.get_process_group_ranks(group)
-            several = len(ranks) if name.split(".")[0] in PARTS else 1
-            axis = "tensor" if ranks[-1] - ranks[0] == len(ranks) - 1 else "pipeline"
-            axis = axis if len(ranks) < torch.distributed.get_world_size() else "all"
-            self.sizes[axis][kind] += several * sum(each.nbytes for each in given)
-        return func(*args, **(kwargs or {}))
-
-
-step = stages.train_step
-
-def counted(engine, feed, number, *others):
-    if number:
-        return step(engine, feed, number, *others)
-    taken = []
-    take = feed.take
-    feed.take = lambda at: taken.append(take(at)) or taken[-1]
-    with Counting() as found:
-        result = step(engine, feed, number, *others)
-    feed.take = take
-    batches = taken[0].batches
-    about = {"tokens": batches[0].ids.numel(), "labelled": sum(b.trained_tokens for b in batches)}
-    with open(f"{folder}/counted-{engine.rank}.json", "w") as file:
-        json.dump(about | found.sizes, file)
-    return result
-
-stages.train_step = counted
-run()
-"""
 
 
 # What is refused.

@@ -16,28 +16,6 @@ from finetune.reports.inspection import visible
 from finetune.runs.run import Run
 from finetune.training.first_samples import inspect_samples
 
-PICKY = """
-def even(completions, **_):
-    lengths = [len(said) for said in completions]
-    if any(length % 2 for length in lengths):
-        raise ValueError("an odd length")
-    return [float(length) for length in lengths]
-
-def length(completions, **_):
-    return [float(len(said)) for said in completions]
-"""
-
-
-@pytest.fixture
-def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Prompts, next to the module with the reward."""
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "own-cache"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "picky.py").write_text(PICKY)
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("a cat", "the dog", "sees")))
-    return path
-
 
 def one_step(tiny: Tiny, prompts: Path, place: Path, **sections: Any) -> Run:
     """A step of two prompts, whose completions are all kept in the record."""
@@ -55,7 +33,11 @@ def test_completions_whose_reward_fails_are_left_out_and_named(
     tmp_path: Path,
 ) -> None:
     run = one_step(
-        tiny, prompts, tmp_path / "run", reward_funcs=["picky:even"], on_reward_error="skip"
+        tiny,
+        prompts,
+        tmp_path / "run",
+        reward_funcs=["lengths:even"],
+        on_reward_error="skip",
     )
     found = completions(run)
     lengths = [len(each["completion"]) for each in found]
@@ -72,9 +54,9 @@ def test_completions_whose_reward_fails_are_left_out_and_named(
     assert step["metrics"]["reward"] == pytest.approx(np.nanmean(known))
     assert step["grad_norm"] > 0
     told = [each["told"] for each in run.read_metrics("warning")]
-    (warning,) = [each for each in told if "picky" in each]
+    (warning,) = [each for each in told if "lengths" in each]
     first = next(each for each in found if each["reward"] is None)
-    assert warning.startswith("reward 'picky:even' raises ValueError: an odd length")
+    assert warning.startswith("reward 'lengths:even' raises ValueError: an odd length")
     assert repr(first["prompt"]) in warning
     assert repr(first["completion"]) in warning
 
@@ -87,7 +69,7 @@ def test_a_run_trains_no_token_of_a_completion_that_was_cut_off(
     """The completions are the same, whether the loss counts those that ran into the limit."""
     changes: dict[str, Any] = {
         "max_completion_length": 60, "batch": {"rows": 16, "max_length": 100}, "num_generations": 8,
-        "reward_funcs": ["picky:length"],
+        "reward_funcs": ["lengths:length"],
     }  # fmt: skip
     masks = {"mask_truncated_completions": True}
     counted = one_step(tiny, prompts, tmp_path / "all", **changes)
@@ -116,7 +98,7 @@ def test_a_run_warns_where_nothing_is_learned_and_where_completions_are_cut_off(
 
 def test_a_run_warns_where_its_entropy_is_gone(tiny: Tiny, prompts: Path, tmp_path: Path) -> None:
     optim = {"lr": 1.0, "schedule": "constant", "warmup": 0}
-    reward = {"reward_funcs": ["picky:length"], "optim": optim, "max_steps": 4}
+    reward = {"reward_funcs": ["lengths:length"], "optim": optim, "max_steps": 4}
     run = one_step(tiny, prompts, tmp_path / "run", **reward)
     entropies = [each["metrics"]["entropy"] for each in run.read_metrics("train")]
     gone = next(n for n, value in enumerate(entropies) if value < 0.1 * entropies[0])
@@ -127,7 +109,7 @@ def test_a_run_warns_where_its_entropy_is_gone(tiny: Tiny, prompts: Path, tmp_pa
 def test_inspect_samples_what_the_first_step_samples(
     tiny: Tiny, prompts: Path, finetune: Finetune, tmp_path: Path
 ) -> None:
-    run = one_step(tiny, prompts, tmp_path / "run", reward_funcs=["picky:length", "json_valid"])
+    run = one_step(tiny, prompts, tmp_path / "run", reward_funcs=["lengths:length", "json_valid"])
     shown = inspect_samples(catalog.load(run.recipe), rows=2, each=3).completions
     assert [
         (one.text, one.reward, one.rewards, one.tokens, one.ended) for row in shown for one in row
@@ -137,7 +119,7 @@ def test_inspect_samples_what_the_first_step_samples(
         if number % 4 < 3
     ]
     done = finetune("inspect", run.recipe, "--rows", 1, "--completions", 1,
-                    env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})  # fmt: skip
+                    env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"})  # fmt: skip
     assert done.status == 0, done.output
     first = shown[0][0]
     assert f"completion  {first.counted}" in done.stdout

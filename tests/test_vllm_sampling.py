@@ -42,20 +42,7 @@ from finetune.training.vllm_server import VLLMServer, seed_of
 
 NEAR_ONE = 1e-3
 """Of weights: log-probabilities in fp32, computed one token at a time and all at once."""
-REWARD = """
-def short(completions, **_):
-    return [-float(len(said)) for said in completions]
-"""
-
-
-@pytest.fixture(autouse=True)
-def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "own-cache"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "own_lengths.py").write_text(REWARD)
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("a cat", "the dog", "sees")))
-    return path
+pytestmark = pytest.mark.usefixtures("prompts")
 
 
 def fields(model: Path, prompts: Path, url: str, **others: Any) -> dict[str, Any]:
@@ -63,7 +50,7 @@ def fields(model: Path, prompts: Path, url: str, **others: Any) -> dict[str, Any
         "method": "grpo", "model": {"name": str(model)}, "adapter": {"r": 4},
         "data": [{"source": str(prompts), "format": "prompts"}],
         "batch": {"rows": 8, "micro_rows": 4, "max_length": 64}, "optim": {"lr": 2e-2},
-        "saving": {"every": 1}, "reward_funcs": ["own_lengths:short"], "num_generations": 4,
+        "saving": {"every": 1}, "reward_funcs": ["lengths:short"], "num_generations": 4,
         "max_completion_length": 6, "max_steps": 3, "vllm_server_base_url": url, **others,
     }  # fmt: skip
 
