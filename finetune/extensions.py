@@ -56,7 +56,12 @@ def _load(field: str, word: str) -> Any:
             f"{field}: '{word}': there is no module '{error.name}'; install it, or put its folder "
             "on PYTHONPATH" + (" and leave out '.py'" if module.endswith(".py") else "")
         ) from None
-    except (Exception, SystemExit) as error:
+    except SystemExit as error:
+        raise FinetuneError(
+            f"{field}: '{word}': importing {module} exits with SystemExit: {error}; move the code "
+            "that does so into a function"
+        ) from error
+    except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise FinetuneError(f"{field}: '{word}': {module} cannot be imported: {why}") from error
     for part in attribute.split("."):

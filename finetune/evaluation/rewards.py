@@ -13,6 +13,7 @@ from finetune.evaluation.measures import Measure
 from finetune.evaluation.questions import Asked
 from finetune.rewards import Reward
 from finetune.rewards.functions import arguments_of, function_of
+from finetune.rewards.imports import fatal_imports
 from finetune.rewards.process import RewardProcess
 
 TIMEOUT = 600.0
@@ -36,8 +37,8 @@ def check(rewards: Sequence[Reward], asked: Sequence[Asked]) -> None:
     if rewards and not asked:
         raise FinetuneError("--rewards: scores answers, and the rows are texts")
     names = columns_of(asked)
-    problems = list[str]()
-    for reward in rewards:
+    problems = [each.replace("reward_funcs", "--rewards", 1) for each in fatal_imports(rewards)]
+    for reward in () if problems else rewards:
         try:
             arguments_of(reward, function_of(reward), names)
         except FinetuneError as error:

@@ -12,6 +12,7 @@ from finetune.errors import FinetuneError
 from finetune.planner.shapes.config_files import has_score_head
 from finetune.rewards import REWARDS, Reward
 from finetune.rewards.builtin import check_arguments
+from finetune.rewards.imports import fatal_imports
 from finetune.runs.run import Run, read_object
 
 MODEL = "finetune.inference.scores:reward_model"
@@ -140,7 +141,10 @@ def arguments_of(reward: Reward, function: Callable[..., Any], columns: Iterable
 
 def problems(rewards: Iterable[Reward]) -> list[str]:
     """Reasons why functions cannot be used, found before anything is loaded."""
-    found: list[str] = []
+    rewards = list(rewards)
+    found = fatal_imports(rewards)
+    if found:
+        return found
     for reward in rewards:
         try:
             function_of(reward)

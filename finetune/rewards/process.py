@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -18,9 +17,9 @@ from typing import IO, Any
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.process import interpreter
-from finetune.process.signals import name_of
 from finetune.rewards import Reward
 from finetune.rewards.functions import is_model
+from finetune.rewards.imports import end_of, fatal_imports
 
 STARTING_SECONDS = 120.0
 """Seconds for importing the user's modules."""
@@ -165,7 +164,7 @@ class RewardProcess:
         except BrokenPipeError:
             line = b""
         if not line:
-            problem = _end_of(process.wait())
+            problem = end_of(process.wait())
             self.close()
             return {"problem": problem}
         return json.loads(line)
@@ -203,7 +202,8 @@ class RewardProcess:
             )
             if not problem.startswith("reward_funcs: "):
                 names = ", ".join(f"'{reward.function}'" for reward in self.rewards)
-                problem = f"reward_funcs: importing {names} {problem}"
+                found = [] if answer is None else fatal_imports(self.rewards)
+                problem = found[0] if found else f"reward_funcs: importing {names} {problem}"
             kind = RewardFailure if self._imported else FinetuneError
             raise kind(problem)
         self._imported = True
@@ -215,14 +215,6 @@ def _read(file: IO[bytes], answers: "queue.Queue[bytes]") -> None:
     for line in file:
         answers.put(line)
     answers.put(b"")
-
-
-def _end_of(status: int) -> str:
-    """Description of how a process ended, from its exit status, negative for a signal."""
-    if status >= 0:
-        return f"ended its process with status {status}"
-    memory = ", as when memory runs out" if status == -signal.SIGKILL else ""
-    return f"had its process killed by {name_of(-status)}{memory}"
 
 
 def _one(columns: Columns, index: int) -> dict[str, list[Any]]:
