@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from finetune import catalog
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
-from finetune.reports.inspection import inspect_rows, pieces, show, to_json, visible, write_page
+from finetune.reports.inspection import inspect_rows, pieces, show, visible, write_page
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_ignored_dropped_and_leaked_rows_are_shown_by_inspect_and_at_a_start(
         assert line in written.getvalue()
         assert line in (tmp_path / "page.html").read_text()
         assert line.replace(" ", "") in start
-    counts = to_json(inspection)["counts"]
+    counts = inspection.counts
     assert counts["train"]["columns_unread"] == {"id": 48}
     assert (counts["train"]["bad"], counts["eval"]["also_trained"]) == (1, 1)
     assert f"the bad rows that were dropped are listed in {prepared.bad_rows}" in written.getvalue()

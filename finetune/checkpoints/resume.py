@@ -105,7 +105,7 @@ def _changed_rows(then: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _refuse_other_precision(run: Run, precision: str) -> None:
-    known = _recorded(run.plan, "precision")
+    known = _recorded_precision(run)
     if known not in (None, precision):
         raise FinetuneError(
             f"{run.root}: trained in {known}; {precision} would change its results; continue it "
@@ -113,10 +113,10 @@ def _refuse_other_precision(run: Run, precision: str) -> None:
         )
 
 
-def _recorded(path: Path, key: str) -> Any:
-    """A value in a JSON file of the run; None if it is not recorded or not readable."""
+def _recorded_precision(run: Run) -> Any:
+    """The precision in the run's plan; None if it is not recorded or not readable."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get(key)
+        return json.loads(run.plan.read_text(encoding="utf-8")).get("precision")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
 
@@ -160,7 +160,7 @@ def finished(run: Run, plan: Plan) -> bool:
         return False
     if catalog.differences(catalog.load(run.recipe), plan.recipe):
         return False  # `claim` reports the differences
-    if _recorded(run.plan, "precision") not in (None, plan.backend.precision):
+    if _recorded_precision(run) not in (None, plan.backend.precision):
         return False
     ends = [record.get("reason") for record in run.read_metrics("end")]
     if not ends or ends[-1] not in ("finished", "early stop"):

@@ -1,6 +1,7 @@
 """`finetune inspect`: show rows as the model sees them, and which tokens are trained."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = read_words(arguments.recipe, arguments.overrides, None)
         found = inspect_samples(recipe, arguments.rows, arguments.completions)
     if arguments.json:
-        print(json.dumps(inspection.to_json(found), indent=2, ensure_ascii=False))
+        print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
     elif arguments.html is not None:
         inspection.write_page(found, Path(arguments.recipe).stem, arguments.html)
         print(f"wrote {arguments.html}")

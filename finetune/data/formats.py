@@ -9,7 +9,7 @@ from finetune import extensions
 from finetune.data.chat.messages import (
     Message,
     Turns,
-    exchanges_of,
+    history_of,
     messages_of,
     sharegpt_turns,
     with_call_ids,
@@ -272,7 +272,7 @@ def read_kto(row: Raw) -> Judged:
 
 def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
     """A question and its answer, after the earlier turns of the row's `history`."""
-    history = exchanges_of(row["history"], "history") if row.get("history") else []
+    history = history_of(row)
     question = {"role": "user", "content": prompt}
     turns = (*history, question, {"role": "assistant", "content": answer})
     return conversation_of(row, Turns(turns))

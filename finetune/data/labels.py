@@ -64,8 +64,8 @@ def classes_of(value: Any, names: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted({class_of(e, names, f"label[{i}]") for i, e in enumerate(listed)}))
 
 
-def number_of(value: Any, where: str = "label") -> float:
-    """A finite number; text is parsed, as in CSV.
+def number_of(value: Any) -> float:
+    """A label that is a finite number; text is parsed, as in CSV.
 
     Raises:
         RowProblem: the value is not a finite number.
@@ -74,10 +74,10 @@ def number_of(value: Any, where: str = "label") -> float:
         try:
             value = float(value)
         except ValueError:
-            raise RowProblem(f"{where} is {value!r}, expected a number") from None
+            raise RowProblem(f"label is {value!r}, expected a number") from None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowProblem(f"{where} is {kind_of(value)}, expected a number")
-    return finite(value, where)
+        raise RowProblem(f"label is {kind_of(value)}, expected a number")
+    return finite(value, "label")
 
 
 def _whole(value: Any) -> int | None:

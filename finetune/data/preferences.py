@@ -8,7 +8,7 @@ from typing import Any
 from finetune.data.chat.messages import (
     Message,
     Turns,
-    exchanges_of,
+    history_of,
     messages_of,
     sharegpt_turns,
     with_call_ids,
@@ -73,7 +73,7 @@ def read_sharegpt_preference(row: Raw) -> Preference:
 def read_alpaca_preference(row: Raw) -> Preference:
     """Read an instruction with two alternative outputs; earlier turns are in `history`."""
     given = text_of(row, "input") if row.get("input") else ""
-    history = exchanges_of(row["history"], "history") if row.get("history") else []
+    history = history_of(row)
     question = instruction_of(text_of(row, "instruction"), given)
     prompt = Turns((*history, {"role": "user", "content": question}))
     answers = {

@@ -17,7 +17,7 @@ from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.base_tensors import base_files, weight_files
 from finetune.exporters.source import Source, is_loadable
-from finetune.inference.generate import Loaded, generate_from_ids, load, load_folder
+from finetune.inference.generate import Loaded, continue_ids, load, load_folder
 from finetune.recipe import Recipe
 from finetune.reports.card import Kind
 
@@ -265,7 +265,7 @@ def _loss(loaded: Loaded, rows: list[Row]) -> float | None:
 
 
 def _answers(loaded: Loaded, rows: list[list[int]]) -> list[str]:
-    return generate_from_ids(loaded, rows, max_new_tokens=ANSWER)
+    return [each.text for each in continue_ids(loaded, rows, max_new_tokens=ANSWER)]
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -17,7 +17,6 @@ from finetune.exporters import gguf_tokens, model
 from finetune.exporters.check import prompt_text, prompts
 from finetune.exporters.source import Source, turn_end
 from finetune.inference.load import base_config
-from finetune.models.load_checks import context_length
 from finetune.reports.card import Kind
 from finetune.version import install
 
@@ -186,8 +185,3 @@ def _run(command: list[str], failure: str, env: dict[str, str] | None = None) ->
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
         errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
         raise TrainingFailure(f"{failure}: {errors[-1].removeprefix('ERROR:')}")
-
-
-def context_of(source: Source) -> int | None:
-    """Context length of the model in tokens."""
-    return context_length(base_config(source.recipe))

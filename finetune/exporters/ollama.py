@@ -13,6 +13,8 @@ from finetune.data.chat.chat_templates import TEMPLATE_ERRORS
 from finetune.errors import FinetuneError
 from finetune.exporters import gguf
 from finetune.exporters.source import Source
+from finetune.inference.load import base_config
+from finetune.models.load_checks import context_length
 from finetune.reports.card import Kind
 
 Messages = Sequence[dict[str, str]]
@@ -72,7 +74,7 @@ def write(source: Source, folder: Path) -> Kind:
     assert source.generation is not None, "a score head does not generate text"
     ids = all_ends(source.generation.eos_token_id)
     stops = [str(tokenizer.convert_ids_to_tokens(id)) for id in ids]
-    text = modelfile(weights.name, template, stops, gguf.context_of(source))
+    text = modelfile(weights.name, template, stops, context_length(base_config(source.recipe)))
     (folder / "Modelfile").write_text(text, encoding="utf-8")
     return kind
 

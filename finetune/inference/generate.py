@@ -275,18 +275,6 @@ def generate(
         FinetuneError: a prompt leaves no room for an answer in the context.
     """
     rows = [prompt_ids(loaded, asked) for asked in prompts]
-    return generate_from_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
-
-
-def generate_from_ids(
-    loaded: Loaded,
-    rows: Sequence[list[int]],
-    max_new_tokens: int = 256,
-    batch_rows: int = 8,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-) -> list[str]:
-    """`generate` for prompts that are already token ids."""
     found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
     return [each.text for each in found]
 

@@ -46,20 +46,6 @@ class Causality:
     model is causal."""
 
 
-def noncausal(
-    model: nn.Module,
-    vocabulary: int,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> str | None:
-    """Why a model cannot be trained as a causal one; None if it can. See `causality`."""
-    blocks = cross_attention(model)
-    if blocks is not None:
-        return blocks
-    leak = causality(model, vocabulary, device, dtype).leak
-    return described(leak) if leak else None
-
-
 def described(leak: float) -> str:
     """The error message for a leak."""
     return (

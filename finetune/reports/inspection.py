@@ -251,8 +251,3 @@ def write_page(inspection: Inspection, title: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FinetuneError(f"--html {path}: cannot be written ({error.strerror})") from None
-
-
-def to_json(inspection: Inspection) -> dict[str, Any]:
-    """The inspection as plain values."""
-    return dataclasses.asdict(inspection)

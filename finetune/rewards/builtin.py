@@ -16,9 +16,9 @@ QUOTED = 60
 """Maximum characters of an answer in a message."""
 
 
-def text_of(completion: Completion) -> str:
-    """The text of a completion."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+def text_of(said: Completion) -> str:
+    """The text itself, or the content of a conversation's last message."""
+    return said if isinstance(said, str) else str(said[-1]["content"])
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:

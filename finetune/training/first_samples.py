@@ -18,11 +18,12 @@ from finetune.models import starting_adapter
 from finetune.models.model import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.reports.inspection import Inspection, Scored, inspect_rows
+from finetune.rewards.builtin import text_of
 from finetune.rewards.functions import check_columns
 from finetune.rewards.functions import problems as reward_problems
 from finetune.rewards.process import RewardProcess
 from finetune.training import sampled as records
-from finetune.training.reward_columns import column_names, last_words, reward_columns
+from finetune.training.reward_columns import column_names, reward_columns
 
 
 def inspect_samples(recipe: Recipe, rows: int, each: int) -> Inspection:
@@ -82,7 +83,7 @@ def _first_samples(
     totals = records.total(np.array(scores, dtype=np.float64), recipe.reward_funcs)
     shown = [
         Scored(
-            last_words(text), len(one.ids), one.ended, records.finite(float(reward)),
+            text_of(text), len(one.ids), one.ended, records.finite(float(reward)),
             dict(zip(records.names(recipe.reward_funcs), given, strict=True)),
         )
         for text, one, reward, given in zip(

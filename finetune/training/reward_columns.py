@@ -54,8 +54,3 @@ def column_names(rows: Rows) -> list[str]:
     return list(
         dict.fromkeys(key for n in range(len(documents)) for key in documents.reward_input(n))
     )
-
-
-def last_words(value: Any) -> str:
-    """The text itself, or the content of a conversation's last message."""
-    return value if isinstance(value, str) else str(value[-1]["content"])

@@ -29,13 +29,14 @@ from finetune.methods.losses import Sum, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online
 from finetune.models.model import frozen
 from finetune.recipe.references import other_model
+from finetune.rewards.builtin import text_of
 from finetune.rewards.functions import check_columns
 from finetune.rewards.process import RewardProcess
 from finetune.runs.run import Run
 from finetune.training import sampled as records
 from finetune.training.loop import EvalResult, StepRows, micro_batches
 from finetune.training.memory_meter import counting
-from finetune.training.reward_columns import column_names, last_words, reward_columns
+from finetune.training.reward_columns import column_names, reward_columns
 from finetune.training.sampled import Sampled, Watch, penalised
 from finetune.training.vllm_server import CHECKED, ServerFailure, VLLMServer
 
@@ -285,8 +286,8 @@ class Rollouts:
         )  # fmt: skip
         lines = [
             {
-                "prompt": last_words(asked),
-                "completion": last_words(completion_text),
+                "prompt": text_of(asked),
+                "completion": text_of(completion_text),
                 "reward": records.finite(reward),
                 "advantage": advantage,
                 "rewards": dict(zip(names, map(records.finite, scores), strict=True)),
@@ -305,7 +306,7 @@ class Rollouts:
         if self.recipe.updates > 1 or self.recipe.penalty:
             found[OLD] = self._logps(rows, self.engine.model)
         if self.recipe.needs_reference:
-            with _as_reference(self.engine) if self.reference is None else _nothing():
+            with _as_reference(self.engine) if self.reference is None else contextlib.nullcontext():
                 found[REFERENCE] = self._logps(rows, self.reference or self.engine.model)
         return found
 
@@ -389,10 +390,6 @@ def _as_reference(engine: Engine) -> Iterator[None]:
     assert isinstance(module, PeftModel)
     with module.disable_adapter():
         yield
-
-
-def _nothing() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def _with_tokens(rows: Rows, of_tokens: Mapping[str, np.ndarray]) -> Rows:

@@ -233,12 +233,12 @@ def _sharegpt_message(turn: Any, where: str) -> Message:
     return _message({**message, **others}, where)
 
 
-def exchanges_of(value: Any, where: str) -> list[Message]:
-    """Messages of earlier turns, given as pairs of a user text and an assistant text."""
+def history_of(row: Mapping[str, Any]) -> list[Message]:
+    """Messages of the row's `history`: pairs of a user text and an assistant text, or nothing."""
     messages = list[Message]()
-    for index, pair in enumerate(list_of(value, where)):
+    for index, pair in enumerate(list_of(row.get("history") or [], "history")):
         if not isinstance(pair, list | tuple) or [type(each) for each in pair] != [str, str]:
-            raise RowProblem(f"{where}[{index}] is not a pair of texts: a question, an answer")
+            raise RowProblem(f"history[{index}] is not a pair of texts: a question, an answer")
         for role, content in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": content})
     return messages

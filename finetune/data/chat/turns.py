@@ -442,7 +442,7 @@ def _without_space(text: str, start: int, end: int) -> int:
     return start + len(text[start:end].rstrip())
 
 
-def excerpt(text: str, most: int = 160) -> str:
-    """The repr of a text, shortened in the middle for error messages."""
+def excerpt(text: str) -> str:
+    """The repr of a text, shortened in the middle to 160 characters for error messages."""
     shown = repr(text)
-    return shown if len(shown) <= most else f"{shown[: most // 2]} ... {shown[-most // 2 :]}"
+    return shown if len(shown) <= 160 else f"{shown[:80]} ... {shown[-80:]}"

@@ -176,7 +176,7 @@ def _without_network() -> tuple[str, ...]:
     return words if allowed else ()
 
 
-def isolation(limits: Limits = DEFAULT) -> str:
+def isolation() -> str:
     """Description of the isolation of programs on this machine, for `results.json`."""
     network = "no network" if _without_network() else "network calls refused in Python only"
-    return f"{limits.cpu} s, {limits.memory // 2**30} GiB, {network}"
+    return f"{DEFAULT.cpu} s, {DEFAULT.memory // 2**30} GiB, {network}"

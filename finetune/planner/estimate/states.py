@@ -4,9 +4,6 @@ import dataclasses
 
 from finetune.planner.estimate.layout import Layout
 
-GB = 10**9
-GIB = 2**30
-
 # NF4 (arXiv:2305.14314): 4 bits per weight, one fp32 maximum per block of 64. Double quantization
 # stores the maxima in 8 bits, with one fp32 maximum per 256 of them: 4 + 8/64 + 32/(64 x 256) bits.
 NF4_BLOCK = 64
@@ -14,7 +11,6 @@ NF4_SECOND_BLOCK = 256
 # bitsandbytes 8-bit optimizers (arXiv:2110.02861): two moments, each with one byte per element and
 # one fp32 maximum per 256 elements; smaller tensors than 4096 keep fp32 moments (min_8bit_size).
 ADAM8_BLOCK = 256
-ADAM8_SMALLEST = 4096
 
 
 def nf4_bits(double_quantised: bool = True, block: int = NF4_BLOCK) -> float:

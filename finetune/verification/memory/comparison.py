@@ -28,7 +28,6 @@ FIRST = "forward: embedding"
 """A moment without a prediction: nothing else is alive yet."""
 RESIDENT = ("weights", "adapters", "optimizer")
 UNITS = "units"
-RING = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
 Step = Mapping[str, Any]
 """A traced step, as written by the tracing process."""

@@ -158,7 +158,7 @@ def _each_with_another(request: Request, pairs: Sequence[Pair]) -> Iterator[Cros
     for pair in pairs:
         alike = [other for other in pairs if other.kind == pair.kind and other != pair]
         alike = alike[pairs.index(pair) % len(alike) :] + alike if alike else []
-        others = [narrow for other in alike if (narrow := _on(other, 1)) is not None]
+        others = [narrow for other in alike if (narrow := _alone(other)) is not None]
         single = single_of(pair)
         if pair.plan.traits.alone:
             wide = [other for other in alike if other.plan.processes > 1]
@@ -174,10 +174,10 @@ def single_of(pair: Pair) -> Pair:
     return Pair(pair.kind, plan(pair.plan.recipe, backends.load("single"), 1, precision))
 
 
-def _on(pair: Pair, processes: int) -> Pair | None:
-    """The same backend with another number of processes; None if it is refused."""
+def _alone(pair: Pair) -> Pair | None:
+    """The same backend on one process; None if it is refused."""
     try:
-        return Pair(pair.kind, plan(pair.plan.recipe, pair.plan.backend, processes))
+        return Pair(pair.kind, plan(pair.plan.recipe, pair.plan.backend, 1))
     except FinetuneError:
         return None
 
@@ -203,6 +203,6 @@ def _between(pairs: Sequence[Pair], edges: Iterable[tuple[int, int]]) -> Iterato
             continue
         kind = both[number % len(both)]
         reader = by[kind, continued]
-        narrow = _on(reader, 1) if number % 2 else None
+        narrow = _alone(reader) if number % 2 else None
         yield Crossing(by[kind, written], narrow or reader)
         number += 1
