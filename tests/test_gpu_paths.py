@@ -312,6 +312,21 @@ def test_one_line_says_why_a_machine_with_an_accelerator_trains_on_its_cpu(
     assert apple.endswith("because this toolkit is untested on mps devices")
 
 
+def test_an_unused_gpu_is_named_before_the_model_is_loaded(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_smi(tmp_path, "echo 'NVIDIA L4, 23034'", monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(tiny.model, tmp_path / "model")
+    (tmp_path / "model/model.safetensors").write_bytes(b"")
+    recipe = catalog.from_fields(tiny.fields(model={"name": str(tmp_path / "model")}))
+    with pytest.raises(FinetuneError):
+        ft.train(recipe, precision="fp32", output=tmp_path / "run")
+    told = f"note: device: trains on the CPU, because PyTorch {torch.__version__} is a build without"
+    assert capsys.readouterr().out.count(told) == 1
+
+
 def test_the_gpu_of_a_process_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread cannot be moved to `cuda`, which names no GPU."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

@@ -73,6 +73,10 @@ class Training:
         self.recipe: Recipe = engine.plan.recipe
 
     def prepare(self) -> None:
+        if self.engine.is_main:
+            for note in self.engine.notes:  # on the device: printed before the model is loaded
+                print(f"note: {note}", flush=True)
+        self.engine.notes.clear()
         self.resumed = self.on_rank_0(self._claim)
         self.tokenizer = model.load_tokenizer(self.recipe)
         self.data = self._data()
