@@ -5,18 +5,25 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import Tiny, run_command, warm_python, write_recipe
 from test_backends import losses
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import finetune as ft
+from finetune import catalog
 from finetune.data.collate import collate
 from finetune.data.store import Documents, Rows
 from finetune.methods.sft import SFT
 from finetune.recipe import Model
 from finetune.runs.run import Run
+from finetune.training import stages
 from finetune.training.feed import feed
 
 CPU = torch.device("cpu")
@@ -117,6 +124,71 @@ def test_terms_are_counted_without_the_micro_batches(packed: bool, free: bool) -
     batches = [collate(rows, part, 0, "cpu") for part in np.array_split(chosen, 3)]
     assert recipe.terms(rows, chosen) == sum(recipe.count(batch) for batch in batches)
     assert rows.lengths[chosen].sum() == sum(batch.real_tokens for batch in batches)
+
+
+class OnHost(TorchFunctionMode):
+    """Marks what was copied to the host, and what follows from it, and counts the copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        copied = func.__name__ in ("cpu", "numpy", "tolist") and not is_on_host(given[0])
+        self.copies += copied
+        if copied or (given and all(map(is_on_host, given))):
+            for each in tree_leaves(found):
+                if isinstance(each, torch.Tensor):
+                    each.on_host = True  # type: ignore[attr-defined]
+        return found
+
+
+class Read(TorchDispatchMode):
+    """Counts operations on tensors of the device whose result depends on values on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        reads = name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2")
+        if name in ("index", "index_put_"):
+            reads = any(each is not None and each.dtype == torch.bool for each in args[1])
+        self.count += reads and not is_on_host(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "on_host", False)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"adapter": {"r": 4}}, {"packing": True}, {"padding_free": False, "micro_rows": 4}],
+    ids=["side by side", "packs", "padded"],
+)
+def test_a_step_waits_for_its_device_twice(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    """For the norm of the gradient, and for the sums that are reported; counted on a CPU."""
+    waits = list[int]()
+    step_of = stages.train_step
+
+    def counted(*given: Any) -> Any:
+        with OnHost() as copied, Read() as read:
+            result = step_of(*given)
+        waits.append(copied.copies + read.count)
+        return result
+
+    monkeypatch.setattr(stages, "train_step", counted)
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    asked = {"batch": sections} if "adapter" not in sections else sections
+    recipe = catalog.from_fields(tiny.fields(max_steps=2, **asked))
+    ft.train(recipe, precision="bf16", output=tmp_path / "run")
+    assert waits == [2, 2]
 
 
 @pytest.mark.parametrize("control", ["default", "gloo"])

@@ -323,7 +323,9 @@ def test_an_unused_gpu_is_named_before_the_model_is_loaded(
     recipe = catalog.from_fields(tiny.fields(model={"name": str(tmp_path / "model")}))
     with pytest.raises(FinetuneError):
         ft.train(recipe, precision="fp32", output=tmp_path / "run")
-    told = f"note: device: trains on the CPU, because PyTorch {torch.__version__} is a build without"
+    told = (
+        f"note: device: trains on the CPU, because PyTorch {torch.__version__} is a build without"
+    )
     assert capsys.readouterr().out.count(told) == 1
 
 

@@ -36,6 +36,7 @@ from finetune.models.packed_attention import (
     layout,
     use_flash_3,
 )
+from finetune.models.padded_masks import mask_without_reading
 from finetune.models.pretrained import compute_dtype, from_scratch, pretrained, weight_dtype
 from finetune.models.quantization import keep_unpacked
 from finetune.models.recurrence import separate_documents
@@ -259,6 +260,7 @@ def install_fused(model: PreTrainedModel, plan: Plan) -> None:
         if values[option] == "fused":
             fuse(model)
     compute_as_autocast()
+    mask_without_reading()
     separate_documents(model)
 
 
