@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from traced import Way, forward
+from torch import nn
+from traced import Seen, Way, forward, gpu
 
+from finetune.kernels.head import LabelledHead
 from finetune.planner.kernels import LOGITS
 from finetune.planner.rules import WITHOUT_SDPA
 
@@ -44,6 +46,20 @@ def test_experts_multiply_in_the_type_of_autocast() -> None:
     """The stand-in of the grouped product refuses fp32, which a GPU would compute slowly."""
     found = forward("qwen3_moe", way="packs")
     assert found.seen.count("_grouped_mm") == 2 * found.layers
+
+
+def test_the_head_of_8_192_tokens_takes_eight_chunks() -> None:
+    """That of Llama 3.1 8B, frozen: a product for the logits of each, and one for the gradient."""
+    tokens, hidden, words = 8_192, 4_096, 128_256
+    with gpu(), torch.device("cuda"):
+        head = nn.Linear(hidden, words, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        head.__class__ = LabelledHead
+        head.scale, head.cap = 1.0, None
+        states = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        with Seen() as seen:
+            head(states, torch.empty(tokens, dtype=torch.int64))
+    assert seen.left == []
+    assert seen.count("aten.mm.") == 2 * 8
 
 
 @pytest.mark.parametrize(("adapter", "norms"), [(False, 5), (True, 5)], ids=["full", "lora"])
