@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import FIELDS, SIZES
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Tiny, run_command, warm_python, write_recipe
 from safetensors.torch import load_file
 from test_backends import FP32, largest, losses
 from test_gpu_paths import refuses
@@ -185,21 +186,38 @@ def test_a_missing_compiler_is_found_before_the_model_is_built(
     assert not list(Run(tmp_path / "run").read_metrics("train"))
 
 
+TRACED = """
+import sys
+import torch
+
+compile_by = torch.compile
+torch.compile = lambda *given, **named: compile_by(*given, **named | {"backend": "eager"})
+from finetune.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command line, where compiled functions run as they were traced: TorchInductor needs minutes
+for its C++."""
+
+
 @pytest.mark.slow
-def test_sharded_blocks_train_and_are_saved_as_eager_ones_are(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
-    """Without TorchInductor, which needs minutes for its C++: only the classes of blocks differ."""
-    alone = train(tiny, tmp_path / "alone", max_steps=3)
+def test_sharded_blocks_train_and_are_saved_as_eager_ones_are(tiny: Tiny, tmp_path: Path) -> None:
+    sections = {"max_steps": 2, "evaluation": {"every": None}}
+    alone = train(tiny, tmp_path / "alone", **sections)
     recipe = write_recipe(
-        tmp_path / "r.json", tiny.fields(max_steps=3, kernels={"blocks": "compiled"})
+        tmp_path / "r.json", tiny.fields(**sections, kernels={"blocks": "compiled"})
     )
-    run = Run(tmp_path / "run")
-    words = ("--backend", "fsdp_full_shard", "--processes", "2", "--precision", "fp32")
-    without = {"TORCH_COMPILE_DISABLE": "1"}
-    done = finetune("launch", recipe, *words, "--output", run.root, env=without, cold=True)
+    run, script = Run(tmp_path / "run"), tmp_path / "traced.py"
+    script.write_text(TRACED)
+    command = [
+        warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(script), "train", str(recipe), "--backend", "fsdp_full_shard", "--precision", "fp32",
+        "--no-plot", "--output", str(run.root),
+    ]  # fmt: skip
+    done = run_command(command, tmp_path)
     assert done.status == 0, done.output
-    assert "kernels.blocks: compiled into 0 graphs, no graph breaks" in done.output
+    (cut,) = re.findall(r"kernels.blocks: compiled into (\d+) graphs, (.*)", done.output)
+    assert int(cut[0]) > 0
+    assert re.fullmatch(r"\d+ graph breaks: documents attend in separate calls", cut[1])
     assert largest(losses(alone), losses(run)) < FP32
     files = [load_file(each.final / "model.safetensors") for each in (alone, run)]
     assert files[0].keys() == files[1].keys()
