@@ -40,7 +40,7 @@ from finetune.runs.run import Run
 ROWS, TOKENS = 50, 48
 HEAD = 32
 """Size of a head: vLLM has no attention on CPUs for the quickstart's heads of 16."""
-BASE_STEPS = 1250
+BASE_STEPS, EPOCHS = 1250, 5
 STARTING = 600.0
 """Seconds for a server to start, on a shared machine."""
 PORTS = range(20_000, 30_000)
@@ -48,9 +48,9 @@ PORTS = range(20_000, 30_000)
 HOW = (
     f"Greedy answers of up to {TOKENS} tokens to {ROWS} held-out orders of the quickstart, in "
     f"fp32. Its base is trained for {BASE_STEPS} steps, with heads of {HEAD} and a tokenizer like "
-    "that of Llama 2, which llama.cpp can read; LoRA then trains one epoch. The reference is "
-    "plain transformers with PEFT. The ids of a prompt, as the program renders the messages, are "
-    "compared with those of training."
+    f"that of Llama 2, which llama.cpp can read; LoRA then trains {EPOCHS} epochs. The reference "
+    "is plain transformers with PEFT. The ids of a prompt, as the program renders the messages, "
+    "are compared with those of training."
 )
 Messages = list[dict[str, str]]
 Answer = tuple[str, list[int] | int]
@@ -261,7 +261,7 @@ def trained(folder: Path) -> Run:
     )  # fmt: skip
     finetune(
         "train", "quickstart", "--precision", "fp32", "--output", run,
-        "model.quantization=none", "epochs=1",
+        "model.quantization=none", f"epochs={EPOCHS}",
         f"model.name={base / 'final'}", f"data.0.source={data / 'data' / 'train.jsonl'}",
         f"eval_data.0.source={data / 'data' / 'held_out.jsonl'}", cache=cache,
     )  # fmt: skip
