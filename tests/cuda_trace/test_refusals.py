@@ -1,0 +1,113 @@
+"""What is wrong with the GPUs of a machine ends a run before its model is loaded.
+
+Each run is given a folder without weights: a run that went on would end with another message.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import finetune as ft
+from finetune import catalog
+from finetune.distributed.ranks import Ranks
+from finetune.errors import FinetuneError
+from finetune.training.startup_checks import refuse_full_gpu
+
+TWO = "echo 'NVIDIA L4, 23034'; echo 'NVIDIA L4, 23034'"
+
+
+def write_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put an `nvidia-smi` of ours before the machine's own."""
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+@pytest.fixture
+def recipe(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write_smi(tmp_path, TWO, monkeypatch)
+    shutil.copytree(tiny.model, tmp_path / "model")
+    (tmp_path / "model/model.safetensors").write_bytes(b"")
+    return catalog.from_fields(tiny.fields(model={"name": str(tmp_path / "model")}))
+
+
+def have(monkeypatch: pytest.MonkeyPatch, count: int, capability: tuple[int, int]) -> None:
+    """Let PyTorch find GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "told"),
+    [
+        (None, f"device: PyTorch {torch.__version__} cannot use this machine's 2 x NVIDIA L4: "),
+        ("7", "CUDA_VISIBLE_DEVICES=7: names no GPU of this machine, which has 2 x NVIDIA L4"),
+    ],
+)
+def test_gpus_that_cannot_be_used_are_refused(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, told: str
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(FinetuneError) as caught:
+        ft.train(recipe, output=tmp_path / "run")
+    assert caught.value.problems[0].startswith(told)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("capability", "told"),
+    [
+        ((7, 5), "precision: bf16 is emulated, slowly, on the GPU of rank 0 here"),
+        ((7, 0), f"device: PyTorch {torch.__version__} does not support the GPU of rank 0 here"),
+    ],
+)
+def test_a_gpu_that_is_too_old_is_refused(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int],
+    told: str,
+) -> None:  # fmt: skip
+    have(monkeypatch, 2, capability)
+    with pytest.raises(FinetuneError) as caught:
+        ft.train(recipe, precision="bf16", output=tmp_path / "run")
+    assert caught.value.problems[0].startswith(told)
+    assert not (tmp_path / "run").exists()
+
+
+def test_fewer_gpus_than_processes_are_refused(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each process of a launch, before it waits for the others."""
+    have(monkeypatch, 2, (9, 0))
+    launched = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "RANK": 3, "LOCAL_RANK": 3}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in (launched | meeting).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(FinetuneError) as caught:
+        ft.train(recipe, "ddp", precision="bf16", output=tmp_path / "run")
+    told = "processes: 4 on this machine, where PyTorch can use 2 GPUs; use --processes 2"
+    assert caught.value.problems[0].startswith(told)
+
+
+class Alone(Ranks):
+    """A process with a GPU."""
+
+    control, device = None, torch.device("cuda", 0)
+    rank, world, is_main = 0, 1, True
+
+
+def test_a_gpu_that_others_fill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_smi(tmp_path, "echo 'GPU-1, 4711, /opt/app/server, 60000 MiB'", monkeypatch)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * 10**9, 80 * 10**9))
+    forecast: Any = type("Predicted", (), {"peak_memory": 40e9})
+    with pytest.raises(FinetuneError) as caught:
+        refuse_full_gpu(Alone(), forecast)  # type: ignore[arg-type]
+    (told,) = caught.value.problems
+    assert "in use, by /opt/app/server (process 4711) with 60000 MiB; stop that process" in told
