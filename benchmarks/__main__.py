@@ -107,7 +107,7 @@ def measure(
         case "heads":
             return heads.measure()
         case "kernels":
-            return kernels.measure(arguments.repeats, arguments.gpu)
+            return kernels.measure(arguments.repeats, arguments.gpu, publish)
         case "memory":
             backends = chosen or memory.BACKENDS
             return memory.measure(scratch / "memory", backends, arguments.to / "memory.json")
@@ -131,7 +131,7 @@ def measure(
         case _:
             backends = chosen or training.BACKENDS
             return training.measure(
-                scratch, backends, arguments.steps, arguments.gpu, arguments.runs, left
+                scratch, backends, arguments.steps, arguments.gpu, publish, arguments.runs, left
             )
 
 

@@ -113,19 +113,27 @@ class Case:
         return both if self.liger is None else both | {"liger": self.liger}
 
 
-def measure(repeats: int, gpu: bool) -> Result:
-    """Run every case `repeats` times after a warmup, alternating implementations, on one thread."""
+def measure(repeats: int, gpu: bool, publish: Callable[[Result], object]) -> Result:
+    """Run every case `repeats` times after a warmup, alternating implementations, on one thread.
+
+    The results are published after each case.
+    """
     setting = ON_GPU if gpu else ON_CPU
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    timings = {}
+    timings: dict[str, dict[str, float]] = {}
     try:
         for case in cases(setting):
             timings[case.name] = timed(case, repeats, setting.clock)
             print(f"{case.name}: {timings[case.name]['gain']:.2f}x", flush=True)
+            publish(_result(setting, repeats, timings))
     finally:
         torch.set_num_threads(threads)
-    where = "time of one GPU" if gpu else "CPU time on one thread"
+    return _result(setting, repeats, timings)
+
+
+def _result(setting: Setting, repeats: int, timings: dict[str, dict[str, float]]) -> Result:
+    where = "CPU time on one thread" if setting.device == "cpu" else "time of one GPU"
     how = (
         "Forward and backward pass in bf16 of what each lever replaces and of the lever, in turns: "
         f"median {where} of {repeats} after {WARMUP} others. {setting.rows} rows of "
@@ -135,7 +143,7 @@ def measure(repeats: int, gpu: bool) -> Result:
         "gradients, relative to their norm."
     )
     remarks = [f"Liger {liger.version()}"] if liger.here(setting.device) else []
-    return Result("Kernels", how, {"cases": timings}, tabulate(timings), remarks)
+    return Result("Kernels", how, {"cases": dict(timings)}, tabulate(timings), remarks)
 
 
 def tabulate(values: dict[str, dict[str, float]]) -> list[list[str]]:

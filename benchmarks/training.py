@@ -4,14 +4,14 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.commands import finetune
-from benchmarks.job import LARGE, SMALL, write_job
+from benchmarks.job import LARGE, SMALL, Shape, write_job
 from benchmarks.record import Result
 from finetune import catalog
 from finetune.errors import FinetuneError
@@ -33,12 +33,13 @@ RUNS = 3
 
 
 def measure(
-    folder: Path, backends: Sequence[str], steps: int, gpu: bool, runs: int = RUNS,
-    minutes: float = math.inf,
+    folder: Path, backends: Sequence[str], steps: int, gpu: bool,
+    publish: Callable[[Result], object], runs: int = RUNS, minutes: float = math.inf,
 ) -> Result:  # fmt: skip
     """Train `WARMUP` + `steps` optimizer steps on each backend, `runs` times in turns.
 
-    No run starts after `minutes`; runs that did not start are in the remarks.
+    No run starts after `minutes`; runs that did not start are in the remarks. The results are
+    published after each run.
     """
     until = time.monotonic() + 60 * minutes
     shape = LARGE if gpu else SMALL
@@ -55,16 +56,34 @@ def measure(
             print(remarks[-1], flush=True)
         else:
             possible[backend] = count
-    turns = in_turns(folder, recipe, possible, precision, runs, until)
-    measured = fastest(turns)
-    for backend in possible:
-        if (ran := sum(backend in turn for turn in turns)) < runs:
-            remarks.append(f"`{backend}`: {ran} of {runs} runs, after {minutes:g} minutes")
+    turns: list[dict[str, dict[str, Any]]] = [{} for _ in range(runs)]
+
+    def result(when: str) -> Result:
+        missing = [
+            f"`{backend}`: {ran} of {runs} runs{when}"
+            for backend in possible
+            if (ran := sum(backend in turn for turn in turns)) < runs
+        ]
+        return _result(turns, shape, steps, precision, [*remarks, *missing])
+
+    for _ in in_turns(folder, recipe, possible, precision, turns, until):
+        publish(result(""))
+    return result(f", after {minutes:g} minutes")
+
+
+def _result(
+    turns: Sequence[dict[str, dict[str, Any]]],
+    shape: Shape,
+    steps: int,
+    precision: str,
+    remarks: list[str],
+) -> Result:
+    measured, runs = fastest(turns), len(turns)
     add_ratios(measured)
     values = {"precision": precision, "timed_steps": steps, "runs": runs, "backends": measured}
     told = (
         "as PyTorch allocated it"
-        if gpu
+        if precision == "bf16"
         else "with Python and its libraries, which are most of it here"
     )
     how = (
@@ -92,21 +111,20 @@ def in_turns(
     recipe: Path,
     processes: dict[str, int],
     precision: str,
-    runs: int,
+    turns: list[dict[str, dict[str, Any]]],
     until: float = math.inf,
-) -> list[dict[str, dict[str, Any]]]:
-    """Train on each backend in turn, `runs` times; the results of each turn by backend.
+) -> Iterator[None]:
+    """Train on each backend in each of the turns, and yield after each run.
 
     Args:
         folder: Folder for runs and cache.
         recipe: Path of the recipe.
         processes: Number of processes by backend.
         precision: Mixed precision of the runs.
-        runs: Number of turns.
+        turns: Results of each turn by backend, which are added to.
         until: Value of `time.monotonic` after which no run starts.
     """
-    measured: list[dict[str, dict[str, Any]]] = [{} for _ in range(runs)]
-    for turn, (backend, count) in itertools.product(range(runs), processes.items()):
+    for turn, (backend, count) in itertools.product(range(len(turns)), processes.items()):
         if time.monotonic() > until:
             break
         run = Run(folder / f"{backend}-{turn}")
@@ -115,9 +133,9 @@ def in_turns(
             "--precision", precision, "--output", run.root,
             cache=folder / "cache",
         )  # fmt: skip
-        found = measured[turn][backend] = read(run, count)
+        found = turns[turn][backend] = read(run, count)
         print(f"{backend} on {count}: {found['tokens_per_second']:,.0f} tokens/s", flush=True)
-    return measured
+        yield
 
 
 def read(run: Run, processes: int) -> dict[str, Any]:

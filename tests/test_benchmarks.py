@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from conftest import ROOT, run_command
 
-from benchmarks import scaling, shapes
+from benchmarks import kernels, scaling, shapes
+from benchmarks.__main__ import ON_GPUS
 from benchmarks.job import SMALL
 from benchmarks.kernels import Case, distance, tabulate, timed
 from benchmarks.peers import command, report, workload
@@ -151,6 +153,31 @@ def test_a_kernel_is_timed_in_turns_and_compared() -> None:
     assert found["difference"] == pytest.approx(0.1)
     assert found["gain"] == found["plain_seconds"] / found["ours_seconds"]
     assert distance({"a": torch.ones(2)}, {"a": torch.ones(2)}) == 0
+
+
+def test_kernels_are_published_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is kept when the benchmark is interrupted."""
+
+    def work() -> dict[str, torch.Tensor]:
+        return {"input": torch.ones(2)}
+
+    def cases(_: kernels.Setting) -> Iterator[Case]:
+        yield Case("first", work, work)
+        yield Case("second", work, work)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "cases", cases)
+    published: list[Result] = []
+    with pytest.raises(KeyboardInterrupt):
+        kernels.measure(1, False, published.append)
+    assert [list(each.values["cases"]) for each in published] == [["first"], ["first", "second"]]
+    assert [len(each.table) for each in published] == [2, 3]
+
+
+def test_what_decides_most_is_measured_on_a_gpu_first() -> None:
+    assert ON_GPUS[:2] == ("kernels", "shapes")
+    sizes = [case.name.split(",")[0] for case in shapes.CASES]
+    assert list(dict.fromkeys(sizes)) == ["8B", "0.6B", "1B"]
 
 
 def test_a_third_kernel_takes_its_turn_and_has_its_column() -> None:

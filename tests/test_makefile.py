@@ -182,6 +182,13 @@ def test_a_machine_with_an_amd_gpu_is_told_how_to_use_it(checkout: Path, amd: bo
     assert (told in (checkout / "said.txt").read_text()) == amd
 
 
+def test_benchmarks_on_gpus_end_within_45_minutes():
+    command = make(ROOT, "-n", "bench-gpu").stdout
+    limits = re.findall(r"timeout --signal=INT (\d+)m \S+ -m benchmarks", command)
+    assert sum(map(int, limits)) == 45
+    assert len(limits) == command.count("-m benchmarks") == 2
+
+
 def test_gpus_are_traced_with_the_newest_and_the_lowest_pytorch(checkout: Path):
     """Each in an environment of its own, whose constraints name no PyTorch and no setuptools.
 
