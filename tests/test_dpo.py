@@ -101,9 +101,14 @@ def sequences(tiny: Tiny) -> list[tuple[tuple[list[int], int], ...]]:
 
 
 def logp(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
-    shares = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    said = shares[torch.arange(len(ids) - 1), torch.tensor(ids[1:])][prompt - 1 :]
-    return said.double().sum()
+    return answer_sums(model, ids, prompt)[0]
+
+
+def answer_sums(model: Any, ids: list[int], prompt: int) -> tuple[torch.Tensor, float]:
+    """The log-probability of an answer, and the sum over its tokens of their mean logit."""
+    logits = model(torch.tensor([ids])).logits[0, prompt - 1 : -1]
+    said = logits.log_softmax(-1)[torch.arange(len(ids) - prompt), torch.tensor(ids[prompt:])]
+    return said.double().sum(), logits.double().mean(-1).sum().item()
 
 
 def expected(
@@ -121,9 +126,13 @@ def expected(
     found = []
     for step in range(STEPS):
         sums: dict[str, float] = dict.fromkeys(["loss", *METRICS], 0.0)
+        logits, tokens = np.zeros(2), np.zeros(2)
         for row in rows_of_step(step, ROWS, SIZE, SEED):
-            (of_c, of_r), (ref_c, ref_r) = (logp(policy, *each) for each in data[row]), kept[row]
+            (of_c, by_c), (of_r, by_r) = (answer_sums(policy, *each) for each in data[row])
+            ref_c, ref_r = kept[row]
             n_c, n_r = (len(ids) - prompt for ids, prompt in data[row])
+            logits += (by_c, by_r)
+            tokens += (n_c, n_r)
             a, b = of_c - ref_c, of_r - ref_r
             h, mean = beta * (a - b), a / n_c - b / n_r
             term = {
@@ -146,6 +155,7 @@ def expected(
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained]).item()
         optimizer.step()
         optimizer.zero_grad()
+        sums |= dict(zip(("logits/chosen", "logits/rejected"), logits / tokens, strict=True))
         found.append({**sums, "grad_norm": norm})
     return found
 

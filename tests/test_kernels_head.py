@@ -16,7 +16,12 @@ from finetune.data.collate import MicroBatch
 from finetune.errors import FinetuneError
 from finetune.kernels import head
 from finetune.kernels.chunked_loss import ChunkedLogProbs
-from finetune.methods.losses import sequence_logps, token_logps, token_loss_sum
+from finetune.methods.losses import (
+    _token_values,
+    sequence_logps,
+    token_logps,
+    token_loss_sum,
+)
 from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
 from finetune.verification.memory.tracker import OTHER, Tracker
 
@@ -146,6 +151,26 @@ def test_log_probabilities_have_the_values_and_gradients_of_transformers(
         return
     _, by_plain = weighted(plain, autocast, plain=True)
     assert distance(by_ours, by_exact) < AS_EXACT * distance(by_plain, by_exact)
+
+
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+@pytest.mark.parametrize("kind", ["llama", "granite", "cohere", "gemma2", "biased"])
+def test_the_mean_logit_of_a_token_is_that_of_transformers(kind: str, chunked: bool) -> None:
+    """With a soft cap, which is not linear, the chunked head leaves it out."""
+    model, given = build(kind.replace("biased", "llama")), batch()
+    if kind == "biased":
+        model.lm_head.bias = nn.Parameter(torch.randn(len(model.lm_head.weight)))
+    with torch.no_grad():
+        found = model(input_ids=given.ids, attention_mask=given.attention_mask).logits
+    expected = found[:, :-1].mean(-1)[given.labels[:, 1:] != -100]
+    head.give_loss(model, chunked)
+    values, _ = _token_values(model, given, means=True)
+    logps, means = values.chunk(2)
+    assert torch.equal(logps, token_logps(model, given)[0])
+    if kind == "gemma2" and chunked:
+        assert means.isnan().all()
+    else:
+        assert (means - expected).abs().max() < FP32 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["llama", "cohere", "gemma3_text"])

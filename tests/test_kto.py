@@ -10,7 +10,7 @@ from conftest import Finetune, Tiny, write_recipe
 from documents import documents_of
 from oracles import published
 from test_backends import launch
-from test_dpo import pairs, steps_of, train
+from test_dpo import answer_sums, pairs, plain, sequences, steps_of, train
 
 import finetune as ft
 from finetune import catalog
@@ -84,7 +84,7 @@ def test_training_reproduces_published_values(
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         for metric, value in mine.items():
-            if not metric.startswith(("lengths/", "loss", "grad_norm", "token_loss")):
+            if not metric.startswith(("lengths/", "logits/", "loss", "grad_norm", "token_loss")):
                 assert value == pytest.approx(theirs[metric], abs=1e-3), metric
         left_out = {each for each in theirs if each not in mine and each.startswith("rewards/")}
         assert left_out == {"rewards/rejected", "rewards/margins"} or not left_out
@@ -201,7 +201,14 @@ def test_a_step_whose_answers_are_all_wanted_is_taken(
     found = list(run.read_metrics("train"))
     assert sum("rewards/rejected" in each["metrics"] for each in found) == 1
     assert sum("rewards/margins" in each["metrics"] for each in found) == 1
+    answers = [answer_sums(plain(tiny), *row[0]) for row in sequences(tiny)[:6]]
+    first = [row for row in rows_of_step(0, 6, 2, 0) if row]
+    tokens = sum(len(ids) - prompt for row in first for ids, prompt in [sequences(tiny)[row][0]])
+    logits = sum(answers[row][1] for row in first) / tokens
+    assert found[0]["metrics"]["logits/chosen"] == pytest.approx(logits, rel=1e-5)
     for each in found:
+        assert each["metrics"].keys() >= {"logits/chosen"}
+        assert ("logits/rejected" in each["metrics"]) == ("rewards/rejected" in each["metrics"])
         assert np.isfinite([each["loss"], each["grad_norm"], *each["metrics"].values()]).all()
         assert each["grad_norm"] > 0
 

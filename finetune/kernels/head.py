@@ -6,6 +6,7 @@ loss is computed inside the model's forward pass, and the head's weight is used 
 forward pass: there, every engine has gathered it (FSDP2, ZeRO-3) and tracks its use (DDP).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from finetune.planner.kernels import (
     LOGITS,
     TILE_ENTRIES,
 )
+
+MEAN_ROWS = 2048
+"""Rows of the head's weight that are summed at a time."""
 
 
 def give_loss(
@@ -108,13 +112,15 @@ class WithLoss:
         targets: torch.Tensor | None = None,
         real_tokens: int = 0,
         logps: bool = False,
+        means: bool = False,
         **inputs: Any,
     ) -> Any:
         """The model's own forward pass or, with `places`, the summed cross-entropy.
 
         The sum is a scalar in fp32. With `logps`, the result is the log-probability of each target,
-        (labelled,) in fp32. In training with a balance loss, `Balance.sum` is appended: the result
-        is (2,), or (labelled + 1,).
+        (labelled,) in fp32; with `means` too, the mean over the vocabulary of each token's logits
+        follows, (2 * labelled,), without gradient: see `LabelledHead.means`. In training with a
+        balance loss, `Balance.sum` is appended: the result is (2,), or longer by 1.
 
         Args:
             places: (labelled,) int64, flat indices into (rows, length) of positions to predict
@@ -131,11 +137,11 @@ class WithLoss:
             given = {name: value for name, value in inputs.items() if value is not None}
             output = self.base_model(*args, **given)
             hidden = output.last_hidden_state.flatten(0, 1)  # (rows * length, hidden)
-            loss = self.loss_of_hidden(hidden[places], targets, logps)
+            loss = self.loss_of_hidden(hidden[places], targets, logps, means)
         else:
             output = super().forward(*args, **inputs)
             labelled = output.logits.flatten(0, 1)[places]  # (labelled, vocabulary)
-            loss = _from_logits(self._tempered(labelled.float()), targets, logps)
+            loss = _from_logits(self._tempered(labelled.float()), targets, logps, means)
         if not balanced:
             return loss
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
@@ -148,25 +154,30 @@ class WithLoss:
         hidden: torch.Tensor,  # (labelled, hidden)
         targets: torch.Tensor,  # (labelled,)
         logps: bool,
+        means: bool = False,
     ) -> torch.Tensor:
         """The summed cross-entropy of hidden states or, with `logps`, each log-probability."""
         head = self.get_output_embeddings()
         if self.loss_in_chunks:
-            return head(hidden, targets, logps)
+            return head(hidden, targets, logps, means)
         logits = head(hidden).float()
         scale, cap = self.logits_of_labelled or (1.0, None)
         logits = logits * scale if scale != 1.0 else logits
         logits = (logits / cap).tanh() * cap if cap is not None else logits
-        return _from_logits(self._tempered(logits), targets, logps)
+        return _from_logits(self._tempered(logits), targets, logps, means)
 
     def _tempered(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits divided by the temperature, without a copy if that is 1."""
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
-def _from_logits(logits: torch.Tensor, targets: torch.Tensor, logps: bool) -> torch.Tensor:
+def _from_logits(
+    logits: torch.Tensor, targets: torch.Tensor, logps: bool, means: bool
+) -> torch.Tensor:
     """The summed cross-entropy of (labelled, vocabulary) logits, or each log-probability."""
     loss = F.cross_entropy(logits.float(), targets, reduction="none" if logps else "sum")
+    if means:
+        return torch.cat([-loss, logits.detach().float().mean(-1)])
     return -loss if logps else loss
 
 
@@ -179,7 +190,11 @@ class LabelledHead(nn.Linear):
     """Number of logits of a chunk and of a tile; None for the device's defaults."""
 
     def forward(
-        self, input: torch.Tensor, targets: torch.Tensor | None = None, logps: bool = False
+        self,
+        input: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        logps: bool = False,
+        means: bool = False,
     ) -> torch.Tensor:
         if targets is None:
             return super().forward(input)
@@ -188,4 +203,18 @@ class LabelledHead(nn.Linear):
         rows = tuple(max(1, each // len(self.weight)) for each in entries)
         given = (input, self.weight, self.bias, targets)
         kind = ChunkedLogProbs if logps else ChunkedLoss
-        return kind.apply(*given, self.scale, self.cap, *rows)
+        found = kind.apply(*given, self.scale, self.cap, *rows)
+        return torch.cat([found, self.means(input)]) if means else found
+
+    @torch.no_grad()
+    def means(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Mean of the logits of each hidden state, (labelled,) in fp32; NaN with a soft cap.
+
+        Without a cap, logits are linear: their mean is the product with the mean row of the head.
+        """
+        if self.cap is not None:
+            return hidden.new_full((len(hidden),), math.nan, dtype=torch.float32)
+        parts = self.weight.split(MEAN_ROWS)  # a sum of 16 bits in fp32 copies its part on a CPU
+        row = sum(part.sum(0, dtype=torch.float32) for part in parts) / len(self.weight)
+        bias = 0.0 if self.bias is None else self.bias.float().mean()
+        return ((hidden.float() * row).sum(-1) + bias) * self.scale

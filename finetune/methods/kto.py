@@ -1,12 +1,13 @@
 """Kahneman-Tversky optimization (KTO): learn from unpaired answers, each labeled good or bad."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import completed_by, optim_of, preference_advice
+from finetune.methods.pairs import completed_by, mean_logit, optim_of, preference_advice
 from finetune.recipe import STRICT, Kind, Optim, Recipe, Text
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class KTO(Recipe):
     encoding_fields: ClassVar[tuple[str, ...] | None] = ()
     metrics: ClassVar[tuple[str, ...]] = (
         "kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
-        "lengths/chosen", "lengths/rejected", "token_loss",
+        "lengths/chosen", "lengths/rejected", "logits/chosen", "logits/rejected", "token_loss",
     )  # fmt: skip
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
@@ -111,9 +112,9 @@ class KTO(Recipe):
         """
         import torch
 
-        from finetune.methods.losses import Loss, sequence_logps
+        from finetune.methods.losses import Loss, sequence_values
 
-        logps, balance = sequence_logps(model, batch)  # (documents,)
+        logps, logits, balance = sequence_values(model, batch)  # (documents,)
         gains, kl = logps - batch.columns["reference"], max(0.0, batch.kl)
         wanted = batch.columns["wanted"] > 0
         margins = torch.where(wanted, gains - kl, kl - gains)
@@ -127,6 +128,9 @@ class KTO(Recipe):
                 for name, values in zip(("rewards", "logps", "lengths"), measured, strict=True)
                 for side, chosen in sides
             }
+            for side, chosen in sides:
+                of_side = logits.where(chosen, math.nan)
+                metrics[f"logits/{side}"] = mean_logit(of_side, batch.document_labels)
             metrics["token_loss"] = -logps.sum(), batch.trained_tokens
             metrics["kl"] = torch.full_like(terms, kl).sum(), len(terms)
         return Loss(terms.sum().float(), metrics, balance)

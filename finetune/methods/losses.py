@@ -59,6 +59,13 @@ def token_logps(
     Tokens are in the order of the batch. Logits are computed in chunks, which the backward pass
     recomputes. For `model` see `token_loss_sum`.
     """
+    return _token_values(model, batch, means=False)
+
+
+def _token_values(
+    model: torch.nn.Module, batch: MicroBatch, means: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`token_logps`; with `means`, the mean logits of the tokens follow: (2 * trained_tokens,)."""
     places, targets = labelled(batch)
     found = model(
         **batch.inputs(),
@@ -67,8 +74,9 @@ def token_logps(
         targets=targets,
         real_tokens=batch.real_tokens,
         logps=True,
+        means=means,
     )
-    if len(found) == batch.trained_tokens:
+    if len(found) == batch.trained_tokens * (1 + means):
         return found, None
     return found[:-1], found[-1]
 
@@ -82,12 +90,30 @@ def sequence_logps(
     thousand nats matter at a hundredth, while fp32 resolves only a ten-thousandth at that size.
     """
     logps, balance = token_logps(model, batch)
-    logps = logps.double()
+    return _per_document(logps, batch), balance
+
+
+def sequence_values(
+    model: torch.nn.Module, batch: MicroBatch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`sequence_logps` with, second, the sums over trained tokens of their mean logit.
+
+    The mean is over the vocabulary; sums are (documents,) in fp64, without gradient, and NaN if the
+    head does not compute them: see `finetune.kernels.head.LabelledHead.means`.
+    """
+    values, balance = _token_values(model, batch, means=True)
+    logps, logits = values.chunk(2) if len(values) else (values, values)
+    return _per_document(logps, batch), _per_document(logits.detach(), batch), balance
+
+
+def _per_document(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Sums of the values (trained_tokens,) of each document, (documents,) in fp64."""
+    values = values.double()
     if not batch.rows:  # torch 2.13 does not reduce an empty tensor
-        return logps, balance
+        return values
     lengths = batch.document_labels
     # `unsafe` skips checks that would synchronize with a GPU.
-    return torch.segment_reduce(logps, "sum", lengths=lengths, unsafe=True), balance
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def taught_loss_sum(

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from finetune.data.example import Example
     from finetune.data.samples import Preference, Sample
     from finetune.data.store import Rows
-    from finetune.methods.losses import Loss
+    from finetune.methods.losses import Loss, Sum
 
 METRICS = (
     "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected",
     "logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected", "pairs/tied",
-    "nll_loss", "token_loss",
+    "nll_loss", "token_loss", "logits/chosen", "logits/rejected",
 )  # fmt: skip
 """Metrics as in TRL, plus `pairs/tied` and `token_loss`, the mean over tokens of both answers.
 
@@ -63,6 +63,17 @@ def completed_by(defaults: Mapping[str, Any]) -> BeforeValidator:
 def optim_of(defaults: Mapping[str, Any]) -> Any:
     """A field whose default is an `optim` section with the method's defaults."""
     return Field(default_factory=lambda: Optim(**defaults))
+
+
+def mean_logit(logits: "torch.Tensor", lengths: "torch.Tensor") -> "Sum":
+    """The mean logit of the tokens of some answers, as a sum.
+
+    Args:
+        logits: (answers,), summed over the tokens of each; NaN for an answer that does not count.
+        lengths: (answers,), the number of tokens of each.
+    """
+    known = logits.isfinite()
+    return logits.where(known, 0.0).sum(), (lengths * known).sum()
 
 
 def preference_advice(recipe: Recipe, high_lr: Mapping[str, float]) -> list[str]:
@@ -134,9 +145,9 @@ class PairMethod(Recipe):
         """Sum over pairs; the log-probability of an answer is the sum over its tokens."""
         import torch  # imported here: recipes must load without torch
 
-        from finetune.methods.losses import Loss, sequence_logps
+        from finetune.methods.losses import Loss, sequence_values
 
-        logps, balance = sequence_logps(model, batch)  # (documents,)
+        logps, logits, balance = sequence_values(model, batch)  # (documents,)
         lengths = batch.document_labels.view(-1, 2)
         nll, whole = -logps.view(-1, 2)[:, 0] / lengths[:, 0], logps
         if self.of_means:
@@ -161,6 +172,8 @@ class PairMethod(Recipe):
             metrics |= self.further_metrics(chosen, rejected)
         counted = {name: (each, len(terms)) for name, each in metrics.items()}
         counted["token_loss"] = -whole.detach().sum(), batch.trained_tokens
+        for number, side in enumerate(("chosen", "rejected")):
+            counted[f"logits/{side}"] = mean_logit(logits[number::2], lengths[:, number])
         return Loss(terms.sum().float(), counted, balance)
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":

@@ -118,7 +118,9 @@ class _Metrics:
         self.recipe, names = recipe, recipe.metrics
         self.names = names
         self.sums = torch.zeros(len(names), dtype=torch.float32, device=device)
-        self.counts: list[int | torch.Tensor] = [0] * len(names)
+        self.counts = [0] * len(names)
+        self.device_counts = torch.zeros_like(self.sums)
+        """Counts that are known on the device only."""
         self.largest = torch.full((len(recipe.extremes),), -math.inf, device=device)
         """Running maxima; a minimum is stored negated."""
 
@@ -138,7 +140,25 @@ class _Metrics:
         nothing = torch.zeros((), device=self.sums.device), 0
         of_names = [found.get(name, nothing) for name in self.names]
         self.sums += torch.stack([each.detach().float() for each, _ in of_names])
-        self.counts = [a + b for a, (_, b) in zip(self.counts, of_names, strict=True)]
+        counts = [count for _, count in of_names]
+        if any(isinstance(each, torch.Tensor) for each in counts):
+            zero = nothing[0]
+            self.device_counts += torch.stack(
+                [each.float() if isinstance(each, torch.Tensor) else zero for each in counts]
+            )
+        self.counts = [
+            total + (0 if isinstance(each, torch.Tensor) else each)
+            for total, each in zip(self.counts, counts, strict=True)
+        ]
+
+    def on_device(self) -> torch.Tensor:
+        """Sums, and counts that are known on the device, (2 * metrics,)."""
+        return torch.cat([self.sums, self.device_counts])
+
+    def sums_and_counts(self, read: list[float]) -> list[float]:
+        """All sums, then all counts, from the values of `on_device`."""
+        sums, counts = read[: len(self.names)], read[len(self.names) :]
+        return [*sums, *(a + b for a, b in zip(self.counts, counts, strict=True))]
 
     def over_ranks(self, totals: list[float], largest: list[float]) -> dict[str, float]:
         """Metrics of all ranks.
@@ -240,11 +260,11 @@ def train_step(
     metrics.add_sums(taken_rows.passed_over)
     norm, taken = tried.norm, tried.taken
     # One copy from the device; converted on the host because not every device has fp64.
-    read = torch.cat([tried.sums.flatten(), metrics.sums, metrics.largest]).cpu().double()
+    read = torch.cat([tried.sums.flatten(), metrics.on_device(), metrics.largest]).cpu().double()
     losses, balances = read[: 2 * len(batches)].chunk(2)  # (accumulation,)
     slots = sum(batch.ids.numel() for batch in batches)
-    sums_end = 2 * len(batches) + len(metrics.names)
-    measured_sums = [*read[2 * len(batches) : sums_end].tolist(), *map(float, metrics.counts)]
+    sums_end = 2 * len(batches) + 2 * len(metrics.names)
+    measured_sums = metrics.sums_and_counts(read[2 * len(batches) : sums_end].tolist())
     brought = [losses.sum().item(), balances.sum().item(), slots, *measured_sums]
     seen: list[float] = [*noticed(), *read[sums_end:].tolist()]
     totals, most = engine.sums_and_maxima(_counted(engine, brought), seen)
@@ -367,7 +387,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     engine.reshard()
     # Summed in fp64 on the host, because not every device has fp64.
     total = sum(torch.stack(sums).cpu().tolist()) if sums else 0.0
-    brought = [total, float(terms), *metrics.sums.tolist(), *map(float, metrics.counts)]
+    brought = [total, float(terms), *metrics.sums_and_counts(metrics.on_device().tolist())]
     (summed, counted, *measured), most = engine.sums_and_maxima(
         _counted(engine, brought), metrics.largest.tolist()
     )
