@@ -27,6 +27,7 @@ from finetune.recipe import Recipe
 FREE_TO_CHANGE = {
     "backend", "data_checks", "evaluation", "max_steps", "epochs", "saving", "trackers", "kernels",
     "batch.micro_rows", "batch.micro_tokens", "batch.padding_free",
+    "batch.share_prompts",
     "model.activation_checkpointing", "model.attention", "model.pickle",
     "optim.on_nonfinite", "optim.max_skipped",
     "on_reward_error", "reward_timeout", "sampling_rows",

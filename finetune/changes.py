@@ -141,6 +141,7 @@ class Changes:
         overlong: Literal["error", "drop", "truncate", "split"] = UNCHANGED,
         packing: bool = UNCHANGED,
         padding_free: bool | Literal["auto"] = UNCHANGED,
+        share_prompts: bool | Literal["auto"] = UNCHANGED,
         micro_tokens: int | None = UNCHANGED,
     ) -> Self:
         """Change fields of the batch; see `Batch`.

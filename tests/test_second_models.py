@@ -96,7 +96,9 @@ def test_a_reference_that_runs_before_the_first_step_is_a_moment_of_its_own(
         return numbers
 
     monkeypatch.setattr(reference, "_document_logps", counted)
-    run = train(tmp_path / "run", of_method(tiny, tmp_path, "dpo"))
+    given = of_method(tiny, tmp_path, "dpo")
+    given["batch"] |= {"share_prompts": False}  # another model never shares them
+    run = train(tmp_path / "run", given)
     settled = plan(catalog.load(run.recipe), backend.load("single"), 1, "fp32")
     workload = workload_of(settled, model_source(settled.recipe).shape)
     longest = json.loads(run.plan.read_text())["prediction"]["length"]  # both answers of a pair

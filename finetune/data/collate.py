@@ -1,5 +1,6 @@
 """Collate rows into the tensors of one forward pass."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from finetune.data.shared_prompts import computed_once
 from finetune.data.store import Columns, Rows
 
 UNTRAINED = -100
@@ -27,6 +29,10 @@ class Boundaries:
     """Tokens of the longest document."""
     numbers: tuple[int, ...]
     """`ends` as Python integers, readable without a device synchronization."""
+    document_tokens: torch.Tensor | None = None  # (ends[-1],) int64
+    """Index in the row of each token of the documents; None if no prompt is shared."""
+    token_places: torch.Tensor | None = None  # (tokens,) int64
+    """First place of each token of the row in `document_tokens`; None if no prompt is shared."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class MicroBatch:
     """Number of labels of each document, (documents,) int64; a filler document is not counted."""
     last_places: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Flat index of the last token of each document, (documents,) int64."""
+    places: torch.Tensor | None = None  # (trained_tokens,) int64
+    """Flat index of the token that predicts each label; None if it is always the one before."""
     token_columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Values of each label by name, (trained_tokens,) or (trained_tokens, values per label)."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -66,7 +74,7 @@ class MicroBatch:
         if self.boundaries is None:
             return {"input_ids": self.ids, "attention_mask": self.attention_mask}
         ends, longest = self.boundaries.ends, self.boundaries.longest
-        return {
+        given: dict[str, Any] = {
             "input_ids": self.ids,
             "position_ids": self.boundaries.positions,
             "cu_seq_lens_q": ends,
@@ -75,6 +83,15 @@ class MicroBatch:
             "max_length_k": longest,
             "document_ends": self.boundaries.numbers,
         }
+        if self.boundaries.document_tokens is not None:
+            given["document_tokens"] = self.boundaries.document_tokens
+            given["token_places"] = self.boundaries.token_places
+        return given
+
+    @property
+    def attended(self) -> int:
+        """Tokens in attention, where a shared prompt is repeated for each document."""
+        return self.ids.numel() if self.boundaries is None else self.boundaries.numbers[-1]
 
 
 def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device | str) -> MicroBatch:
@@ -86,6 +103,8 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
     part in the collectives.
     """
     lay = _side_by_side if rows.side_by_side else _padded
+    if rows.share_prompts and rows.side_by_side:
+        lay = functools.partial(_side_by_side, share=True)
     if not len(indices):
         batch, numbers = lay([_nothing(2, pad_id)], 0, pad_id, device), np.empty(0, np.int64)
     else:
@@ -136,7 +155,11 @@ def _padded(
 
 
 def _side_by_side(
-    picked: list[Columns], rows: int, pad_id: int, device: torch.device | str
+    picked: list[Columns],
+    rows: int,
+    pad_id: int,
+    device: torch.device | str,
+    share: bool = False,
 ) -> MicroBatch:
     """Concatenate documents in one row; the first token of each is never a label:
 
@@ -144,10 +167,24 @@ def _side_by_side(
     positions  0 1 2 3 | 0 1 | 0 1 2
     labels     - b c d | - f | - h i
     ends       0 4 6 9
+
+    With `share`, a prompt is in the row once, where the first document with it is:
+
+    documents  a b c d | a b e | f g      without `share`
+    ids        a b c d e f g
+    positions  0 1 2 3 2 0 1
+    labels     - - c d e - g              predicted from  b c b f
+    ends       0 4 7 9                    of the documents without `share`
+    document_tokens  0 1 2 3 | 0 1 4 | 5 6
+    token_places     0 1 2 3       6   7 8
     """
     tokens, documents = sum(len(ids) for ids, _ in picked), len(picked) if rows else 0
-    if torch.device(device).type == "cpu" and tokens >= GRAIN_FROM and tokens % GRAIN:
-        picked = [*picked, _nothing(-tokens % GRAIN, pad_id)]
+    index = computed_once(picked) if share else None
+    computed = tokens if index is None else int(index.max()) + 1
+    if torch.device(device).type == "cpu" and computed >= GRAIN_FROM and computed % GRAIN:
+        picked = [*picked, _nothing(-computed % GRAIN, pad_id)]
+        filler = np.arange(computed, computed + len(picked[-1][0]))
+        index = None if index is None else np.concatenate([index, filler])
     lengths = np.array([len(ids) for ids, _ in picked], dtype=np.int64)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     ids = np.concatenate([ids for ids, _ in picked]).astype(np.int64)
@@ -155,6 +192,13 @@ def _side_by_side(
     labels[ends[:-1]] = UNTRAINED
     counts = np.add.reduceat(labels != UNTRAINED, ends[:-1], dtype=np.int64)[:documents]
     positions = np.arange(len(ids)) - np.repeat(ends[:-1], lengths)
+    lasts, places, shared = ends[1 : documents + 1] - 1, None, dict[str, torch.Tensor]()
+    if index is not None:
+        places = _on_device(index[np.flatnonzero(labels != UNTRAINED) - 1], device)
+        _, firsts = np.unique(index, return_index=True)  # (computed tokens,)
+        ids, labels, positions, lasts = ids[firsts], labels[firsts], positions[firsts], index[lasts]
+        shared["document_tokens"] = _on_device(index, device)
+        shared["token_places"] = _on_device(firsts, device)
     return MicroBatch(
         ids=_on_device(ids[None], device),
         labels=_on_device(labels[None], device),
@@ -163,12 +207,14 @@ def _side_by_side(
         trained_tokens=int(counts.sum()),
         real_tokens=tokens if rows else 0,
         document_labels=_on_device(counts, device),
-        last_places=_on_device(ends[1 : documents + 1] - 1, device),
+        last_places=_on_device(lasts, device),
+        places=places,
         boundaries=Boundaries(
             positions=_on_device(positions[None], device),
             ends=_on_device(ends.astype(np.int32), device),
             longest=int(lengths.max()),
             numbers=tuple(ends.tolist()),
+            **shared,
         ),
     )
 

@@ -82,10 +82,14 @@ class Prepared:
         path = self.folder / BAD_ROWS
         return path if path.is_file() else None
 
-    def side_by_side(self, free: bool) -> "Prepared":
-        """The same rows, concatenated in a micro-batch without padding, or padded."""
+    def side_by_side(self, free: bool, shared: bool = False) -> "Prepared":
+        """The same rows, concatenated in a micro-batch without padding, or padded.
+
+        `shared` is whether concatenated rows share a prompt that they start with.
+        """
         train, held_out = (
-            dataclasses.replace(rows, padding_free=free) for rows in (self.train, self.eval)
+            dataclasses.replace(rows, padding_free=free, share_prompts=shared)
+            for rows in (self.train, self.eval)
         )
         return dataclasses.replace(self, train=train, eval=held_out)
 

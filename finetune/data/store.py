@@ -104,6 +104,8 @@ class Rows:
     """Whether rows are packed: concatenated documents, each attending only to itself."""
     padding_free: bool = False
     """Whether the rows of a micro-batch are concatenated although they are not packed."""
+    share_prompts: bool = False
+    """Whether concatenated rows that start with the same prompt share it."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     """Values of each document that are not from the data, by name, (documents,) fp64."""
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict[str, TokenColumn])

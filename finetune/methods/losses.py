@@ -143,10 +143,12 @@ def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
     `batch.labels` (micro_rows, longest) is aligned with `batch.ids`; the token at t is predicted
     from position t - 1, so the first label of a row is never used. In packed rows, the first token
-    of each document has no label, so that no document is predicted from another.
+    of each document has no label, so that no document is predicted from another. The first token
+    after a shared prompt is predicted from the last token of that prompt (`batch.places`).
     """
     length = batch.ids.shape[1]  # labels of a part of a row also have the next part's first
     trained = batch.labels[:, 1:] != UNTRAINED  # (micro_rows, longest - 1)
     # The size is known, which avoids a synchronization with the accelerator.
     row, column = torch.nonzero_static(trained, size=batch.trained_tokens).unbind(1)
-    return row * length + column, batch.labels[row, column + 1]
+    places = row * length + column if batch.places is None else batch.places
+    return places, batch.labels[row, column + 1]

@@ -143,6 +143,8 @@ def attend(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     document_ends: Sequence[int] | None = None,
+    document_tokens: torch.Tensor | None = None,
+    token_places: torch.Tensor | None = None,
     **_: object,  # transformers passes on every argument of the model's forward pass
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document, called by transformers in every layer.
@@ -161,6 +163,9 @@ def attend(
         cu_seq_lens_q: (documents + 1,) int32, 0 and the end of each document.
         max_length_q: Tokens of the longest document.
         document_ends: `cu_seq_lens_q` on the host; None reads the device, which synchronizes.
+        document_tokens: (cu_seq_lens_q[-1],) int64, the index of each token of the documents, if
+            documents share prompts: attention repeats them for each document.
+        token_places: (tokens,) int64, a place of each token in `document_tokens`.
 
     Returns:
         (1, tokens, heads, head size), and None for the weights.
@@ -175,6 +180,13 @@ def attend(
         )
     # With fp32 norms and tables under autocast, query and key are wider than the value.
     query, key, value = (each.to(compute_dtype(value)) for each in (query, key, value))
+    if document_tokens is not None:
+        query, key, value = (_of_documents(each, document_tokens) for each in (query, key, value))
+    elif isinstance(document_ends, tuple) and document_ends[-1] != query.shape[2]:
+        raise FinetuneError(
+            f"batch.share_prompts: {type(module).__name__} does not pass on which documents share "
+            "a prompt; set batch.share_prompts=false"
+        )
     windowed = sliding_window is not None and sliding_window < max_length_q
     window = sliding_window if windowed else None
     # Sinks, and values of another size than keys, are computed by PyTorch.
@@ -184,9 +196,17 @@ def attend(
         if len(cu_seq_lens_q) == 2 and window is None and _is_faster_alone(query):
             return _causal(query, key, value, 0.0, scale, None).transpose(1, 2), None
         mixed = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, window)
-        return mixed.unsqueeze(0), None
-    options = dropout, scale, window, softcap, s_aux, known
-    return each_document(query, key, value, cu_seq_lens_q, max_length_q, document_ends, *options)
+        mixed = mixed.unsqueeze(0)
+    else:
+        options = dropout, scale, window, softcap, s_aux, known
+        given = query, key, value, cu_seq_lens_q, max_length_q, document_ends
+        mixed, _ = each_document(*given, *options)
+    return (mixed if token_places is None else mixed.index_select(1, token_places)), None
+
+
+def _of_documents(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Copy (1, heads, tokens, head size) to the tokens of documents that share prompts."""
+    return states.transpose(1, 2).index_select(1, tokens).transpose(1, 2)
 
 
 def _each_document(

@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 
 from finetune.planner.padding import FORGETFUL, RECURRENT, rope_types
 
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_ends")
+BOUNDARIES = (
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_ends",
+    "document_tokens", "token_places",
+)  # fmt: skip
 """Arguments of a forward pass with document boundaries, by their names in transformers."""
 
 

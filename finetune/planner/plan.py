@@ -14,6 +14,7 @@ from finetune.planner.limits import fields_of
 from finetune.planner.mesh import Mesh, mesh_of
 from finetune.planner.padding import Padding, known_fields, padding
 from finetune.planner.rules import incompatibilities
+from finetune.planner.shared_prompts import SharedPrompts, shared_prompts
 from finetune.recipe import Recipe
 
 
@@ -85,6 +86,11 @@ class Plan:
         """The layout of rows, as far as the model is known before loading."""
         return padding(self.recipe, known_fields(self.recipe))
 
+    @property
+    def prompts(self) -> SharedPrompts:
+        """Whether documents share prompts, as far as the model is known before loading."""
+        return shared_prompts(self.recipe, self.backend, known_fields(self.recipe))
+
     def steps(self, rows: int) -> int:
         """Optimizer steps of the complete run on a training set of `rows` rows."""
         if self.recipe.max_steps is not None:
@@ -120,7 +126,7 @@ class Plan:
             "micro_rows": self.recipe.batch.micro_rows,
             "micro_tokens": self.recipe.batch.micro_tokens,
             "packing": self.recipe.batch.packing,
-            "padding": self.padding.line(),
+            "padding": self.prompts.line(self.padding),
             "accumulation": self.accumulation,
             "lr": self.lr,
             **self._pipeline_summary(),
@@ -154,7 +160,7 @@ class Plan:
             f"backend      {backend.name}: {backend.engine}, sharded: {backend.shard}"
             f"{self._copies()}{offload}, {backend.precision}",
             f"batch        {self._batch()}",
-            f"rows         {self.padding.line()}",
+            f"rows         {self.prompts.line(self.padding)}",
             f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
             f"clip {recipe.optim.max_grad_norm}",
             f"kernels      {', '.join(f'{each.option} {each.value}' for each in kernels)}",

@@ -13,6 +13,7 @@ from finetune.planner.kernels import COMPILED_BLOCKS, choices, model_type
 from finetune.planner.mesh import mesh_of
 from finetune.planner.padding import against, known_fields, padding
 from finetune.planner.shapes.prequantised import prequantised
+from finetune.planner.shared_prompts import sharing_problems
 from finetune.recipe import Batch, Data, LoRA, Recipe
 from finetune.recipe.references import other_model
 
@@ -132,6 +133,7 @@ def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     elif not batch.packing and batch.padding_free is True:
         for reason in against(recipe, known_fields(recipe)):
             yield f"batch.padding_free: {reason}; use batch.padding_free=auto, which then pads"
+    yield from sharing_problems(recipe, backend, known_fields(recipe))
 
 
 def _micro_tokens(recipe: Recipe) -> Iterator[str]:

@@ -156,6 +156,8 @@ class Batch(metaclass=Checked):
     """Pack complete documents into rows of `max_length`; no document attends to another."""
     padding_free: bool | Literal["auto"] = "auto"
     """Concatenate rows in place of padding them: `auto` where exact, `true` or refuse to run."""
+    share_prompts: bool | Literal["auto"] = "auto"
+    """Compute a prompt of several answers once: `auto` where exact, `true` or refuse to run."""
     micro_tokens: Positive | None = None
     """Token slots per forward pass on one device, filled with rows; replaces `micro_rows`."""
 

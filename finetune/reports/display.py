@@ -220,15 +220,22 @@ def open_bar(console: Console, start: Start) -> tuple[Progress, TaskID]:
     return bar, bar.add_task("", total=start.steps, completed=start.step, facts="")
 
 
+def fill(real_tokens: int, slots: int) -> str:
+    """Share of slots with a token, or of tokens in shared prompts that are not computed again."""
+    if real_tokens > slots:
+        return f"{1 - slots / real_tokens:.0%} shared"
+    return f"{real_tokens / slots:.0%} real"
+
+
 def step_facts(record: Trained, seconds_left: float) -> tuple[str, ...]:
-    """Loss, learning rate, speed, metrics, share of real tokens, MFU, memory and time left."""
+    """Loss, learning rate, speed, metrics, `fill`, MFU, memory and time left."""
     left = f"{units.duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
     return (
         f"loss {units.loss(record.loss)}",
         f"lr {units.learning_rate(record.lr)}",
         f"{units.count(record.tokens_per_second)} tokens/s",
         *shown_metrics(record.metrics),
-        f"{record.real_tokens / record.slots:.0%} real",
+        fill(record.real_tokens, record.slots),
         *([] if math.isnan(record.router_aux_loss) else [f"router {record.router_aux_loss:.4f}"]),
         *([] if math.isnan(record.mfu) else [f"{record.mfu:.0%} MFU"]),
         units.size(record.memory),

@@ -13,7 +13,7 @@ from finetune.reports.tables import Cell, Table, cell_of, tables, words
 from finetune.runs import units
 from finetune.runs.metrics import History, Warned
 from finetune.runs.run import Run, of_record, read_object
-from finetune.runs.summary import read_completions, throughput
+from finetune.runs.summary import Throughput, read_completions, throughput
 
 SAMPLING = "sampling/memory"
 """Metric with the memory of an online method's first sampling."""
@@ -115,6 +115,14 @@ def _sampling(step: int, found: Sequence[Mapping[str, Any]]) -> Table:
     return Table(rows, columns, f"sampled before step {step + 1}")
 
 
+def _shared(rates: Throughput) -> list[tuple[str, str]]:
+    """The share of tokens in prompts that were computed once; empty if there are none."""
+    saved = rates.real_tokens - rates.slots
+    if saved <= 0:
+        return []
+    return [("tokens of shared prompts, not computed again", units.share(saved, rates.real_tokens))]
+
+
 def _rates(history: History) -> list[Table]:
     rates = throughput(history.trained)
     if rates is None:
@@ -129,7 +137,8 @@ def _rates(history: History) -> list[Table]:
             "tokens with a loss",
             f"{rates.trained_tokens:,} ({units.share(rates.trained_tokens, rates.real_tokens)})",
         ),
-        ("padding", units.share(rates.slots - rates.real_tokens, rates.slots)),
+        ("padding", units.share(max(0, rates.slots - rates.real_tokens), rates.slots)),
+        *_shared(rates),
         ("median step", units.duration(rates.median_seconds)),
         ("slowest step", f"{units.duration(rates.slowest_seconds)} (step {rates.slowest_step:,})"),
         ("peak memory of one process", units.size(history.peak_memory)),

@@ -94,9 +94,9 @@ class Trained(Record):
     trained_tokens: int
     """Tokens with a loss in this step."""
     real_tokens: int
-    """Tokens that are not padding."""
+    """Tokens that are not padding; a prompt that documents share counts for each of them."""
     slots: int
-    """Token slots computed, including padding."""
+    """Token slots computed, including padding; a shared prompt counts once."""
     seconds: float
     """Wall time of the step."""
     tokens_per_second: float

@@ -37,7 +37,7 @@ class StepRows:
     trained_tokens: int
     """Tokens with a label, over all ranks."""
     real_tokens: int
-    """Tokens that are not padding, over all ranks."""
+    """Tokens that are not padding, over all ranks; a shared prompt counts for each document."""
     mismatched: list[MicroBatch] = dataclasses.field(default_factory=list[MicroBatch])
     """This rank's micro-batches of mismatched answers, for methods that read the KL of a step."""
     reference: float = 0.0
@@ -70,7 +70,7 @@ class StepResult:
     trained_tokens: int
     real_tokens: int
     slots: int
-    """Token slots computed, including padding."""
+    """Token slots computed, including padding; a shared prompt counts once."""
     shape: tuple[int, int]
     """Rows of this rank's last micro-batch and slots per row; the mean if padding-free."""
     padded: bool
@@ -79,6 +79,8 @@ class StepResult:
     """Tokens with a label in that micro-batch."""
     longest: int
     """Tokens of its longest document; 0 if it is not padding-free."""
+    attended: int
+    """Its tokens in attention, where a shared prompt is repeated for each document."""
     seconds: float
     data_seconds: float
     """Part of `seconds` spent waiting for rows."""
@@ -287,6 +289,7 @@ def train_step(
         padded=final.attention_mask is not None,
         labelled=max(batch.trained_tokens for batch in counted),
         longest=max(batch.boundaries.longest if batch.boundaries else 0 for batch in counted),
+        attended=final.attended,
         seconds=seconds,
         data_seconds=waited,
         largest=largest,

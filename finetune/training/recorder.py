@@ -15,11 +15,13 @@ from finetune.checkpoints.checkpoint import Progress
 from finetune.data.filling import filling_notes
 from finetune.data.order import rows_of_step, split_rows
 from finetune.data.prepare import Prepared
+from finetune.data.shared_prompts import computed_lengths
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.kernels import chains, cpu
 from finetune.kernels.matmul_rate import matmul_flops
+from finetune.methods.online import Online
 from finetune.models import compiled_blocks, model
 from finetune.planner import Plan
 from finetune.planner.estimate import hardware
@@ -88,11 +90,13 @@ class Recorder:
         parameters: tuple[int, int],
         notes: list[str],
         padding: Padding,
+        layout: str,
     ) -> None:
         """Begin the metrics, the display and the trackers.
 
         Args:
             padding: how rows are laid out in a micro-batch.
+            layout: the same in one line, with prompts that rows share.
             parameters: counts of trainable and of all parameters.
             notes: warnings that do not prevent the run.
         """
@@ -124,7 +128,7 @@ class Recorder:
                 eval_rows=len(self.data.eval),
                 trained_tokens=self.data.counts["train"]["trained_tokens"],
                 packing=recipe.batch.packing,
-                padding=padding.line(),
+                padding=layout,
                 micro_tokens=recipe.batch.micro_tokens,
                 unit=recipe.unit,
                 rows_per_sample=recipe.rows_per_sample,
@@ -178,7 +182,7 @@ class Recorder:
         recipe = self.plan.recipe
         needed = step_flops(
             self.forecast.workload.shape,
-            tokens=result.real_tokens,
+            tokens=min(result.real_tokens, result.slots),
             trained_tokens=result.trained_tokens,
             length=float(self.data.train.documents.lengths.mean()),
             adapter=self.parameters[0] if recipe.adapter is not None else 0,
@@ -211,9 +215,14 @@ class Recorder:
         Args:
             counted: peak bytes on this rank; None if they could not be measured.
         """
-        mine = [counted or 0, *result.shape, int(result.padded), result.labelled, result.longest]
+        mine = [
+            counted or 0, *result.shape, int(result.padded), result.labelled, result.longest,
+            result.attended,
+        ]  # fmt: skip
         ranks = self.engine.gather(mine)
-        peaks, rows, length, padded, labelled, longest = map(list, zip(*ranks, strict=True))
+        peaks, rows, length, padded, labelled, longest, attended = map(
+            list, zip(*ranks, strict=True)
+        )
         # With sequence parallelism each process has a part of a row's tokens.
         shares = self.plan.mesh.sequence
         rows, length = max(rows), max(length) * shares
@@ -222,8 +231,9 @@ class Recorder:
         planned, stages = list[int](), list[Moment]()
         if self.forecast is not None:
             stages = self.forecast.peaks(
-                rows, length, any(padded), max(labelled) * shares, max(longest)
-            )
+                rows, length, any(padded), max(labelled) * shares, max(longest),
+                max(attended) / (rows * length),
+            )  # fmt: skip
             planned = self.forecast.of_ranks(stages)
         # Padding-free rows may count as one row of `length` tokens: give each row its share.
         each = max(rows, self.plan.recipe.most_micro_rows)
@@ -315,7 +325,8 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
 def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     """Facts about a run's rows and kernels that the planner needs."""
     recipe, rows, plan = engine.plan.recipe, data.train, engine.plan
-    batch, lengths = recipe.batch, rows.lengths
+    batch, lengths = recipe.batch, computed_lengths(rows)
+    longest_row = int(lengths.argmax())
     padded = not rows.side_by_side and batch.micro_rows > 1 and lengths.min() < lengths.max()
     most = int(np.sort(rows.labelled)[-recipe.most_micro_rows :].sum())
     longest = 0 if recipe.sampled is None else recipe.sampled[2]
@@ -323,6 +334,7 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
         padded, most = not rows.side_by_side, recipe.most_micro_rows * longest
     dtype = model.compute_dtype(plan)
     tokens = tokens_of_run(plan, data, steps)
+    slots = _completed(plan, data, steps) if longest else _slots(plan, rows, lengths, steps)
     on_cpu = engine.device.type == "cpu"
     chained = on_cpu and chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)[0]
     products = on_cpu and rows.side_by_side and cpu.by_products(dtype, chained)
@@ -330,13 +342,31 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
         length=int(lengths.max()) + longest,
         padded=bool(padded),
         labelled=most,
-        slots=tokens / steps if longest else _slots(plan, rows, steps),
+        slots=slots,
         document=float(rows.documents.lengths.mean()) + longest,
         cpu=on_cpu,
         chained=chained,
         apart=on_cpu and rows.side_by_side and dtype == torch.float32,
         scored=int(rows.documents.lengths.max()) + longest if products else 0,
+        repeated=max(1.0, tokens / steps / slots) if rows.share_prompts else 1.0,
+        repeated_in_longest=float(rows.lengths[longest_row] / lengths[longest_row]),
     )
+
+
+def _completed(plan: Plan, data: Prepared, steps: int) -> float:
+    """Token slots of a step with sampled completions; those that share a prompt compute it once.
+
+    The completions of a step are in micro-batches at random: n of them have at least one of a group
+    of g, out of N, with probability 1 - (1 - n / N)^g.
+    """
+    recipe, given = plan.recipe, tokens_of_run(plan, data, steps) / steps
+    if not isinstance(recipe, Online) or not data.train.share_prompts:
+        return given
+    count, rows = recipe.num_generations, recipe.batch.rows
+    share = min(1.0, recipe.most_micro_rows / rows)
+    computed = (1 - (1 - share) ** count) / (share * count)
+    prompts = given - rows * recipe.max_completion_length
+    return given - prompts * (1 - computed)
 
 
 def tokens_of_run(plan: Plan, data: Prepared, steps: int) -> float:
@@ -346,8 +376,12 @@ def tokens_of_run(plan: Plan, data: Prepared, steps: int) -> float:
     return given if plan.recipe.sampled is None else given + rows * plan.recipe.sampled[2]
 
 
-def _slots(plan: Plan, rows: Rows, steps: int) -> float:
-    """Token slots of a step, averaged over the first few steps."""
+def _slots(plan: Plan, rows: Rows, computed: np.ndarray, steps: int) -> float:
+    """Token slots of a step, averaged over the first few steps.
+
+    Args:
+        computed: (rows,) `computed_lengths` of the rows.
+    """
     batch, seed = plan.recipe.batch, plan.recipe.seed
     found: list[int] = []
     for step in range(min(steps, COUNTED_STEPS)):
@@ -355,8 +389,9 @@ def _slots(plan: Plan, rows: Rows, steps: int) -> float:
         for each in split_rows(
             chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side
         ):
-            lengths = rows.slots[each]
-            found.append(int(lengths.sum() if rows.side_by_side else lengths.max() * len(each)))
+            widths = rows.slots[each]
+            side_by_side = computed[each].sum()
+            found.append(int(side_by_side if rows.side_by_side else widths.max() * len(each)))
     return sum(found) / min(steps, COUNTED_STEPS)
 
 

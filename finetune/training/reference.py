@@ -183,7 +183,11 @@ def _document_logps(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
     """(documents,) fp64, in eval mode, because dropout would make the values random."""
     numbers, each = used(data), engine.plan.recipe.documents_per_row
     bounds = np.arange(0, len(numbers) + 1, each)
-    rows = Rows(data.train.documents, numbers, bounds, packed=data.train.side_by_side)
+    train, other = data.train, other_model(engine.plan.recipe)
+    rows = Rows(
+        train.documents, numbers, bounds, packed=train.side_by_side,
+        share_prompts=train.share_prompts and other is None,
+    )  # fmt: skip
     places, found = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
     engine.model.eval()
     for indices in answer_micro_batches(engine, rows):

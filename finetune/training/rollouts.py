@@ -313,6 +313,8 @@ class Rollouts:
     @torch.no_grad()
     def _logps(self, rows: Rows, model: nn.Module) -> np.ndarray:
         engine, batch = self.engine, self.recipe.batch
+        if model is self.reference and other_model(self.recipe) is not None:
+            rows = dataclasses.replace(rows, share_prompts=False)
         cuts = split_rows(
             np.arange(len(rows)), rows.slots, batch.micro_rows, batch.micro_tokens,
             rows.side_by_side,

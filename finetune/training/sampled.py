@@ -49,7 +49,8 @@ class Sampled:
         number = np.arange(len(sampled))
         return Rows(
             documents, number, np.arange(len(sampled) + 1), packed=False,
-            padding_free=data.padding_free, columns={ADVANTAGE: advantages},
+            padding_free=data.padding_free, share_prompts=data.share_prompts,
+            columns={ADVANTAGE: advantages},
         )  # fmt: skip
 
 

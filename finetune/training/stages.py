@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from finetune.checkpoints import checkpoint, handover
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
@@ -17,12 +17,13 @@ from finetune.data.chat.render import load_chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.distributed.heartbeat import Heartbeat
-from finetune.errors import Interrupted, TrainingFailure
+from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
 from finetune.models import adapters, experts, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
 from finetune.planner import Plan
 from finetune.planner.estimate.forecast import Forecast
+from finetune.planner.shared_prompts import SharedPrompts, shared_prompts, sharing_problems
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
 from finetune.rewards.process import RewardFailure
@@ -83,7 +84,8 @@ class Training:
         if self.resumed is not None:
             refuse_other_data(self.run, self.resumed, identity(self.data.counts))
         self.steps = self.plan.steps(len(self.data.train))
-        self.data = self.data.side_by_side(self.plan.padding.free)  # the plan's, for the forecast
+        plan = self.plan  # its layout is that of the forecast
+        self.data = self.data.side_by_side(plan.padding.free, plan.prompts.shared)
         self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
         self.forecast = self.recorder.forecast
         refuse_full_gpu(self.engine, self.forecast)
@@ -116,7 +118,10 @@ class Training:
                 f"--profile has no effect: it traces step {STEP + 1} after a start, and {left} "
                 "remain"
             )
-        self.recorder.open(self.progress, self.resumed, self.parameters, self.notes, self.padding)
+        layout = self.prompts.line(self.padding)
+        self.recorder.open(
+            self.progress, self.resumed, self.parameters, self.notes, self.padding, layout
+        )
         try:
             self._loop()
         finally:
@@ -142,7 +147,8 @@ class Training:
         network = engine.on_every_rank(lambda: model.build(engine, self.recipe.seed))
         self.base = fingerprint(self.recipe.model)  # a hub model is downloaded by now
         self.padding = layout(self.recipe, network.config)
-        self.data = self.data.side_by_side(self.padding.free)
+        self.prompts = self._prompts(network.config.to_dict())
+        self.data = self.data.side_by_side(self.padding.free, self.prompts.shared)
         self.pad_id, vocabulary_notes = scoring.fit_tokens(
             self.recipe, network, self.tokenizer, self.data.train.documents
         )
@@ -177,6 +183,17 @@ class Training:
         progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows, base=self.base)
         self.on_rank_0(lambda: restore_best(self.run, progress))
         return progress
+
+    def _prompts(self, fields: dict[str, Any]) -> SharedPrompts:
+        """Whether documents share prompts with a model of this config.
+
+        Raises:
+            FinetuneError: the recipe requires it, and they cannot.
+        """
+        given = self.recipe, self.plan.backend, fields
+        if problems := list(sharing_problems(*given)):
+            raise FinetuneError(*problems)
+        return shared_prompts(*given)
 
     def _origin(self) -> list[str]:
         """Record the adapter that training starts from; returns a note about it."""

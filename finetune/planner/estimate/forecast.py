@@ -20,13 +20,13 @@ class Facts:
     """What a run knows about its data and machine before the first step."""
 
     length: int
-    """Tokens of the longest row."""
+    """Tokens of the longest row; a prompt that its documents share counts once."""
     padded: bool
     """Whether rows of a micro-batch are padded."""
     labelled: int
     """Maximum number of tokens with a label in a micro-batch."""
     slots: float
-    """Average number of token slots per step, over all processes."""
+    """Average number of token slots per step, over all processes; a shared prompt counts once."""
     document: float
     """Average number of tokens per document, for the cost of attention."""
     cpu: bool
@@ -36,6 +36,10 @@ class Facts:
     """Whether each document attends in a separate call."""
     scored: int
     """Tokens of the longest document if attention uses matrix products on a CPU; else 0."""
+    repeated: float = 1.0
+    """Average tokens in attention for each slot; more than 1 if documents share prompts."""
+    repeated_in_longest: float = 1.0
+    """The same for the row with `length` tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +62,23 @@ class Forecast:
         return round(memory.timeline(self.workload).peak.total)
 
     def peaks(
-        self, rows: int, length: int, padded: bool, labelled: int, longest: int
+        self,
+        rows: int,
+        length: int,
+        padded: bool,
+        labelled: int,
+        longest: int,
+        repeated: float = 1.0,
     ) -> list[Moment]:
         """The peak of each stage for micro-batches with `rows` rows of `length` tokens.
 
-        `longest` is the length of the longest document in tokens; 0 if rows are padded.
+        `longest` is the length of the longest document in tokens; 0 if rows are padded. `repeated`
+        is the number of tokens in attention for each of `rows x length`.
         """
         scored = longest if self.workload.scored else 0
-        workload = dataclasses.replace(self.workload, rows=rows, scored=scored)
+        workload = dataclasses.replace(
+            self.workload, rows=rows, scored=scored, repeated=max(1.0, repeated)
+        )
         workload = _with_length(workload, length, padded, labelled)
         return [found.peak for found in memory.by_stage(workload)]
 
@@ -90,10 +103,11 @@ class Forecast:
         if self.machine is not None:
             moved = advice.volume(self.workload)
             each = self.facts.slots / self.workload.layout.processes
-            times = timing.times(self.workload, self.machine, moved, each, self.facts.document)
+            document = self.facts.document * self.facts.repeated
+            times = timing.times(self.workload, self.machine, moved, each, document)
             found |= {
                 "step_seconds": times.step,
-                "tokens_per_second": times.tokens_per_second,
+                "tokens_per_second": times.tokens_per_second * self.facts.repeated,
                 "seconds": times.step * self.steps,
                 "machine": self.machine.gpu.name,
                 "flops_per_second": self.machine.gpu.flops,
@@ -119,6 +133,7 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         chained=facts.chained,
         apart=facts.apart,
         scored=facts.scored,
+        repeated=facts.repeated_in_longest,
     )  # fmt: skip
     workload = _with_length(workload, facts.length, facts.padded, facts.labelled)
     width = 2 if plan.backend.precision == "bf16" else 4

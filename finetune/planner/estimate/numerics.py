@@ -59,6 +59,8 @@ class Numerics:
     rearranged: int = 0
     """Number of additional saved copies of attention's output in another order: concatenated
     documents that attended in separate calls, or heads exchanged for tokens."""
+    repeated: float = 1.0
+    """Tokens in attention for each token elsewhere, if documents share prompts."""
     dispatched: bool = False
     """Whether tokens are sent to experts on other processes."""
     gathered: int = 1

@@ -105,8 +105,7 @@ class Adapter:
 
     def padded(self, group: int) -> int:
         """Parameters in `group` shards, each padded to as many rows as the largest shard."""
-        more = sum(n // rows * (-rows % group) for rows, n in self.rows.items())
-        return self.parameters + more
+        return self.parameters + sum(n // rows * (-rows % group) for rows, n in self.rows.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +178,8 @@ class Workload:
     """The loss compares the head with that of a teacher, whether running or stored."""
     apart: bool = False
     """Each document attends in a separate call, as on CPUs in fp32."""
+    repeated: float = 1.0
+    """Tokens in attention for each token elsewhere, if documents share prompts."""
     scored: int = 0
     """Tokens of the longest document whose scores are held in the backward pass of attention: on
     CPUs in 16 bits, with attention by matrix products; 0 elsewhere."""
@@ -201,8 +202,8 @@ class Workload:
             return 0.0
         scales = teacher.scale_bytes
         on_host = self.layout.offload == "all" and not self.cpu
-        whole = teacher.frozen_bytes - scales
-        return scales + (0.0 if on_host else whole / self.layout.share("params"))
+        own = 0.0 if on_host else teacher.frozen_bytes - scales
+        return scales + own / self.layout.share("params")
 
     @property
     def reference_bytes(self) -> float:
@@ -309,6 +310,7 @@ class Workload:
             chained=self.chained,
             grouped_adapters=self.grouped_adapters and self._groups,
             rearranged=max(self.apart, axes.context > 1) + (axes.sequence > 1),
+            repeated=self.repeated,
             gathered=axes.context,
             dispatched=axes.experts > 1,
         )
@@ -354,8 +356,7 @@ class Workload:
         shape, inside = self.shape, self.shape.linear_weights
         small = shape.layer_parameters - inside - shape.expert_parameters
         width = 4 if self.kbit_prepared else self.frozen_width
-        experts = shape.expert_parameters * self.frozen_width
-        return self._stored(inside) + small * width + experts
+        return self._stored(inside) + small * width + shape.expert_parameters * self.frozen_width
 
     def _stored(self, weights: float) -> float:
         if self.quantization == "none":
@@ -383,8 +384,7 @@ class Workload:
             return self.shape.layer_parameters * self.compute
         adapters = self.sharded / self.shape.layers
         width = self.compute if self.scheme in ("fsdp", "deepspeed") else self.adapter.width
-        scales = self.scale_bytes / self.shape.layers
-        return self.frozen_layer_bytes - scales + adapters * width
+        return self.frozen_layer_bytes - self.scale_bytes / self.shape.layers + adapters * width
 
     @property
     def divided_experts(self) -> float:

@@ -187,6 +187,8 @@ class Layer:
         tape, q = self.tape, float(self.tokens * self.shape.query * self.numerics.compute)
         statistics = 4.0 * self.tokens * self.shape.heads
         grouped = self.shape.heads != self.shape.kv_heads
+        if self.attention == "flash" and self.numerics.repeated > 1:
+            return self._mix_repeated(query, key, values)
         if self.attention == "flash":
             lse = Value(statistics, grad=False)
             held = self._scores()
@@ -205,6 +207,17 @@ class Layer:
             mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
             return self._attend(q, (query, key, values), [query, key, values, lse, mask])
         return self._eager(query, key, values)
+
+    def _mix_repeated(self, query: Value, key: Value, values: Value) -> Value:
+        """Flash attention of documents that share prompts, which it repeats in its inputs."""
+        tape, n, tokens = self.tape, self.numerics, self.tokens * self.numerics.repeated
+        q, k = (tokens * size * n.compute for size in (self.shape.query, self.shape.key))
+        given = [tape.run(size, (v,)) for size, v in ((q, query), (k, key), (k, values))]
+        lse = Value(4.0 * tokens * self.shape.heads, grad=False)
+        mixed = self._attend(q, tuple(given), [*given, lse], self._scores())
+        for _ in range(n.rearranged):
+            mixed = tape.run(q, (mixed,))
+        return tape.run(float(self.tokens * self.shape.query * n.compute), (mixed,))
 
     def _gathered(self, key: Value, values: Value) -> Value:
         """Keys and values of all tokens of a row, as gathered by `distributed.context`.
