@@ -27,11 +27,12 @@ import finetune as ft
 from finetune import catalog
 from finetune.distributed import deepspeed, device, heartbeat
 from finetune.distributed.device import Found
+from finetune.distributed.ranks import Ranks
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.kernels import chains
 from finetune.models import packed_attention
 from finetune.models.packed_attention import against_varlen, attend, varlen_words
-from finetune.planner import plan
+from finetune.planner import Plan, plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import predict
@@ -40,7 +41,7 @@ from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
 from finetune.process.quiet import growing_segments
 from finetune.runs.run import Run
-from finetune.training import memory_meter
+from finetune.training import compiled, memory_meter
 
 AMPERE, TURING = (8, 0), (7, 5)
 
@@ -370,6 +371,28 @@ def test_a_missing_compiler_is_found_by_compiling(monkeypatch: pytest.MonkeyPatc
     assert told is not None
     assert told.startswith("TorchInductor cannot compile for this cpu device: ")
     assert "Python.h: no such file" in told
+
+
+class BesideAnEagerRank(Ranks):
+    """A process that can compile, of a job in which another one cannot."""
+
+    control, device = None, torch.device("cpu")
+    rank, world, is_main = 0, 2, True
+
+    def __init__(self, settled: Plan) -> None:
+        self.plan = settled
+
+    def sums_and_maxima(self, summed: list[float], largest: list[Any]) -> tuple[Any, Any]:
+        return summed, [1 for _ in largest]
+
+
+def test_no_rank_compiles_if_one_cannot(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = catalog.from_fields(tiny.fields(kernels={"pointwise": "compiled"}))
+    monkeypatch.setattr(compiled, "tokens_of_run", lambda *_: 1.0)
+    job: Any = BesideAnEagerRank(plan(recipe, "ddp", 2, "fp32"))
+    notes = compiled.choose_compiled(job, None, 1)  # type: ignore[arg-type]
+    assert notes[0] == "kernels.pointwise: eager, because another rank cannot compile"
+    assert not chains.Chain.compiling
 
 
 def test_a_chain_that_cannot_be_compiled_is_eager_from_then_on(
