@@ -527,10 +527,21 @@ def test_each_rank_is_watched_on_its_host_and_each_host_by_another() -> None:
     assert [heartbeat.watched(rank, rank, 2, 2) for rank in range(2)] == [(1, None), (0, None)]
 
 
-def test_beats_that_do_not_move_are_silence() -> None:
-    silence, beat = heartbeat.Silence(), heartbeat.Beat(4, 7, 1, 0, 99, "b", "")
-    assert [silence.seconds(beat, now) for now in (10.0, 40.0, 75.0)] == [0.0, 30.0, 65.0]
-    assert silence.seconds(dataclasses.replace(beat, number=8), 80.0) == 0.0
+def test_a_value_that_stays_is_timed() -> None:
+    silence = heartbeat.Unchanged()
+    assert [silence.seconds(7, now) for now in (10.0, 40.0, 75.0)] == [0.0, 30.0, 65.0]
+    assert silence.seconds(8, 80.0) == 0.0
+
+
+def test_the_rank_that_others_waited_for_is_named_with_those_that_nccl_ended() -> None:
+    """NCCL ends ranks 0 and 1, which wait; rank 2 hangs before the collective."""
+    other = "another host"
+    waiting = [heartbeat.Beat(rank, 9, 5, 40, 99, other, "loop.py:9", 600.0) for rank in (0, 1)]
+    hung = heartbeat.Beat(2, 9, 5, 39, 77, other, "feed.py:3 in take", 601.0)
+    told = "rank 2 (process 77 on another host) did not join a collective for 601 s; it was last at"
+    assert heartbeat.stalled([*waiting, hung]) == [f"{told} feed.py:3 in take"]
+    assert heartbeat.stalled([*waiting, dataclasses.replace(hung, stalled=3.0)]) == []
+    assert heartbeat.stalled([]) == []
 
 
 # How memory is counted, and what is said where it runs out.

@@ -40,6 +40,9 @@ SILENT_SECONDS = 5.0
 """Seconds without a beat after which a rank counts as gone, if a collective has failed."""
 SILENT_HOST_SECONDS = 60.0
 """Seconds without a beat after which the first rank of another host always counts as gone."""
+STALLED_SECONDS = 60.0
+"""Seconds without a new step or collective after which a rank that others wait for is reported with
+a rank that is gone: NCCL's watchdog aborts the ranks that wait, not the one that hangs."""
 GRACE_SECONDS = 5.0
 """Seconds for the main thread to report a loss itself before its process is ended."""
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -67,6 +70,8 @@ class Beat:
     host: str
     place: str
     """Location of its main thread in the code."""
+    stalled: float = 0.0
+    """Seconds since it began a step or a collective."""
 
 
 class Heartbeat:
@@ -92,7 +97,7 @@ class Heartbeat:
         self._parent = os.getppid() if engine.world > 1 else None
         self._launcher = launcher
         self._watched = watched(engine.rank, *rendezvous.local_rank_and_count(), engine.world)
-        self._silence = Silence()
+        self._silence, self._progress = Unchanged(), Unchanged()
         self._stopped = threading.Event()
         self._number = 0
         self._store: TCPStore | None = None
@@ -135,9 +140,10 @@ class Heartbeat:
     def _beat(self) -> None:
         assert self._store is not None
         self._number += 1
+        collectives = collectives_begun()
         beat = Beat(
-            self._rank, self._number, self.step, collectives_begun(), os.getpid(),
-            socket.gethostname(), self._place(),
+            self._rank, self._number, self.step, collectives, os.getpid(), socket.gethostname(),
+            self._place(), self._progress.seconds((self.step, collectives), time.monotonic()),
         )  # fmt: skip
         self._store.set(f"{self._prefix}/{self._rank}", json.dumps(dataclasses.asdict(beat)))
         self._end_as_orphan()
@@ -149,7 +155,7 @@ class Heartbeat:
             lost = self._lost()
             if lost is None:
                 return
-            self._publish(self._describe([lost]))
+            self._publish(self._describe([lost, *stalled(self._read_all())]))
         message = self._store.get(f"{self._prefix}/lost").decode()
         if not self._stopped.wait(GRACE_SECONDS):
             self._dump()
@@ -162,7 +168,9 @@ class Heartbeat:
         if beat is not None and gone_here(beat):
             return f"{name(beat)} ended without an error message"
         beat = None if beats is None else self._read(beats)
-        if beat is None or self._silence.seconds(beat, time.monotonic()) < SILENT_HOST_SECONDS:
+        if beat is None:
+            return None
+        if self._silence.seconds(beat.number, time.monotonic()) < SILENT_HOST_SECONDS:
             return None
         return f"{name(beat)} has sent no heartbeat for {SILENT_HOST_SECONDS:g} s"
 
@@ -221,10 +229,12 @@ class Heartbeat:
         until = time.monotonic() + 2 * BEAT_SECONDS
         while self._store is not None and time.monotonic() < until:
             try:
+                beats = self._read_all()
                 gone = [f"{name(beat)} ended without an error message"
-                        for beat in self._read_all() if gone_here(beat)]  # fmt: skip
+                        for beat in beats if gone_here(beat)]  # fmt: skip
                 if gone:
-                    return TrainingFailure(self._publish(self._describe(gone)))
+                    losses = [*gone, *stalled(beats)]
+                    return TrainingFailure(self._publish(self._describe(losses)))
             except UNREACHABLE:
                 return TrainingFailure(self._unreachable())
             time.sleep(0.2)
@@ -306,6 +316,17 @@ def name(beat: Beat) -> str:
     return f"rank {beat.rank} (process {beat.pid} on {beat.host})"
 
 
+def stalled(beats: list[Beat]) -> list[str]:
+    """Descriptions of running ranks that have long not joined a collective that others began."""
+    most = max((beat.collectives for beat in beats), default=0)
+    return [
+        f"{name(beat)} did not join a collective for {beat.stalled:.0f} s; it was last at "
+        f"{beat.place}"
+        for beat in beats
+        if beat.collectives < most and beat.stalled >= STALLED_SECONDS and not gone_here(beat)
+    ]
+
+
 def end_here(beats: list[Beat]) -> None:
     """Kill the ranks among `beats` that run on this host."""
     for beat in beats:
@@ -370,14 +391,15 @@ def watched(rank: int, local_rank: int, here: int, world: int) -> tuple[int, int
     return first + (local_rank + 1) % here, None if alone or local_rank else (first + here) % world
 
 
-class Silence:
-    """Measures the time since a rank's last new beat."""
+class Unchanged:
+    """Measures the time since a value last changed."""
 
     def __init__(self) -> None:
-        self._number, self._since = -1, math.inf
+        self._value: object = None
+        self._since = math.inf
 
-    def seconds(self, beat: Beat, now: float) -> float:
-        """Seconds since the last new beat was read; `now` is the time of a monotonic clock."""
-        if beat.number != self._number:
-            self._number, self._since = beat.number, now
+    def seconds(self, value: object, now: float) -> float:
+        """Seconds since another value was given; `now` is the time of a monotonic clock."""
+        if value != self._value:
+            self._value, self._since = value, now
         return now - self._since
