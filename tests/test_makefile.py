@@ -33,7 +33,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def make(folder: Path, *words: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run make as a person does, not as a part of the make that may have started these tests."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    inherited = ("MAKE", "MFLAGS", "COVERAGE", "ARGS", "WORKERS")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(inherited)}
     if path is not None:
         environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
