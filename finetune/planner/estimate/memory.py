@@ -106,7 +106,7 @@ class _Step:
         return Moment(name, {**base, "gradients": self.standing + grown, **parts})
 
     def timeline(self) -> Timeline:
-        run, kept = self.run, self._kept(self.layers)
+        run, kept = self.run, self.run.kept_by(self.layers)
         casts = self._weight_casts()
         stream = float(self.workload.tokens * self.workload.shape.hidden)
         self.incoming = stream * self.workload.numerics.residual
@@ -117,7 +117,7 @@ class _Step:
             self.moment(
                 "forward: last layer",
                 # The frame of the model's forward keeps the embedding's output alive.
-                activations=self._kept(self.layers - 1) + inside + self.incoming,
+                activations=self.run.kept_by(self.layers - 1) + inside + self.incoming,
                 casts=casts,
                 units=self.gathered.forward(),
             ),
@@ -172,14 +172,10 @@ class _Step:
         norm = moment(head.trace.backward, gathered.ahead)
         return max(apart, norm, key=lambda each: each.total)
 
-    def _kept(self, layers: int) -> float:
-        """Bytes that the first `layers` layers keep for the backward pass."""
-        return (layers - 1) * self.run.kept + self.run.first if layers else 0.0
-
     def _layer(self, name: str, index: int) -> Moment:
         """Backward pass of the layer at `index`, counted from the last layer."""
         run, workload = self.run, self.workload
-        below = self._kept(self.layers - index - (0 if self.checkpointed else 1))
+        below = self.run.kept_by(self.layers - index - (0 if self.checkpointed else 1))
         transient = run.layer.backward
         if self.checkpointed:  # the layer's forward pass again, with the incoming gradient
             transient = max(transient, run.layer.forward + self.incoming)

@@ -139,9 +139,9 @@ class _Stage:
         received = self.stream if task.part > self.first else 0.0
         unit = self.workload.unit_bytes if self.sharded else 0.0
         self.open[task.part] = 0
-        kept = self._kept(layers - 1) + inside + self.stream - received
+        kept = self.run.kept_by(layers - 1) + inside + self.stream - received
         self._note("forward: last layer", activations=kept, units=2 * unit)
-        flight = self._kept(layers) - received
+        flight = self.run.kept_by(layers) - received
         if task.part == self.last:
             head = run.head
             self._note("forward: head", activations=flight, loss=max(head.entering, head.projected))
@@ -160,12 +160,12 @@ class _Stage:
         if task.part == self.last:
             self._note(
                 "backward: loss and head",
-                activations=self._kept(layers) - received,
+                activations=self.run.kept_by(layers) - received,
                 loss=run.head.trace.backward + self.head_gradient * (again and not self.sharded),
             )
         for index in range(layers):
             self.open[task.part] = max(self.open[task.part], index + 1)
-            below = self._kept(layers - index - (0 if self.checkpointed else 1))
+            below = self.run.kept_by(layers - index - (0 if self.checkpointed else 1))
             layer = self.again if again else run.layer
             transient = layer.backward
             if self.checkpointed:
@@ -218,7 +218,3 @@ class _Stage:
         del self.flight[task.part, task.micro]
         if self._sends(task.part + 1):
             self.sent += self.stream
-
-    def _kept(self, layers: int) -> float:
-        """Bytes that the first `layers` layers of a part keep for the backward pass."""
-        return (layers - 1) * self.run.kept + self.run.first if layers else 0.0

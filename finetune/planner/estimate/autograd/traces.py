@@ -19,6 +19,10 @@ class Traces:
     """Bytes that the first layer keeps, which is less if its input needs no gradient."""
     head: Head
 
+    def kept_by(self, layers: int) -> float:
+        """Bytes that the first `layers` layers keep for the backward pass."""
+        return (layers - 1) * self.kept + self.first if layers else 0.0
+
 
 def traces(workload: Workload) -> Traces:
     held = workload.checkpointing in ("full", "attention")
