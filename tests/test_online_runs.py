@@ -86,6 +86,29 @@ def test_a_run_trains_no_token_of_a_completion_that_was_cut_off(
     assert 0 < some["grad_norm"] != every["grad_norm"]
 
 
+def test_the_completions_of_a_prompt_share_it_in_as_few_micro_batches_as_possible(
+    tiny: Tiny, prompts: Path, tmp_path: Path
+) -> None:
+    """Two groups of four in four micro-batches of two, so half of the prompts are repeated."""
+    texts = ("a cat sees the dog", "the dog sees a cat", "some birds sing")
+    prompts.write_text("".join(f'{{"prompt": "{text * 3}"}}\n' for text in texts))
+    batch = {"rows": 8, "micro_rows": 2}
+    given: dict[str, Any] = {"reward_funcs": ["lengths:length"], "beta": 0.1, "max_steps": 2}
+    shared, repeated = (
+        one_step(
+            tiny, prompts, tmp_path / str(share), batch=batch | {"share_prompts": share}, **given
+        )
+        for share in ("auto", False)
+    )
+    assert completions(shared) == completions(repeated)
+    for once, again in zip(*(run.read_metrics("train") for run in (shared, repeated)), strict=True):
+        assert once["real_tokens"] == again["real_tokens"] == again["slots"]
+        assert once["slots"] == again["slots"] - (again["slots"] - again["trained_tokens"]) // 2
+        assert once["loss"] == pytest.approx(again["loss"], abs=1e-6)
+        assert once["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-4)
+        assert once["grad_norm"] > 0
+
+
 def test_a_run_warns_where_nothing_is_learned_and_where_completions_are_cut_off(
     tiny: Tiny, prompts: Path, tmp_path: Path
 ) -> None:

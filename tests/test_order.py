@@ -61,6 +61,12 @@ def test_rows_of_one_length_keep_the_order_of_the_seed():
     assert [each.tolist() for each in micro_batches] == [[3, 1], [2, 0]]
 
 
+def test_rows_of_one_prompt_stay_together_the_prompt_with_the_longest_row_first():
+    prompts = np.array([5, 5, 3, 3, 5, 3, 3, 5, 4, 4])
+    micro_batches = split_rows(np.array([7, 2, 9, 4, 1, 8, 3, 6]), LENGTHS, 2, prompts=prompts)
+    assert [each.tolist() for each in micro_batches] == [[9, 8], [7, 4], [1, 6], [3, 2]]
+
+
 def test_a_micro_batch_of_tokens_holds_the_slots_that_it_is_given():
     indices = np.array([7, 2, 9, 4, 1, 8, 3, 6])
     padded = [each.tolist() for each in split_rows(indices, LENGTHS, 1, micro_tokens=18)]

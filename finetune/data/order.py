@@ -45,8 +45,11 @@ def split_rows(
     micro_rows: int,
     micro_tokens: int | None = None,
     side_by_side: bool = False,
+    prompts: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Split rows into micro-batches of similar length, the longest first, to minimize padding.
+
+    Rows with the same prompt stay together, so that as many as possible share it.
 
     The rows of the step stay the same: its loss is a sum over them, however they are split.
 
@@ -57,8 +60,11 @@ def split_rows(
         micro_tokens: Maximum token slots per micro-batch, instead of `micro_rows`; at least the
             longest row.
         side_by_side: Rows of a micro-batch are concatenated without padding.
+        prompts: (rows,) the prompt's number of every row of the data (`Rows.prompts`), or None.
     """
-    ordered = indices[np.argsort(-lengths[indices], kind="stable")]
+    ordered = indices[
+        _longest_first(lengths[indices], None if prompts is None else prompts[indices])
+    ]
     if micro_tokens is None:
         return [ordered[at : at + micro_rows] for at in range(0, len(ordered), micro_rows)]
     starts, width, filled = list[int](), 0, 0
@@ -68,6 +74,16 @@ def split_rows(
             starts.append(at)
             width = filled = length  # the first row of a micro-batch is its longest
     return np.split(ordered, starts[1:])
+
+
+def _longest_first(lengths: np.ndarray, prompts: np.ndarray | None) -> np.ndarray:
+    """The order of rows by length, or of prompts by their longest row.  # (rows,) int64"""
+    if prompts is None:
+        return np.argsort(-lengths, kind="stable")
+    _, group = np.unique(prompts, return_inverse=True)
+    longest = np.zeros(len(lengths), dtype=np.int64)  # of each group
+    np.maximum.at(longest, group, lengths)
+    return np.lexsort((-lengths, group, -longest[group]))
 
 
 def of_rank(micro_batches: list[np.ndarray], rank: int, world: int) -> list[tuple[int, np.ndarray]]:

@@ -106,6 +106,8 @@ class Rows:
     """Whether the rows of a micro-batch are concatenated although they are not packed."""
     share_prompts: bool = False
     """Whether concatenated rows that start with the same prompt share it."""
+    prompts: np.ndarray | None = None  # (rows,) int64
+    """Number of the prompt of each row, if several rows share one; else None."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     """Values of each document that are not from the data, by name, (documents,) fp64."""
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict[str, TokenColumn])

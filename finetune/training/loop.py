@@ -348,7 +348,9 @@ def _counted(engine: Engine, brought: list[float]) -> list[float]:
 def micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Row numbers of this rank's micro-batches of a step, with their global positions."""
     batch = engine.plan.recipe.batch
-    cuts = split_rows(chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side)
+    cuts = split_rows(
+        chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side, rows.prompts
+    )
     return of_rank(cuts, engine.data_rank, engine.data_world)
 
 

@@ -354,19 +354,19 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
 
 
 def _completed(plan: Plan, data: Prepared, steps: int) -> float:
-    """Token slots of a step with sampled completions; those that share a prompt compute it once.
+    """Token slots of a step with sampled completions.
 
-    The completions of a step are in micro-batches at random: n of them have at least one of a group
-    of g, out of N, with probability 1 - (1 - n / N)^g.
+    Completions of a micro-batch that share a prompt compute it once. Micro-batches are cut from
+    completions in the order of their prompts, so each prompt is in as few as possible.
     """
     recipe, given = plan.recipe, tokens_of_run(plan, data, steps) / steps
     if not isinstance(recipe, Online) or not data.train.share_prompts:
         return given
-    count, rows = recipe.num_generations, recipe.batch.rows
-    share = min(1.0, recipe.most_micro_rows / rows)
-    computed = (1 - (1 - share) ** count) / (share * count)
+    each, rows, micro_rows = recipe.num_generations, recipe.batch.rows, recipe.most_micro_rows
+    starts = np.arange(0, rows, each)
+    computed = int(((starts + each - 1) // micro_rows - starts // micro_rows + 1).sum())
     prompts = given - rows * recipe.max_completion_length
-    return given - prompts * (1 - computed)
+    return given - prompts * (1 - computed / rows)
 
 
 def tokens_of_run(plan: Plan, data: Prepared, steps: int) -> float:

@@ -317,7 +317,7 @@ class Rollouts:
             rows = dataclasses.replace(rows, share_prompts=False)
         cuts = split_rows(
             np.arange(len(rows)), rows.slots, batch.micro_rows, batch.micro_tokens,
-            rows.side_by_side,
+            rows.side_by_side, rows.prompts,
         )  # fmt: skip
         places, values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         model.eval()

@@ -50,7 +50,7 @@ class Sampled:
         return Rows(
             documents, number, np.arange(len(sampled) + 1), packed=False,
             padding_free=data.padding_free, share_prompts=data.share_prompts,
-            columns={ADVANTAGE: advantages},
+            prompts=self.prompts if data.share_prompts else None, columns={ADVANTAGE: advantages},
         )  # fmt: skip
 
 
