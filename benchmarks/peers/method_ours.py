@@ -77,9 +77,16 @@ def read(
     position_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    document_tokens: torch.Tensor | None = None,
     **_: Any,  # places, targets, boundaries for kernels
 ) -> dict[str, Any]:
-    """The inputs of a forward pass, under the names of `turns.documents`."""
+    """The inputs of a forward pass, under the names of `turns.documents`.
+
+    A prompt that documents share is repeated for each of them.
+    """
+    if document_tokens is not None:
+        assert position_ids is not None
+        input_ids, position_ids = (each[:, document_tokens] for each in (input_ids, position_ids))
     return {
         "ids": input_ids, "labels": input_ids, "mask": attention_mask, "positions": position_ids,
     }  # fmt: skip
