@@ -25,6 +25,7 @@ from finetune.data.shared_prompts import computed_lengths, computed_once, repeat
 from finetune.data.store import Columns, Rows, TokenColumn, single_rows
 from finetune.errors import FinetuneError
 from finetune.kernels.head import give_loss
+from finetune.kernels.repeated import repeated
 from finetune.methods.grpo import GRPO
 from finetune.methods.losses import labelled, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE
@@ -190,6 +191,15 @@ def test_the_loss_of_completions_is_that_of_repeated_prompts() -> None:
     assert mine == pytest.approx(wanted, rel=1e-5)
     assert metrics == pytest.approx(named, rel=1e-5)
     assert (grads - others).norm() < 1e-5 * others.norm()
+
+
+def test_gradients_of_many_repetitions_are_summed_in_fp32() -> None:
+    """1 + 512 / 512 in bf16, where 1 + 1 / 512 is 1."""
+    states = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    copies = repeated(states, torch.zeros(513, dtype=torch.int64))
+    copies.backward(torch.tensor([1.0] + [2**-9] * 512, dtype=torch.bfloat16).view(copies.shape))
+    assert states.grad is not None
+    assert states.grad.item() == 2
 
 
 def test_a_model_that_does_not_pass_on_shared_prompts_is_refused() -> None:

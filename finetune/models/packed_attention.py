@@ -27,6 +27,7 @@ from finetune.errors import FinetuneError
 from finetune.kernels import cpu
 from finetune.kernels.chains import Chain
 from finetune.kernels.precision import compute_dtype
+from finetune.kernels.repeated import repeated
 from finetune.planner.kernels import SINKS, against_one_call
 from finetune.planner.padding import Padding, against, leaks, padding
 from finetune.recipe import Recipe
@@ -181,7 +182,7 @@ def attend(
     # With fp32 norms and tables under autocast, query and key are wider than the value.
     query, key, value = (each.to(compute_dtype(value)) for each in (query, key, value))
     if document_tokens is not None:
-        query, key, value = (_of_documents(each, document_tokens) for each in (query, key, value))
+        query, key, value = (repeated(each, document_tokens) for each in (query, key, value))
     elif isinstance(document_ends, tuple) and document_ends[-1] != query.shape[2]:
         raise FinetuneError(
             f"batch.share_prompts: {type(module).__name__} does not pass on which documents share "
@@ -202,11 +203,6 @@ def attend(
         given = query, key, value, cu_seq_lens_q, max_length_q, document_ends
         mixed, _ = each_document(*given, *options)
     return (mixed if token_places is None else mixed.index_select(1, token_places)), None
-
-
-def _of_documents(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Copy (1, heads, tokens, head size) to the tokens of documents that share prompts."""
-    return states.transpose(1, 2).index_select(1, tokens).transpose(1, 2)
 
 
 def _each_document(

@@ -212,7 +212,12 @@ class Layer:
         """Flash attention of documents that share prompts, which it repeats in its inputs."""
         tape, n, tokens = self.tape, self.numerics, self.tokens * self.numerics.repeated
         q, k = (tokens * size * n.compute for size in (self.shape.query, self.shape.key))
-        given = [tape.run(size, (v,)) for size, v in ((q, query), (k, key), (k, values))]
+        # The gradient of narrow copies is summed in fp32.
+        wide = 0.0 if n.compute == 4 else 2 * (1 + 1 / n.repeated)
+        given = [
+            tape.run(size, (v,), backward=wide * size)
+            for size, v in ((q, query), (k, key), (k, values))
+        ]
         lse = Value(4.0 * tokens * self.shape.heads, grad=False)
         mixed = self._attend(q, tuple(given), [*given, lse], self._scores())
         for _ in range(n.rearranged):
