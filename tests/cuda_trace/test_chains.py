@@ -57,9 +57,29 @@ CHAINS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...
             empty(TOKENS, 1, 128),
         ), 2,
     ),
+    "norm of Gemma": (
+        lambda x, w: norm.normed.eager(x, w, 1e-6, True),
+        lambda: (empty(TOKENS, HIDDEN), empty(HIDDEN)), 1,
+    ),
+    "gate of Gemma": (
+        lambda g, u: activation.gated.eager(g, u, True),
+        lambda: (empty(TOKENS, WIDTH), empty(TOKENS, WIDTH)), 1,
+    ),
+    "gate's gradient of Gemma": (
+        lambda g, u, by: activation.gated_gradients.eager(g, u, by, True),
+        lambda: tuple(empty(TOKENS, WIDTH) for _ in range(3)), 1,
+    ),
     "head": (
         lambda *given: chunked_loss.tile_loss.eager(*given, None, 1.0, None, True),
-        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64)), 8,
+        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64)), 6,
+    ),
+    "head with soft caps, a scale and a bias": (
+        lambda *given: chunked_loss.tile_loss.eager(*given, 0.5, 30.0, True),
+        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64), empty(VOCABULARY)), 7,
+    ),
+    "head of log-probabilities": (
+        lambda *given: chunked_loss.tile_loss.eager(*given, None, 1.0, None, False),
+        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64)), 5,
     ),
 }  # fmt: skip
 """Each with its tensors, and the kernels that it may take at most."""
