@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+from transformers.integrations import moe
 
 import finetune as ft
 from finetune import catalog
@@ -30,6 +31,8 @@ from finetune.distributed.device import Found
 from finetune.distributed.ranks import Ranks
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.kernels import chains
+from finetune.kernels.expert_products import experts_forward
+from finetune.kernels.quantised import QuantState
 from finetune.models import packed_attention
 from finetune.models.packed_attention import against_varlen, attend, varlen_words
 from finetune.planner import Plan, plan
@@ -111,6 +114,16 @@ def test_the_one_kernel_is_called_as_each_torch_has_it(kernel: Any, window: int 
     bound = inspect.signature(kernel).bind(*range(7), **words).arguments
     assert bound["window_size"] == ((-1, 0) if window is None else (511, 0))
     assert ("enable_gqa" in bound) == ("enable_gqa" in inspect.signature(kernel).parameters)
+
+
+def test_calls_of_grouped_experts_and_of_4_bit_scales_bind() -> None:
+    """Two arguments of transformers' experts are handed on; scales are moved by bitsandbytes."""
+    ours, theirs = (
+        len(inspect.signature(each).parameters)
+        for each in (experts_forward, moe.grouped_mm_experts_forward)
+    )
+    assert ours == theirs - 1
+    assert inspect.signature(QuantState.to).bind(None, torch.device("cuda"))
 
 
 def test_query_and_key_in_fp32_beside_a_value_in_bf16_reach_the_one_kernel(
