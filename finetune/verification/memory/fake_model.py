@@ -1,5 +1,6 @@
 """Build the recipe's model on fake tensors, with a few layers, as a GPU would run it."""
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,6 @@ from finetune.models import model as models
 from finetune.models.quantization import quantization_config
 from finetune.planner import Plan
 from finetune.planner.kernels import GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES
-from finetune.verification.memory import balanced_experts
 
 UNPADDED = "one_kernel_without_mask"
 """SDPA or flash attention for a batch without padding. transformers 5.23 omits the mask of such a
@@ -37,6 +37,10 @@ def register() -> None:
     AttentionInterface.register(UNPADDED, _attend_in_one_kernel)
     AttentionMaskInterface.register(UNPADDED, lambda *_, **__: None)
     torch.library.register_fake("aten::_grouped_mm", _grouped_product, allow_override=True)
+    if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
+        return  # transformers 5.17 has no such module
+    from finetune.verification.memory import balanced_experts
+
     balanced_experts.register()
 
 
