@@ -35,6 +35,14 @@ def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(
     assert (found.packed > 0) == (trained == "nf4")
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek_v3"])
+def test_shared_prompts_are_repeated_on_the_gpu_for_the_one_kernel(kind: str) -> None:
+    found = forward(kind, adapter=True, way="shared prompts")
+    assert found.seen.left == []
+    assert found.seen.count("_varlen_attn") == (0 if kind == "deepseek_v3" else found.layers)
+    assert found.seen.count("index_select") == 4 * found.layers  # query, key, value and result
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
 def test_before_ampere_each_document_is_computed_without_waiting_for_the_gpu(kind: str) -> None:
     found = forward(kind, way="packs", capability=(7, 5))

@@ -12,12 +12,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from architectures import FIELDS, SIZES
+from documents import documents_of
 from test_packing import documents, packs
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.collate import MicroBatch, collate
+from finetune.data.store import Rows
 from finetune.methods.losses import token_loss_sum
 from finetune.methods.sft import SFT
 from finetune.models.model import as_trained, install_kernels, weight_dtype
@@ -29,7 +31,7 @@ from finetune.recipe import Batch, Data, LoRA, Model
 from finetune.verification.memory import fake_model
 
 HOPPER = (9, 0)
-Way = Literal["rows", "side by side", "packs"]
+Way = Literal["rows", "side by side", "packs", "shared prompts"]
 
 
 class Seen(TorchDispatchMode):
@@ -108,11 +110,22 @@ def recipe_of(kind: str, adapter: bool, way: Way, **fields: Any) -> SFT:
     )  # fmt: skip
 
 
+def twice(rows: Rows) -> Rows:
+    """Each document two times, which share their first half."""
+    given = [rows.documents.document(number)[0] for number in range(len(rows))]
+    halves = documents_of((ids, np.arange(len(ids)) >= len(ids) // 2) for ids in given)
+    members = np.repeat(np.arange(len(given)), 2)
+    bounds = np.arange(len(members) + 1)
+    return Rows(halves, members, bounds, packed=False, padding_free=True, share_prompts=True)
+
+
 def fake_batch(way: Way) -> MicroBatch:
     """Documents as one micro-batch, whose tensors are fake and on the GPU."""
     rows = documents()
     if way != "rows":
         rows = packs(rows) if way == "packs" else dataclasses.replace(rows, padding_free=True)
+    if way == "shared prompts":
+        rows = twice(rows)
     made = collate(rows, np.arange(len(rows)), 0, "cpu")
 
     def moved(value: Any) -> Any:
