@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.stage import InferenceMode
 
 from finetune.distributed.pipeline import PASS, PipelineEngine
 from finetune.verification.memory.trace import Counts, Rehearsed, Step
@@ -108,6 +107,8 @@ def _without_votes() -> Iterator[None]:
 
     torch 2.13 reads the outcome out of a tensor; the messages are sent all the same.
     """
+    from torch.distributed.pipelining.stage import InferenceMode  # torch 2.11 does not have it
+
     kind: Any = schedules._PipelineSchedule
     before = kind._warmup_p2p
 
