@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, environment, warm_python, write_recipe
+from conftest import Finetune, Tiny, environment, warm_python, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.job import DEEP, write_adapter_job
@@ -60,6 +61,30 @@ def test_the_measured_peak_of_packs_is_within_a_twentieth_of_their_plan(
     (counted,) = Run(tmp_path / "run").read_metrics("memory")
     assert 0.9 * shape.length < counted["length"] <= shape.length
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_ddp_holds_a_gradient_once_where_no_micro_batch_came_before(
+    tiny: Tiny, tmp_path: Path, finetune: Finetune
+) -> None:
+    """Eleven million parameters and short rows: a second copy would be a fifth of the peak."""
+    folder = tmp_path / "wide"
+    shutil.copytree(tiny.model, folder)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
+    config.update({
+        "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64,
+        "num_attention_heads": 6, "num_key_value_heads": 6,
+    })  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    batch = {"rows": 2, "micro_rows": 1}
+    fields = tiny.fields(model={"name": str(folder)}, batch=batch, max_steps=2, saving={})
+    path = write_recipe(tmp_path / "recipe.json", fields)
+    words = ["launch", path, "--backend", "ddp", "--processes", "2", "--precision", "fp32"]
+    done = finetune(*words, "--output", tmp_path / "run")
+    assert done.status == 0, done.output
+    (counted,) = Run(tmp_path / "run").read_metrics("memory")
+    assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.03)
 
 
 LLAMA: dict[str, Any] = {

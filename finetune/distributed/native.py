@@ -93,8 +93,11 @@ class Ddp(Native):
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
         given = super().plugin(nvme_path, timeout)
         # Buffers are equal on every rank; broadcasting them would cost a collective per step.
-        alike = DistributedDataParallelKwargs(broadcast_buffers=False)
-        return given | {"kwargs_handlers": [*given["kwargs_handlers"], alike]}
+        # Gradients that are views of the buckets are not stored twice.
+        wrapped = DistributedDataParallelKwargs(
+            broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+        return given | {"kwargs_handlers": [*given["kwargs_handlers"], wrapped]}
 
     @property
     def module(self) -> nn.Module:

@@ -68,6 +68,11 @@ class _Step:
         self.deepspeed = deepspeed.accumulates(workload) and not leaves
         if self.deepspeed and workload.layout.shard != "optimizer":
             immediate = True
+        # DDP's gradients are views of its buckets, except those of earlier micro-batches.
+        layout = workload.layout
+        in_buckets = layout.traits.copies_gradients and layout.processes > 1
+        self.in_buckets = in_buckets and workload.accumulation == 1
+        immediate = immediate or self.in_buckets
         self.immediate = immediate
         held = workload.shape.held_layer if trained else per_layer
         self.layer_gradient = 0.0 if immediate else held * width
@@ -179,7 +184,7 @@ class _Step:
         transient = run.layer.backward
         if self.checkpointed:  # the layer's forward pass again, with the incoming gradient
             transient = max(transient, run.layer.forward + self.incoming)
-        if workload.immediate:
+        if workload.immediate or self.in_buckets:
             transient -= run.layer.gradients
         reduced = 0.0
         # Gradients of the previous unit, until their reduce-scatter has ended; those of earlier
@@ -302,7 +307,7 @@ class _Step:
             partition = workload.trained / workload.layout.share("optimizer")
             return 4.0 * partition if workload.gradient_width == 2 else 0.0
         if workload.stepping == "foreach":
-            return self.whole
+            return float(workload.trained * workload.trained_width)
         if workload.stepping == "loop":  # two copies: sqrt of the second moment, and the quotient
             table = workload.shape.embedding if self.trained_outer else 0
             largest = max([table, *(m.weights for m in workload.shape.matrices)])
