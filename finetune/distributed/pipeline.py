@@ -293,9 +293,16 @@ class _Head:
         self.network, self.hidden = network, hidden
 
     def __call__(
-        self, *, places: torch.Tensor, targets: torch.Tensor, logps: bool = False, **_: Any
+        self,
+        *,
+        places: torch.Tensor,
+        targets: torch.Tensor,
+        logps: bool = False,
+        means: bool = False,
+        **_: Any,
     ) -> torch.Tensor:
-        return self.network.loss_of_hidden(self.hidden.flatten(0, 1)[places], targets, logps)
+        hidden = self.hidden.flatten(0, 1)[places]
+        return self.network.loss_of_hidden(hidden, targets, logps, means)
 
 
 def _once(loss_of: LossOf) -> LossOf:

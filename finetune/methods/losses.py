@@ -76,9 +76,9 @@ def _token_values(
         logps=True,
         means=means,
     )
-    if len(found) == batch.trained_tokens * (1 + means):
-        return found, None
-    return found[:-1], found[-1]
+    values = batch.trained_tokens * (1 + means)
+    assert len(found) in (values, values + 1)
+    return (found, None) if len(found) == values else (found[:-1], found[-1])
 
 
 def sequence_logps(
