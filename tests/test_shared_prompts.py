@@ -270,6 +270,26 @@ def test_a_memory_forecast_knows_tokens_that_only_attention_repeats(
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.05)
 
 
+@pytest.mark.parametrize("free", [True, False])
+def test_a_start_predicts_the_peak_of_pairs(tiny: Tiny, tmp_path: Path, free: bool) -> None:
+    """Pairs of one length, so that each micro-batch needs what the longest one does."""
+    data = tmp_path / "pairs.jsonl"
+    with data.open("w") as file:
+        for number in range(10, 20):
+            asked = [{"role": "user", "content": f"{number} dogs see the blue house and the tree"}]
+            answers = {
+                name: [{"role": "assistant", "content": f"under the red tree {name}"}]
+                for name in ("chosen", "rejected")
+            }
+            file.write(json.dumps({"prompt": asked, **answers}) + "\n")
+    batch = {"rows": 4, "micro_rows": 4, "padding_free": free}
+    given = fields(tiny, data, max_steps=2, adapter={"r": 4}, batch=batch, reference="base")
+    run = ft.train(catalog.from_fields(given), precision="fp32", output=tmp_path / "run")
+    (counted,) = run.read_metrics("memory")
+    predicted = json.loads(run.plan.read_text())["prediction"]["peak_memory"]
+    assert counted["peak"] == pytest.approx(predicted, rel=0.1)
+
+
 AGAINST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "method": ({"method": "sft"}, {}, "sft has one sequence for each prompt"),
     "packs": ({"batch": {"packing": True}}, {}, "packed rows (batch.packing=true) repeat prompts"),

@@ -326,8 +326,12 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     """Facts about a run's rows and kernels that the planner needs."""
     recipe, rows, plan = engine.plan.recipe, data.train, engine.plan
     batch, lengths = recipe.batch, computed_lengths(rows)
-    longest_row = int(lengths.argmax())
-    padded = not rows.side_by_side and batch.micro_rows > 1 and lengths.min() < lengths.max()
+    longest_row, each, documents = int(lengths.argmax()), recipe.documents_per_row, rows.documents
+    length = -(-int(lengths.max()) // each)  # of a document: the planner counts each as a row
+    padded = False
+    if not rows.side_by_side:
+        length = int(documents.lengths.max())
+        padded = batch.micro_rows * each > 1 and documents.lengths.min() < length
     most = int(np.sort(rows.labelled)[-recipe.most_micro_rows :].sum())
     longest = 0 if recipe.sampled is None else recipe.sampled[2]
     if longest:  # completions of varying length follow the prompts
@@ -339,15 +343,15 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     chained = on_cpu and chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)[0]
     products = on_cpu and rows.side_by_side and cpu.by_products(dtype, chained)
     return Facts(
-        length=int(lengths.max()) + longest,
+        length=length + longest,
         padded=bool(padded),
         labelled=most,
         slots=slots,
-        document=float(rows.documents.lengths.mean()) + longest,
+        document=float(documents.lengths.mean()) + longest,
         cpu=on_cpu,
         chained=chained,
         apart=on_cpu and rows.side_by_side and dtype == torch.float32,
-        scored=int(rows.documents.lengths.max()) + longest if products else 0,
+        scored=int(documents.lengths.max()) + longest if products else 0,
         repeated=max(1.0, tokens / steps / slots) if rows.share_prompts else 1.0,
         repeated_in_longest=float(rows.lengths[longest_row] / lengths[longest_row]),
     )

@@ -20,7 +20,8 @@ class Facts:
     """What a run knows about its data and machine before the first step."""
 
     length: int
-    """Tokens of the longest row; a prompt that its documents share counts once."""
+    """Tokens of the longest row; if it has several documents, per document. A prompt that they
+    share counts once."""
     padded: bool
     """Whether rows of a micro-batch are padded."""
     labelled: int
