@@ -145,7 +145,7 @@ def strike(fault: str, met: Path) -> None:
 
 
 def send_later(number: int) -> None:
-    """Signal this process after a while, as a person does who has waited in vain."""
+    """Send a signal to this process after `PATIENCE`, while it hangs."""
     waiting = os.getpid()
     if not os.fork():
         time.sleep(PATIENCE)
