@@ -152,10 +152,13 @@ def run(
     races: list[report.Race] = []
     remarks: list[str] = []
     base = {
-        name: [sys.executable, "-m", f"benchmarks.peers.{module}", name, str(work / "job")]
-        for name, module in ((report.REFERENCE, "trainers"), (report.OURS, "ours"),
-                             (report.FLOOR, "ours"))
-    }  # fmt: skip
+        name: [sys.executable, "-m", *words, name, str(work / "job")]
+        for name, words in (
+            (report.REFERENCE, ["benchmarks.peers.trainers"]),
+            (report.OURS, ["benchmarks.peers.our_start", "ours"]),
+            (report.FLOOR, ["benchmarks.peers.our_start", "ours"]),
+        )
+    }
     for peer in chosen or [None]:
         commands = dict(base)
         place = None if peer is None else known[peer]

@@ -1,6 +1,6 @@
 """This toolkit in a race of methods: the worker of `finetune train`, one step at a time.
 
-`python -m benchmarks.peers.method_ours NAME PLACE`. The forward pass of the reference, which a run
+`our_start` runs it. The forward pass of the reference, which a run
 computes before its first step, is repeated for the rows of each step and included in its time: its
 cost is then that of one epoch.
 """
@@ -9,7 +9,6 @@ import dataclasses
 import datetime
 import os
 import shutil
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def recipe_of(job: MethodJob, place: Path) -> Recipe:
     return catalog.from_fields(fields)
 
 
-def main(place: Path) -> None:
+def main(_: str, place: Path) -> None:
     turns, job = Turns(), read_job(place)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     shutil.rmtree(place / "run", ignore_errors=True)
@@ -130,7 +129,3 @@ def main(place: Path) -> None:
         racing = Worker(engine, Run(place / "run"), options, stages=InTurn)
         racing.training.turns = turns
         racing.train()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[2]))

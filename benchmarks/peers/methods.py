@@ -97,7 +97,7 @@ def page_name(job: MethodJob) -> str:
 def commands(place: Path, work: Path) -> dict[str, list[str]]:
     trl = str(environments.python_of("trl", work))
     return {
-        OURS: [sys.executable, "-m", "benchmarks.peers.method_ours", OURS, str(place)],
+        OURS: [sys.executable, "-m", "benchmarks.peers.our_start", "method_ours", OURS, str(place)],
         **{
             name: [trl, "-m", "benchmarks.peers.method_trl", name, str(place)]
             for name in (THEIRS, KEPT)

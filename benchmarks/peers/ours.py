@@ -1,13 +1,12 @@
 """Contenders of this repository: the toolkit, and the matrix products that any toolkit needs.
 
-`python -m benchmarks.peers.ours NAME PLACE`.
+`our_start` runs them.
 """
 
 import contextlib
 import dataclasses
 import datetime
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,7 +263,3 @@ def main(name: str, place: Path) -> None:
     turns = Turns()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     CONTENDERS[name](read_job(place), place, turns)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
