@@ -57,10 +57,8 @@ from finetune.verification.proofs.runs import steps_of
 STEPS, MIDDLE = 4, 2
 
 
-@pytest.fixture(scope="module")
-def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recipes of a tied Qwen3 of five layers, whose q/k norms have weights."""
-    folder = tmp_path_factory.mktemp("division")
+def write_qwen(tiny: Tiny, folder: Path) -> None:
+    """Write a tied Qwen3 of five layers, whose q/k norms have weights."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     config = Qwen3Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
@@ -73,8 +71,15 @@ def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder / "qwen")
-    tokenizer.save_pretrained(folder / "qwen")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with recipes of a tied Qwen3 of five layers, whose q/k norms have weights."""
+    folder = tmp_path_factory.mktemp("division")
+    write_qwen(tiny, folder / "qwen")
     shared: dict[str, Any] = {
         "model": {"name": str(folder / "qwen")},
         "max_steps": STEPS,
@@ -468,7 +473,9 @@ def test_an_adapter_that_does_not_divide_is_refused(
         (Distill(teacher=Teacher("models/large")), "tp", "needs a teacher, whose head is read"),
         (GRPO(), "tp", "needs sampling, for which one process needs the complete model"),
         (KTO(), "pp", ""),
-        (KTO(), "cp", "reads complete documents, and under cp no process has all"),
+        (KTO(), "cp", ""),
+        (RewardModel(), "sp_tp", ""),
+        (GRPO(), "sp", "needs sampling, for which one process needs the complete model"),
     ],
 )
 def test_a_method_that_does_not_divide_is_refused(

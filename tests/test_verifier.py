@@ -227,6 +227,18 @@ def test_stages_of_a_mesh_are_traced(finetune: Finetune, tmp_path: Path, rank: i
             assert abs(parts["shard all-gather"]["difference"]) < 0.001
 
 
+@pytest.mark.slow
+def test_a_step_of_pairs_whose_tokens_are_divided_is_traced(
+    finetune: Finetune, tmp_path: Path
+) -> None:
+    file = recipe(
+        tmp_path, LLAMA | {"num_hidden_layers": 5}, method="dpo",
+        data=[{"source": "rows.jsonl", "format": "preference"}],
+    )  # fmt: skip
+    found = verification(finetune, file, "--backend", "cp", "--gpu", "H100-80", "--gpus", "2")
+    assert found["agrees"], found
+
+
 @pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])
 def test_an_engine_that_cannot_be_traced_is_named(engine: str, word: str, tmp_path: Path) -> None:
     settled = plan(catalog.load(recipe(tmp_path, LLAMA)), engine, 4)

@@ -36,6 +36,19 @@ class Boundaries:
 
 
 @dataclass(frozen=True)
+class DividedDocuments:
+    """One process's part of documents whose tokens are divided over a process group."""
+
+    group: torch.distributed.ProcessGroup
+    labels: torch.Tensor  # (documents,) int64
+    """Number of labels of each document in this part."""
+    ended: torch.Tensor  # (ended,) int64
+    """Indices of the documents whose last token is in this part."""
+    last_places: torch.Tensor  # (ended,) int64
+    """Flat index of the last token of each of them."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Inputs of one forward pass on one device: padded rows, or concatenated documents."""
 
@@ -60,6 +73,9 @@ class MicroBatch:
     """Values of each label by name, (trained_tokens,) or (trained_tokens, values per label)."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Values of each document by name, (documents,) fp64."""
+    divided: DividedDocuments | None = None
+    """This process's part of the documents, if the processes of a group share them. Values of each
+    document are then those of the first process; the others have no documents."""
     kl: float = 0.0
     """KL from the reference, in nats, estimated from the `mismatched` answers of the full step."""
 

@@ -127,8 +127,9 @@ class MeshEngine(Native):
         ways = self.plan.mesh.sequence
         if ways == 1:
             return batches
+        rank, group = self.place["sequence"], self.mesh.get_group("sp")
         filled = [padded([batch], pad_id, ways)[0] for batch in batches]
-        return [sequence.part(batch, self.place["sequence"], ways) for batch in filled]
+        return [sequence.part(batch, rank, ways, group) for batch in filled]
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         names = {id(p): name for name, p in model.named_parameters()}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from finetune.data.collate import UNTRAINED, MicroBatch
+from finetune.data.collate import UNTRAINED, DividedDocuments, MicroBatch
 from finetune.errors import FinetuneError
 from finetune.version import install
 
@@ -71,20 +71,53 @@ def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> st
     return ULYSSES
 
 
-def part(batch: MicroBatch, rank: int, ways: int) -> MicroBatch:
+def part(batch: MicroBatch, rank: int, ways: int, group: Any) -> MicroBatch:
     """One process's part of a packed row, whose number of tokens must be divisible by `ways`.
 
-    Labels have one column more than ids: the first label of the next part.
+    Labels have one column more than ids: the first label of the next part. Documents belong to the
+    first process, so that each counts once; `MicroBatch.divided` has the parts of every process.
+
+    Args:
+        batch: The complete row.
+        rank: Index of the process among those that share the row.
+        ways: Number of these processes.
+        group: Their process group, in the order of the tokens.
     """
     bounds = batch.boundaries
     assert bounds is not None
     share = batch.ids.shape[1] // ways
     mine = slice(rank * share, (rank + 1) * share)
-    labels = F.pad(batch.labels, (0, 1), value=UNTRAINED)[:, mine.start : mine.stop + 1]
+    whole = F.pad(batch.labels, (0, 1), value=UNTRAINED)
+    labels = whole[:, mine.start : mine.stop + 1]
+    batch = dataclasses.replace(batch, divided=_documents(batch, whole[0], mine, group))
+    if rank:
+        none = batch.document_labels[:0]
+        columns = {name: values[:0] for name, values in batch.columns.items()}
+        batch = dataclasses.replace(batch, document_labels=none, last_places=none, columns=columns)
     return dataclasses.replace(
         batch,
         ids=batch.ids[:, mine].contiguous(),
         labels=labels,
         trained_tokens=int((labels[:, 1:] != UNTRAINED).sum()),
         boundaries=dataclasses.replace(bounds, positions=bounds.positions[:, mine].contiguous()),
+    )
+
+
+def _documents(
+    batch: MicroBatch, labels: torch.Tensor, mine: slice, group: Any
+) -> DividedDocuments:
+    """The part of each document in the tokens `mine`; `labels` is (tokens + 1,), not shifted."""
+    assert batch.boundaries is not None
+    count = len(batch.document_labels)
+    ends, device = batch.boundaries.numbers[: count + 1], labels.device
+    # The label of a part's last token is the next part's first, and a document's first has none.
+    cuts = torch.tensor(ends, device=device).clamp(mine.start + 1, mine.stop + 1)
+    before = F.pad((labels != UNTRAINED).cumsum(0), (1, 0))  # labels before each token
+    lasts = [(number, end - 1) for number, end in enumerate(ends[1:])]
+    here = [(number, last) for number, last in lasts if mine.start <= last < mine.stop]
+    return DividedDocuments(
+        group,
+        before[cuts].diff(),
+        torch.tensor([number for number, _ in here], dtype=torch.int64, device=device),
+        torch.tensor([last - mine.start for _, last in here], dtype=torch.int64, device=device),
     )

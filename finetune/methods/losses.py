@@ -6,7 +6,9 @@ from collections.abc import Mapping
 import torch
 
 from finetune.data.collate import UNTRAINED, MicroBatch
+from finetune.errors import FinetuneError
 from finetune.kernels.divergence import Target
+from finetune.kernels.divided_documents import SummedOnFirst
 
 Sum = tuple[torch.Tensor, int | torch.Tensor]
 """A scalar sum and the number of summands: an int, or a scalar tensor if it is on the device."""
@@ -58,7 +60,15 @@ def token_logps(
 
     Tokens are in the order of the batch. Logits are computed in chunks, which the backward pass
     recomputes. For `model` see `token_loss_sum`.
+
+    Raises:
+        FinetuneError: no process has all tokens of a document (`MicroBatch.divided`).
     """
+    if batch.divided is not None:
+        raise FinetuneError(
+            "method: its loss reads the log-probability of each token of a document, and no "
+            "process has all tokens of one under this backend; use fsdp_full_shard"
+        )
     return _token_values(model, batch, means=False)
 
 
@@ -89,7 +99,7 @@ def sequence_logps(
     Documents are in the order of the batch. Sums are in fp64: differences between two sums of a
     thousand nats matter at a hundredth, while fp32 resolves only a ten-thousandth at that size.
     """
-    logps, balance = token_logps(model, batch)
+    logps, balance = _token_values(model, batch, means=False)
     return _per_document(logps, batch), balance
 
 
@@ -108,12 +118,16 @@ def sequence_values(
 
 def _per_document(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Sums of the values (trained_tokens,) of each document, (documents,) in fp64."""
-    values = values.double()
+    values, part = values.double(), batch.divided
     if not batch.rows:  # torch 2.13 does not reduce an empty tensor
         return values
-    lengths = batch.document_labels
-    # `unsafe` skips checks that would synchronize with a GPU.
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+    lengths = batch.document_labels if part is None else part.labels
+    if not len(values):  # a part without labels
+        sums = values.new_zeros(len(lengths)) + values.sum()
+    else:
+        # `unsafe` skips checks that would synchronize with a GPU.
+        sums = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+    return sums if part is None else SummedOnFirst.apply(sums, part.group)
 
 
 def taught_loss_sum(
@@ -135,7 +149,13 @@ def sequence_scores(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 
     `finetune.kernels.scores.give_scores` must have been applied to `model`, which may be wrapped.
     """
-    return model(**batch.inputs(), use_cache=False, places=batch.last_places)
+    part = batch.divided
+    places = batch.last_places if part is None else part.last_places
+    scores = model(**batch.inputs(), use_cache=False, places=places)
+    if part is None:
+        return scores
+    whole = scores.new_zeros(len(part.labels), scores.shape[1])
+    return SummedOnFirst.apply(whole.index_copy(0, part.ended, scores), part.group)
 
 
 def labelled(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -213,18 +213,12 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
                 f"({axes.words()}); use fsdp_full_shard"
             )
     yield from _batch_problems(recipe, backend, processes)
-    if axes.parts > 1:
-        if not padding(recipe, known_fields(recipe)).free:
-            yield (
-                f"batch.padding_free: {backend.name} splits rows only without padding, and these "
-                "are padded; use batch.packing=true, or batch.padding_free=auto with a model that "
-                "supports it"
-            )
-        if recipe.method not in ("sft", "pretrain"):
-            yield (
-                f"method: {recipe.method} reads complete documents, and under {backend.name} no "
-                "process has all tokens of one; use fsdp_full_shard or tp"
-            )
+    if axes.parts > 1 and not padding(recipe, known_fields(recipe)).free:
+        yield (
+            f"batch.padding_free: {backend.name} splits rows only without padding, and these "
+            "are padded; use batch.packing=true, or batch.padding_free=auto with a model that "
+            "supports it"
+        )
     if adapter is not None:
         yield from _adapter(recipe, backend)
     if expert_count(fields_of(recipe)) > 1 and axes.experts == 1:

@@ -200,8 +200,9 @@ def _document_logps(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
             indices: np.ndarray = indices,
         ) -> torch.Tensor:
             logps, _ = sequence_logps(model, batch)
-            places.extend(rows.bounds[index] + np.arange(each) for index in indices)
-            found.append(logps.cpu().numpy())
+            if len(logps):  # documents of divided rows are on one process
+                places.extend(rows.bounds[index] + np.arange(each) for index in indices)
+                found.append(logps.cpu().numpy())
             return logps.sum()
 
         engine.forward_only(batch, forward)

@@ -224,13 +224,14 @@ class Step:
     def _batch(self) -> MicroBatch:
         """A micro-batch of complete rows, every token of which is trained."""
         shape, bounds = self.shape, None
+        columns = "reference", *self.plan.recipe.columns
         if self.plan.mesh.sequence > 1:
             shape, bounds = (1, math.prod(self.shape)), _side_by_side(*self.shape)
         ids = torch.zeros(shape, dtype=torch.int64)
         return MicroBatch(
             ids, ids, None, self.plan.recipe.batch.micro_rows, ids.numel(), ids.numel(), bounds,
             document_labels=torch.full(self.shape[:1], self.shape[1]),
-            columns={"reference": torch.zeros(self.shape[0])},
+            columns={name: torch.zeros(self.shape[0]) for name in columns},
         )  # fmt: skip
 
     def _collectives(self) -> Counts:
