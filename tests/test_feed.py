@@ -166,12 +166,21 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    "sections",
-    [{"adapter": {"r": 4}}, {"packing": True}, {"padding_free": False, "micro_rows": 4}],
-    ids=["side by side", "packs", "padded"],
+    ("sections", "equal"),
+    [
+        ({"adapter": {"r": 4}}, False),
+        ({"packing": True}, False),
+        ({"padding_free": False, "micro_rows": 4}, False),
+        ({"padding_free": False, "micro_rows": 4}, True),
+    ],
+    ids=["side by side", "packs", "padded", "equally long"],
 )
 def test_a_step_waits_for_its_device_twice(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any],
+    equal: bool,
 ) -> None:
     """For the norm of the gradient, and for the sums that are reported; counted on a CPU."""
     waits = list[int]()
@@ -185,7 +194,11 @@ def test_a_step_waits_for_its_device_twice(
 
     monkeypatch.setattr(stages, "train_step", counted)
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    asked = {"batch": sections} if "adapter" not in sections else sections
+    asked = {"batch": sections} if "adapter" not in sections else dict(sections)
+    if equal:
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(8 * (tiny.data.read_text().splitlines()[0] + "\n"))
+        asked["data"] = [{"source": str(rows), "format": "messages"}]
     recipe = catalog.from_fields(tiny.fields(max_steps=2, **asked))
     ft.train(recipe, precision="bf16", output=tmp_path / "run")
     assert waits == [2, 2]

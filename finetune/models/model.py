@@ -260,7 +260,7 @@ def install_fused(model: PreTrainedModel, plan: Plan) -> None:
         if values[option] == "fused":
             fuse(model)
     compute_as_autocast()
-    mask_without_reading()
+    mask_without_reading(model)
     separate_documents(model)
 
 

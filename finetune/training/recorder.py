@@ -312,7 +312,7 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
     """Prediction for a run on its actual rows; None for a model without formulas.
 
     Args:
-        flops: FLOP/s of one process in matrix products.
+        flops: FLOP/s of one process in matrix products; only read on CPUs.
     """
     cpu, machine = engine.device.type == "cpu", None
     if cpu:

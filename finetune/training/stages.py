@@ -86,9 +86,9 @@ class Training:
         self.steps = self.plan.steps(len(self.data.train))
         plan = self.plan  # its layout is that of the forecast
         self.data = self.data.side_by_side(plan.padding.free, plan.prompts.shared)
+        refuse_full_gpu(self.engine, self.data, self.steps)
         self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
         self.forecast = self.recorder.forecast
-        refuse_full_gpu(self.engine, self.forecast)
         self.meter = Meter(self.engine.device)
         self.data, other = with_other(
             self.engine, self.run, self.data, self.steps, self.tokenizer, self.resumed is not None

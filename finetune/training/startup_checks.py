@@ -37,7 +37,7 @@ from finetune.runs.environment import TRACKERS, versions
 from finetune.runs.manifest import damage
 from finetune.runs.run import Run
 from finetune.training.options import Options
-from finetune.training.recorder import Recorder
+from finetune.training.recorder import Recorder, expected
 
 T = TypeVar("T")
 
@@ -220,13 +220,16 @@ def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) ->
     return summary
 
 
-def refuse_full_gpu(engine: Engine, forecast: Forecast | None) -> None:
-    """Refuse a GPU whose memory is taken by other processes, before the model is loaded.
+def refuse_full_gpu(engine: Engine, data: Prepared, steps: int) -> None:
+    """Refuse a GPU whose memory is taken by other processes, before anything is allocated on it.
 
     Raises:
         FinetuneError: on every rank, with the processes on each such GPU.
     """
-    if engine.device.type != "cuda" or forecast is None:
+    if engine.device.type != "cuda":
+        return
+    forecast = expected(engine, data, steps, 0.0)
+    if forecast is None:
         return
     free, total = torch.cuda.mem_get_info(engine.device)
     found = device.too_full(forecast.peak_memory, free, total, device.gpu_processes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from traced import Seen, Way, forward, gpu
+from traced import PADDED, Seen, Way, forward, gpu
 
 from finetune.kernels.head import LabelledHead
 from finetune.planner.kernels import LOGITS
@@ -15,20 +15,20 @@ CAPPED = ("gemma2",)
 """Types whose scores the one kernel does not cap, as their plan says."""
 
 
-@pytest.mark.parametrize("way", ["rows", "side by side", "packs"])
+@pytest.mark.parametrize("way", ["rows", "equal rows", "side by side", "packs"])
 @pytest.mark.parametrize("trained", ["full", "lora", "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(
     kind: str, trained: str, way: Way
 ) -> None:
-    if way == "rows" and kind in WITHOUT_SDPA:
+    if way in PADDED and kind in WITHOUT_SDPA:
         pytest.skip(f"transformers has no sdpa for padded rows of {kind}")
     found = forward(kind, trained != "full", way, nf4=trained == "nf4")
     assert found.loss.device.type == "cuda"
     assert found.loss.dtype == torch.float32
     assert found.elsewhere == []
     assert found.seen.left == []
-    promised = found.layers if way != "rows" and kind not in CAPPED else 0
+    promised = found.layers if way not in PADDED and kind not in CAPPED else 0
     assert found.seen.count("_varlen_attn") == promised
     # A layer in NF4 is dequantized once per pass.
     assert found.seen.count("dequantize_4bit") == found.packed

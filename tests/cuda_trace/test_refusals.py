@@ -12,9 +12,7 @@ import torch
 
 import finetune as ft
 from finetune import catalog
-from finetune.distributed.ranks import Ranks
 from finetune.errors import FinetuneError
-from finetune.training.startup_checks import refuse_full_gpu
 
 TWO = "echo 'NVIDIA L4, 23034'; echo 'NVIDIA L4, 23034'"
 
@@ -94,20 +92,3 @@ def test_fewer_gpus_than_processes_are_refused(
         ft.train(recipe, "ddp", precision="bf16", output=tmp_path / "run")
     told = "processes: 4 on this machine, where PyTorch can use 2 GPUs; use --processes 2"
     assert caught.value.problems[0].startswith(told)
-
-
-class Alone(Ranks):
-    """A process with a GPU."""
-
-    control, device = None, torch.device("cuda", 0)
-    rank, world, is_main = 0, 1, True
-
-
-def test_a_gpu_that_others_fill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_smi(tmp_path, "echo 'GPU-1, 4711, /opt/app/server, 60000 MiB'", monkeypatch)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * 10**9, 80 * 10**9))
-    forecast: Any = type("Predicted", (), {"peak_memory": 40e9})
-    with pytest.raises(FinetuneError) as caught:
-        refuse_full_gpu(Alone(), forecast)  # type: ignore[arg-type]
-    (told,) = caught.value.problems
-    assert "in use, by /opt/app/server (process 4711) with 60000 MiB; stop that process" in told

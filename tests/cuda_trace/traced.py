@@ -31,7 +31,8 @@ from finetune.recipe import Batch, Data, LoRA, Model
 from finetune.verification.memory import fake_model
 
 HOPPER = (9, 0)
-Way = Literal["rows", "side by side", "packs", "shared prompts"]
+Way = Literal["rows", "equal rows", "side by side", "packs", "shared prompts"]
+PADDED = ("rows", "equal rows")
 
 
 class Seen(TorchDispatchMode):
@@ -105,7 +106,7 @@ def recipe_of(kind: str, adapter: bool, way: Way, **fields: Any) -> SFT:
         adapter=LoRA(r=8) if adapter else None,
         batch=Batch(
             rows=8, micro_rows=8, max_length=64, packing=way == "packs",
-            padding_free=False if way == "rows" else "auto",
+            padding_free=False if way in PADDED else "auto",
         ),
     )  # fmt: skip
 
@@ -119,10 +120,19 @@ def twice(rows: Rows) -> Rows:
     return Rows(halves, members, bounds, packed=False, padding_free=True, share_prompts=True)
 
 
+def equal(rows: Rows) -> Rows:
+    """The documents that are as long as the longest, and no others."""
+    lengths = rows.lengths
+    members = np.flatnonzero(lengths == lengths.max())
+    return dataclasses.replace(rows, members=members, bounds=np.arange(len(members) + 1))
+
+
 def fake_batch(way: Way) -> MicroBatch:
     """Documents as one micro-batch, whose tensors are fake and on the GPU."""
     rows = documents()
-    if way != "rows":
+    if way == "equal rows":
+        rows = equal(rows)
+    elif way not in PADDED:
         rows = packs(rows) if way == "packs" else dataclasses.replace(rows, padding_free=True)
     if way == "shared prompts":
         rows = twice(rows)
