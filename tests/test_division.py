@@ -57,8 +57,10 @@ from finetune.verification.proofs.runs import steps_of
 STEPS, MIDDLE = 4, 2
 
 
-def write_qwen(tiny: Tiny, folder: Path) -> None:
-    """Write a tied Qwen3 of five layers, whose q/k norms have weights."""
+@pytest.fixture(scope="module")
+def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with recipes of a tied Qwen3 of five layers, whose q/k norms have weights."""
+    folder = tmp_path_factory.mktemp("division")
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     config = Qwen3Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
@@ -71,15 +73,8 @@ def write_qwen(tiny: Tiny, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recipes of a tied Qwen3 of five layers, whose q/k norms have weights."""
-    folder = tmp_path_factory.mktemp("division")
-    write_qwen(tiny, folder / "qwen")
+    model.save_pretrained(folder / "qwen")
+    tokenizer.save_pretrained(folder / "qwen")
     shared: dict[str, Any] = {
         "model": {"name": str(folder / "qwen")},
         "max_steps": STEPS,
