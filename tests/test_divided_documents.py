@@ -15,6 +15,8 @@ import finetune as ft
 from finetune import catalog
 from finetune.data.collate import UNTRAINED, Boundaries, MicroBatch
 from finetune.distributed.sequence import part
+from finetune.errors import FinetuneError
+from finetune.methods.losses import token_logps
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import FP32
@@ -164,3 +166,5 @@ def test_parts_of_a_row_have_all_labels_and_ends_of_its_documents(ways: int) -> 
     owned = [(len(each.document_labels), len(each.columns["margin"])) for each in parts]
     assert owned == [(3, 3)] + [(0, 0)] * (ways - 1)
     assert sum(len(each.last_places) for each in parts) == 3
+    with pytest.raises(FinetuneError, match="no process has all tokens of one"):
+        token_logps(torch.nn.Identity(), parts[0])
