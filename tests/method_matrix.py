@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from finetune import backend as backends
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.methods import METHODS
@@ -58,6 +59,8 @@ FIRST = "test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_w
 EVERYWHERE = "test_method_backends.py::test_a_method_trains_there_as_on_one_process"
 PACKS = "test_method_backends.py::test_packs_train_as_rows_do"
 SAMPLED = "test_rollouts.py::test_processes_sample_the_same_and_take_the_same_steps"
+TAUGHT = "test_a_divided_teacher_gives_the_losses_of_one_process"
+GATHERED = "test_completions_of_gathered_weights_are_those_of_one_process"
 
 
 def _on(groups: str, test: str) -> dict[str, str]:
@@ -102,10 +105,12 @@ RUN: dict[str, dict[str, str]] = {
     "distill": {
         "one process": f"test_distill.py::{PUBLISHED}",
         **_on(SEVERAL, f"test_distill.py::{AS_ONE}"),
+        "`tp`": f"test_divided_methods.py::{TAUGHT}",
     },
     "grpo": {
         "one process": "test_rollouts.py::test_a_run_learns_from_its_groups_and_says_how",
         **_on(SEVERAL, SAMPLED),
+        "`tp`": f"test_divided_methods.py::{GATHERED}",
     },
     "rloo": _on("one process", "test_online.py::test_losses_and_gradients_are_the_published_ones"),
 }  # fmt: skip
@@ -155,9 +160,16 @@ def exceptions() -> list[str]:
                     recipe = recipe_of(method, kind, packing)
                     for backend in group:
                         said = runs and adapted[kind, backend] and (packs or not packing)
+                        said &= not _is_gathered_and_quantised(recipe, backend)
                         if said == bool(reasons(recipe, backend)):
                             found.append(f"{method}, {kind}, packing={packing}, {backend}")
     return found
+
+
+def _is_gathered_and_quantised(recipe: Recipe, backend: str) -> bool:
+    """Whether quantised weights would have to be gathered, which docs/parallelism.md excludes."""
+    divided = backends.load(backend).axes.any
+    return recipe.sampled is not None and divided and recipe.model.quantization != "none"
 
 
 def test_of(method: str, column: str) -> str:

@@ -31,8 +31,6 @@ from finetune.distributed.filling import padded
 from finetune.distributed.pipeline import PASS
 from finetune.errors import FinetuneError
 from finetune.methods.classifier import Classifier
-from finetune.methods.distill import Distill
-from finetune.methods.grpo import GRPO
 from finetune.methods.kto import KTO
 from finetune.methods.reward import RewardModel
 from finetune.methods.sft import SFT
@@ -42,7 +40,7 @@ from finetune.planner.estimate import memory, traffic
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.mesh import Mesh
-from finetune.recipe import Batch, Data, Model, Recipe, Teacher
+from finetune.recipe import Batch, Data, Model, Recipe
 from finetune.reports import mesh_drawings
 from finetune.reports.page import report
 from finetune.runs.run import Run
@@ -465,8 +463,6 @@ def test_an_adapter_that_does_not_divide_is_refused(
         (Classifier(labels=("a", "b")), "pp", "needs a score head"),
         (RewardModel(), "pp_tp", "needs a score head"),
         (RewardModel(), "tp", ""),
-        (Distill(teacher=Teacher("models/large")), "tp", "needs a teacher, whose head is read"),
-        (GRPO(), "tp", "needs sampling, for which one process needs the complete model"),
         (KTO(), "pp", ""),
         (KTO(), "cp", ""),
         (RewardModel(), "sp_tp", ""),

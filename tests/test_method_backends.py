@@ -58,7 +58,6 @@ class Work:
     def __init__(self, folder: Path, dense: Path, sources: dict[str, dict[str, str]]) -> None:
         self.folder, self.sources = folder, sources
         self.models = {"dense": dense, "mixture": mixture(folder / "mixture", dense)}
-        self.models["teacher"] = self.models["mixture"]  # with the same tokenizer
         self.runs: dict[tuple[str, str], Run] = {}
         self.count = 0
 
@@ -76,8 +75,9 @@ class Work:
         if method == "classifier":
             given["labels"] = ["a", "b"]
         if method == "distill":
-            given["teacher"] = {"name": str(self.models["teacher"])}
-        if method == "rloo":
+            other = "dense" if model == "mixture" else "mixture"  # with the same tokenizer
+            given["teacher"] = {"name": str(self.models[other])}
+        if method in ("grpo", "rloo"):
             given |= {
                 "reward_funcs": [{"function": "finetune.verification.proofs.fixtures:vowels"}],
                 "num_generations": 2, "max_completion_length": 6,

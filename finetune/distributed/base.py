@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
 from finetune import backend as backends
 from finetune.data.collate import MicroBatch
@@ -194,7 +195,7 @@ class Engine(Ranks):
         }
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[dict[str, Any]]:
+    def loading(self, config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
         """Context in which `from_pretrained` with the yielded arguments loads the local part."""
         yield {}
 
@@ -236,8 +237,12 @@ class Engine(Ranks):
         self.model = self.accelerator.prepare_model(model, device_placement=False)
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Context in which this rank can run the model alone: weights are gathered on entry."""
+    def gathered(self, blank: nn.Module | None = None) -> Iterator[nn.Module]:
+        """Context in which this rank can run the model alone: weights are gathered on entry.
+
+        An engine that divides the model gathers them into `blank`, a complete model on the meta
+        device (`finetune.models.blank`); others ignore it.
+        """
         yield self.module
 
     def gather_frozen_units(self) -> None:
@@ -293,6 +298,15 @@ class Engine(Ranks):
     ) -> None:
         """Run a forward pass of a micro-batch from `local_batches`, without gradients."""
         loss_of(0, self.model)
+
+    @contextlib.contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Context in which forward passes run another model, which was built by this engine."""
+        usual, self.model = self.model, model
+        try:
+            yield
+        finally:
+            self.model = usual
 
     def counted_elsewhere(self, model: nn.Module) -> set[int]:
         """The `id`s of parameters that a process with other layers holds and counts too."""

@@ -88,7 +88,7 @@ class DeepSpeed(Engine):
         plugin.set_deepspeed_weakref()
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(self, blank: nn.Module | None = None) -> Iterator[nn.Module]:
         """ZeRO-3 gathers all parameters once, without the hooks that would partition them again.
 
         DeepSpeed 0.19 has no other way to run a module's forward pass on a single rank.

@@ -172,7 +172,7 @@ class Fsdp(Native):
             module.reshard()
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(self, blank: nn.Module | None = None) -> Iterator[nn.Module]:
         """Every unit is unsharded once, and stays unsharded between forward passes (torch 2.13)."""
         units = [module for _, module in _units(self.model)]
         groups = [module._get_fsdp_state()._fsdp_param_group for module in units]

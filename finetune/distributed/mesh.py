@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedConfig
 
 from finetune.data.collate import MicroBatch
-from finetune.distributed import context, layers, sequence
+from finetune.distributed import complete, context, layers, sequence
 from finetune.distributed.boxes import Box
 from finetune.distributed.compare import DIVIDED, Compare
 from finetune.distributed.filling import padded
@@ -33,6 +33,7 @@ from finetune.distributed.native import Native, scalar_values
 from finetune.distributed.parameters import local
 from finetune.distributed.reader import Reader
 from finetune.errors import FinetuneError
+from finetune.planner import division
 from finetune.planner.mesh import AXES
 from finetune.process.quiet import keep_mesh_from_accelerate
 
@@ -108,8 +109,9 @@ class MeshEngine(Native):
     # The model -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[dict[str, Any]]:
-        with layers.dividing(self.meshes, self.device, self.plan.backend.axes) as words:
+    def loading(self, config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+        axes = division.axes_of(self.plan.backend.axes, config.to_dict())
+        with layers.dividing(self.meshes, self.device, axes) as words:
             yield words
 
     def divide(self, model: nn.Module) -> nn.Module:
@@ -223,6 +225,27 @@ class MeshEngine(Native):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @contextlib.contextmanager
+    def gathered(self, blank: nn.Module | None = None) -> Iterator[nn.Module]:
+        """Every process has all values in `blank`, computes with autocast, and frees them."""
+        assert blank is not None
+        self.reshard()
+        narrow = self.plan.backend.precision == "bf16"
+        with (
+            complete.filled(blank, self.module, self._stages_of_tensors()),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=narrow),
+        ):
+            yield blank
+
+    def _stages_of_tensors(self) -> complete.Stages | None:
+        """The stages of this process's pipeline, with the types of their tensors."""
+        if self.plan.mesh.pipeline == 1:
+            return None
+        ranks = self.gather(complete.dtypes(self.module))
+        each = len(ranks) // self.plan.mesh.pipeline  # stages are the outermost axis
+        mine = self.place["pipeline"]
+        return complete.Stages(self.mesh.get_group("pp"), mine, self.device, ranks[::each])
 
     def clip(self) -> torch.Tensor:
         """Clip by the norm over all mesh axes, in which each element counts once."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -52,15 +53,33 @@ class PipelineEngine(MeshEngine):
     # The model -----------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.stages = self._stages(model)
+        super().wrap(model, optimizers)
+
+    def _stages(self, model: nn.Module) -> list["Stage"]:
+        """The stages of a model on this process."""
         axes = self.plan.backend.axes
         network = layers.network_of(model)
         spans = schedules.spans(network.config.num_hidden_layers, axes)
         total = len(spans)
-        self.stages = [
+        return [
             Stage(network, spans[chunk], chunk, total, axes.chunks > 1)
             for chunk in schedules.parts_of(self.place["pipeline"], axes)
         ]
-        super().wrap(model, optimizers)
+
+    @contextlib.contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        usual, self.stages = self.stages, self._stages(model)
+        try:
+            with super().running(model):
+                yield
+        finally:
+            self.stages = usual
+
+    @property
+    def casts(self) -> bool:
+        """Whether FSDP2's policy determines the compute type, and not autocast."""
+        return any(isinstance(stage, FSDPModule) for stage in self.stages)
 
     def _autocast(self, model: nn.Module) -> nn.Module:
         return model  # `_run` applies autocast, because a stage does not call the model's forward
@@ -116,8 +135,7 @@ class PipelineEngine(MeshEngine):
         numbers = torch.arange(len(batches))
         first = (numbers,) if any(stage.first for stage in self.stages) else ()
         run = schedule.step if training else schedule.eval
-        sharded = self.plan.mesh.data > 1
-        with contextlib.nullcontext() if sharded else self.accelerator.autocast():
+        with contextlib.nullcontext() if self.casts else self.accelerator.autocast():
             run(*first, target=numbers, losses=[] if self.has_last else None)
         for stage in self.stages:
             stage.step = None
@@ -158,8 +176,8 @@ class PipelineEngine(MeshEngine):
 
     def _dtype(self) -> torch.dtype:
         """Type of hidden states between stages: the residual stream has the type of the norms."""
-        if self.plan.mesh.data > 1 and self.plan.backend.precision == "bf16":
-            return torch.bfloat16  # by FSDP2's policy
+        if self.casts and self.plan.backend.precision == "bf16":
+            return torch.bfloat16
         network = self.stages[0].network
         block = next(layers.blocks(network))
         return next(p.dtype for name, p in block.named_parameters() if "norm" in name)
@@ -299,9 +317,12 @@ class _Head:
         targets: torch.Tensor,
         logps: bool = False,
         means: bool = False,
+        taught: Any = None,
         **_: Any,
     ) -> torch.Tensor:
         hidden = self.hidden.flatten(0, 1)[places]
+        if taught is not None:
+            return self.network.taught_loss(hidden, targets, taught)
         return self.network.loss_of_hidden(hidden, targets, logps, means)
 
 

@@ -17,9 +17,6 @@ from finetune.data.collate import UNTRAINED, DividedDocuments, MicroBatch
 from finetune.errors import FinetuneError
 from finetune.version import install
 
-ULYSSES = "ulysses"
-"""Name of the attention implementation in transformers."""
-
 
 def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> str:
     """Register an attention that exchanges tokens for heads in transformers; returns its name.
@@ -44,13 +41,14 @@ def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> st
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads, keys = text.num_attention_heads, text.num_key_value_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
     exchanged = UlyssesSPAttentionHF(
         attn=ALL_ATTENTION_FUNCTIONS[core],
         batch_size=1,
         attn_head_count=heads // tensor,
-        attn_head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        kv_head_count=text.num_key_value_heads // tensor,
+        attn_head_size=size,
+        kv_head_count=keys // tensor,
         num_hidden_layers=text.num_hidden_layers,
         process_group=group,
         seq_length_is_variable=True,
@@ -67,8 +65,9 @@ def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> st
     ) -> Any:
         return exchanged(module, query, key, value, None, *args, **named)
 
-    AttentionInterface.register(ULYSSES, attend)
-    return ULYSSES
+    name = f"ulysses_{heads}_{keys}_{size}"  # a teacher may have other heads
+    AttentionInterface.register(name, attend)
+    return name
 
 
 def part(batch: MicroBatch, rank: int, ways: int, group: Any) -> MicroBatch:
@@ -89,6 +88,9 @@ def part(batch: MicroBatch, rank: int, ways: int, group: Any) -> MicroBatch:
     mine = slice(rank * share, (rank + 1) * share)
     whole = F.pad(batch.labels, (0, 1), value=UNTRAINED)
     labels = whole[:, mine.start : mine.stop + 1]
+    trained = int((labels[:, 1:] != UNTRAINED).sum())
+    before = int((whole[:, 1 : mine.start + 1] != UNTRAINED).sum())
+    of_tokens = {n: each[before : before + trained] for n, each in batch.token_columns.items()}
     batch = dataclasses.replace(batch, divided=_documents(batch, whole[0], mine, group))
     if rank:
         none = batch.document_labels[:0]
@@ -98,7 +100,8 @@ def part(batch: MicroBatch, rank: int, ways: int, group: Any) -> MicroBatch:
         batch,
         ids=batch.ids[:, mine].contiguous(),
         labels=labels,
-        trained_tokens=int((labels[:, 1:] != UNTRAINED).sum()),
+        trained_tokens=trained,
+        token_columns=of_tokens,
         boundaries=dataclasses.replace(bounds, positions=bounds.positions[:, mine].contiguous()),
     )
 

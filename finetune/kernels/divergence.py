@@ -44,10 +44,11 @@ def give_teacher(model: PreTrainedModel, teacher: PreTrainedModel | None) -> Non
     """Enable a model to compute divergences if it is called with a `Target`.
 
     Args:
-        model: Model with a chunked loss, from `finetune.kernels.head.give_loss`.
+        model: Model whose loss is not `whole`, from `finetune.kernels.head.give_loss`.
         teacher: Model to freeze and attach; None if its log-probabilities are stored.
     """
-    plain_head(model).__class__ = TaughtHead
+    if model.loss_in_chunks:
+        plain_head(model).__class__ = TaughtHead
     if teacher is not None:
         head = teacher.get_output_embeddings()
         head.__class__ = TeacherHead
@@ -109,7 +110,27 @@ class WithTeacher:
                 seen = states.flatten(0, 1)[places]  # (labelled, hidden of the teacher)
                 del states
         hidden = self.base_model(*args, **given).last_hidden_state.flatten(0, 1)[places]
-        head = self.get_output_embeddings()
+        return self.taught_loss(hidden, targets, taught, seen)
+
+    def taught_loss(
+        self,
+        hidden: torch.Tensor,  # (labelled, hidden)
+        targets: torch.Tensor,  # (labelled,)
+        taught: Target,
+        seen: torch.Tensor | None = None,  # (labelled, hidden of the teacher)
+    ) -> torch.Tensor:
+        """The summed loss of hidden states and its cross-entropy, (2,) in fp32.
+
+        In chunks, or if tensor parallelism divides the heads, from all labelled logits.
+        """
+        head, teacher = self.get_output_embeddings(), getattr(self, "teacher", None)
+        if not self.loss_in_chunks:
+            shares = _Stored(taught)
+            if teacher is not None:
+                shares = _Gathered(teacher.get_output_embeddings(), seen)
+            wide = _logits(head(hidden), None, *self.logits_of_labelled)
+            apart, nll = _losses(wide, targets, taught, shares, slice(None))
+            return torch.stack([apart + taught.ce_weight * nll, nll])
         if teacher is None:
             return head(hidden, targets, taught=taught, shares=_Stored(taught))
         return teacher.get_output_embeddings()(
@@ -249,6 +270,16 @@ class _Shares:
         vocabulary = min(student.shape[1], self.head.weight.shape[0])
         teacher = self.logps(part, vocabulary, temperature)
         return teacher, F.log_softmax(student[:, :vocabulary], -1)
+
+
+class _Gathered(_Shares):
+    """Distributions of a running teacher whose head gathers logits from several processes."""
+
+    @torch.no_grad()
+    def logps(self, part: slice, vocabulary: int, temperature: float) -> torch.Tensor:
+        logits = self.head(self.hidden[part])[:, :vocabulary]
+        wide = _logits(logits, None, self.head.scale, self.head.cap)
+        return F.log_softmax(wide / temperature, -1)
 
 
 class _Stored:

@@ -155,7 +155,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
 
 
 def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
-    """Load a frozen model next to the trained one: unsharded on this process, in eval mode.
+    """Load a frozen model next to the trained one, in eval mode: unsharded, or divided like it.
 
     It computes losses like the trained model, in the same precision and with the same kernels.
 

@@ -118,7 +118,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         unsharded = engine.without_partitioning() if whole else contextlib.nullcontext()
-        with engine.loading() as words, unsharded:
+        with engine.loading(config) as words, unsharded:
             loaded = scoring.auto_class(scores).from_pretrained(
                 model.name,
                 **words,
@@ -188,7 +188,8 @@ def _stored_fields(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
     # The plan cannot check a config that is only on the hub.
     found += limits.problems(recipe, fields)
-    found += division.of_model(plan.backend.axes, fields)
+    axes, is_trained = plan.backend.axes, recipe.model == plan.recipe.model
+    found += division.of_model(axes if is_trained else division.axes_of(axes, fields), fields)
     if found:
         raise FinetuneError(*found)
     return fields

@@ -1,5 +1,6 @@
 """Rules for backends that divide a model: required divisibility and unsupported combinations."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from finetune.planner.limits import fields_of
 from finetune.planner.mesh import mesh_of
 from finetune.planner.padding import known_fields, padding
 from finetune.recipe import Recipe
+from finetune.recipe.references import other_model
 
 TENSOR = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "cohere",
@@ -109,6 +111,11 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
                 yield _does_not_divide("tensor", axes.tensor, count, what)
 
 
+def axes_of(axes: Axes, fields: Mapping[str, Any]) -> Axes:
+    """The axes that divide a model with this config: experts only if it has some."""
+    return axes if expert_count(fields) > 1 else dataclasses.replace(axes, experts=1)
+
+
 def _expert_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     kind, count = fields.get("model_type"), expert_count(fields)
     if count < 2:
@@ -185,12 +192,14 @@ def _processes(backend: Backend, processes: int) -> Iterator[str]:
 
 def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     axes, model, adapter = backend.axes, recipe.model, recipe.adapter
-    if axes.tensor * axes.experts > 1 and model.quantization != "none":
-        yield (
-            f"model.quantization: {model.quantization} weights cannot be divided by "
-            f"{backend.name} (bitsandbytes packs a matrix across its rows and columns); use none, "
-            "or QLoRA under fsdp_full_shard"
-        )
+    quantized = {"model": model, "teacher": recipe.taught_by}
+    for section, each in quantized.items():
+        if axes.tensor * axes.experts > 1 and each is not None and each.quantization != "none":
+            yield (
+                f"{section}.quantization: {each.quantization} weights cannot be divided by "
+                f"{backend.name} (bitsandbytes packs a matrix across its rows and columns); use "
+                "none, or fsdp_full_shard"
+            )
     if model.add_tokens:
         yield (
             f"model.add_tokens: {backend.name} divides embeddings during loading, and they cannot "
@@ -200,18 +209,23 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         yield (
             f"model.activation_checkpointing: offload is untested under {backend.name}; use true"
         )
-    missing = {
-        "a score head, which no stage of a pipeline holds": recipe.scores is not None
-        and axes.pipeline > 1,
-        "a teacher, whose head is read undivided": recipe.teaches,
-        "sampling, for which one process needs the complete model": recipe.sampled is not None,
-    }
-    for what, needed in missing.items():
-        if needed:
-            yield (
-                f"method: {recipe.method} needs {what}; it does not run under {backend.name} "
-                f"({axes.words()}); use fsdp_full_shard"
-            )
+    if recipe.scores is not None and axes.pipeline > 1:
+        yield (
+            f"method: {recipe.method} needs a score head, which no stage of a pipeline holds; it "
+            f"does not run under {backend.name} ({axes.words()}); use fsdp_full_shard"
+        )
+    if recipe.taught_by is not None and axes.pipeline > 1:
+        yield (
+            f"teacher: its hidden states would have to pass through the stages of {backend.name}; "
+            "store its log-probabilities (finetune teach) and name them in teacher_logps, or use tp"
+        )
+    for field, other in (("teacher.name", recipe.taught_by), ("reference", other_model(recipe))):
+        if other is not None:
+            known = fields_of(dataclasses.replace(recipe, model=other, adapter=None))
+            problems = of_model(axes_of(axes, known), known)
+            yield from (f"{field}: {problem}" for problem in problems)
+    if recipe.sampled is not None:
+        yield from _sampling(recipe, backend)
     yield from _batch_problems(recipe, backend, processes)
     if axes.parts > 1 and not padding(recipe, known_fields(recipe)).free:
         yield (
@@ -225,6 +239,25 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         yield (
             f"{backend.name}: experts are not divided here ({axes.words()}); use ep_fsdp, which "
             "divides them, or fsdp_full_shard, which shards them"
+        )
+
+
+def _sampling(recipe: Recipe, backend: Backend) -> Iterator[str]:
+    """Problems of gathering the weights for a sampling, and of giving them to a server."""
+    if backend.axes.parts > 1:
+        yield (
+            f"method: {recipe.method} compares complete completions, and {backend.name} splits "
+            "them; use fsdp_full_shard or tp"
+        )
+    if recipe.samples_elsewhere:
+        yield (
+            f"vllm_server_base_url: {backend.name} divides the adapter that the server would load, "
+            "which is untested; leave it out, or use fsdp_full_shard"
+        )
+    if recipe.model.quantization != "none":
+        yield (
+            f"model.quantization: {recipe.model.quantization} weights of other processes are not "
+            f"gathered for sampling under {backend.name}; use none, or fsdp_full_shard"
         )
 
 

@@ -15,7 +15,6 @@ from finetune.planner.padding import against, known_fields, padding
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.planner.shared_prompts import sharing_problems
 from finetune.recipe import Batch, Data, LoRA, Recipe
-from finetune.recipe.references import other_model
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
@@ -150,7 +149,7 @@ def _method(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     yield from method_problems(recipe)
     if recipe.teaches:
         head = next(c for c in choices(recipe, backend, model_type(recipe)) if c.option == "head")
-        if head.value != "chunked":
+        if head.value == "whole":
             yield (
                 f"kernels.head: {head.value}{f', because {head.fallback}' * bool(head.fallback)}, "
                 f"but {recipe.method} compares two heads in chunks; use kernels.head=chunked, "
@@ -176,12 +175,6 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
 
 def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     """Backends that cannot hold a second model."""
-    other = other_model(recipe)
-    if other is not None and backend.axes.any:
-        yield (
-            f"reference: {other.name} would have to run unsharded on each process, but "
-            f"{backend.name} divides models; use another backend, or reference=start"
-        )
     sharded = backend.shard == "params" or TRAITS[backend.engine].shards_all
     if recipe.needs_second_model and sharded:
         yield (

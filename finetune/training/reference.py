@@ -2,9 +2,9 @@
 
 They are computed in one pass without gradients over all rows, before the first step, by the engine
 that trains: no second model is in memory, and rewards start at zero. Another model runs before the
-trained model is loaded, unsharded on every process. The values, one per document, are stored in the
-run (`reference.npz`), because a resumed run cannot compute them again; another run on the same data
-and model reads them from the cache.
+trained model is loaded, unsharded on every process unless the backend divides models. The values,
+one per document, are stored in the run (`reference.npz`), because a resumed run cannot compute them
+again; another run on the same data and model reads them from the cache.
 """
 
 import contextlib
@@ -232,13 +232,12 @@ def _as_reference(engine: Engine) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _as_other(engine: Engine, chosen: Model) -> Iterator[None]:
     """Run another model in the engine inside this context, in training's compute precision."""
-    usual, dtype = engine.model, compute_dtype(engine.plan)
-    engine.model = frozen(engine, chosen)
-    try:
-        with torch.autocast(engine.device.type, dtype, enabled=dtype != torch.float32):
-            yield
-    finally:
-        engine.model = usual
+    dtype = compute_dtype(engine.plan)
+    with (
+        engine.running(frozen(engine, chosen)),
+        torch.autocast(engine.device.type, dtype, enabled=dtype != torch.float32),
+    ):
+        yield
 
 
 def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str | None:

@@ -20,14 +20,15 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.checkpoints.handover import all_ends, network_of
-from finetune.data.collate import collate
+from finetune.data.collate import MicroBatch, collate
 from finetune.data.order import of_rank, rows_of_step, split_rows
 from finetune.data.store import Rows, TokenColumn, labelled_places
 from finetune.distributed.base import Engine
 from finetune.inference.sampling import Completion, Sampler, Wanted
 from finetune.methods.losses import Sum, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online
-from finetune.models.model import frozen
+from finetune.models.blank import blank
+from finetune.models.model import build, frozen
 from finetune.recipe.references import other_model
 from finetune.rewards.builtin import text_of
 from finetune.rewards.functions import check_columns
@@ -70,6 +71,7 @@ class Rollouts:
         network = cast(Any, network_of(engine.module))
         ends = all_ends(network.generation_config.eos_token_id, tokenizer.eos_token_id)
         self.stops = tuple(ends)
+        self.blank = blank(engine)
         self.server = None
         if recipe.samples_elsewhere:
             self.server = VLLMServer(
@@ -104,8 +106,9 @@ class Rollouts:
         active = self._active(rows, chosen)
         mine = micro_batches(engine, rows, active) if len(active) else [(0, active)]
         prompts = sampled.prompts
+        batches = [collate(rows, some, self.pad_id, engine.device) for _, some in mine]
         return StepRows(
-            batches=[collate(rows, some, self.pad_id, engine.device) for _, some in mine],
+            batches=engine.local_batches(batches, self.pad_id),
             numbers=[number for number, _ in mine],
             chosen=prompts[chosen],
             mine=[prompts[some] for _, some in mine],
@@ -117,7 +120,12 @@ class Rollouts:
         )
 
     def _active(self, rows: Rows, chosen: np.ndarray) -> np.ndarray:
-        """Rows with a gradient; without a KL term, rows with a non-zero advantage."""
+        """Rows with a gradient; without a KL term, rows with a non-zero advantage.
+
+        A pipeline computes all rows.
+        """
+        if self.engine.plan.mesh.pipeline > 1:
+            return chosen  # so that each stage has a micro-batch
         counted = rows.labelled[chosen] > 0
         if not self.recipe.needs_reference or self.recipe.penalty:
             counted &= rows.columns[ADVANTAGE][chosen] != 0
@@ -219,16 +227,21 @@ class Rollouts:
     def _run_sampler(self, wanted: list[Wanted], step: int, temperature: float) -> list[Completion]:
         """Completions by this process's model."""
         engine, recipe = self.engine, self.recipe
-        with engine.gathered() as model:
+        measures = self._memory is None
+        measured = counting(engine.device) if measures else contextlib.nullcontext([0])
+        with contextlib.ExitStack() as inside:
+            # Weights that are gathered into another model are a part of what sampling needs.
+            apart = self.blank is not None
+            counted = inside.enter_context(measured) if apart else [0]
+            model = inside.enter_context(engine.gathered(self.blank))
+            counted = counted if apart else inside.enter_context(measured)
             sampler = Sampler(
                 model, self.stops, recipe.max_completion_length, temperature, self.pad_id,
                 recipe.sampling_rows,
             )  # fmt: skip
-            measures = self._memory is None
-            with counting(engine.device) if measures else contextlib.nullcontext([0]) as counted:
-                found = sampler(wanted, recipe.seed, step) if wanted else []
-            if measures:
-                self._memory = engine.largest(counted)[0]
+            found = sampler(wanted, recipe.seed, step) if wanted else []
+        if measures:
+            self._memory = engine.largest(counted)[0]
         return found
 
     def _ask_server(
@@ -236,7 +249,7 @@ class Rollouts:
     ) -> list[Completion]:
         """Completions by a vLLM server, which first gets the adapter."""
         engine = self.engine
-        with engine.gathered() as model:
+        with engine.gathered(self.blank) as model:
             server.name = engine.on_rank_0(lambda: server.publish(model))
             prompts = [self._prompt(self.train, row) for row in range(len(self.train))[:CHECKED]]
             engine.on_rank_0(lambda: server.compare_if_due(model, prompts))
@@ -310,8 +323,20 @@ class Rollouts:
                 found[REFERENCE] = self._logps(rows, self.reference or self.engine.model)
         return found
 
-    @torch.no_grad()
     def _logps(self, rows: Rows, model: nn.Module) -> np.ndarray:
+        """Log-probabilities by the policy, or by a second model.  # (tokens,) fp32"""
+        engine = self.engine
+        with contextlib.nullcontext() if model is engine.model else engine.running(model):
+            found = self._local_logps(rows, model)
+        engine.reshard()
+        whole = np.zeros(len(rows.documents.ids), dtype=np.float32)
+        for at, logps in engine.gather(found):
+            whole[at] = logps
+        return whole
+
+    @torch.no_grad()
+    def _local_logps(self, rows: Rows, model: nn.Module) -> tuple[np.ndarray, np.ndarray]:
+        """The log-probabilities that this process computes, and their places in the rows."""
         engine, batch = self.engine, self.recipe.batch
         if model is self.reference and other_model(self.recipe) is not None:
             rows = dataclasses.replace(rows, share_prompts=False)
@@ -323,14 +348,19 @@ class Rollouts:
         model.eval()
         # Equally many batches on every rank, because forward passes are collective.
         for _, some in of_rank(cuts, engine.data_rank, engine.data_world):
-            logps, _ = token_logps(model, collate(rows, some, self.pad_id, engine.device))
-            places.append(labelled_places(rows.documents, some))
-            values.append(logps.float().cpu().numpy())
-        engine.reshard()
-        whole = np.zeros(len(rows.documents.ids), dtype=np.float32)
-        for at, logps in engine.gather((np.concatenate(places), np.concatenate(values))):
-            whole[at] = logps
-        return whole
+            collated = collate(rows, some, self.pad_id, engine.device)
+            (batch,) = engine.local_batches([collated], self.pad_id)
+
+            def forward(
+                _: int, model: nn.Module, batch: MicroBatch = batch, some: np.ndarray = some
+            ) -> torch.Tensor:
+                logps, _ = token_logps(model, batch)
+                places.append(labelled_places(rows.documents, some))
+                values.append(logps.float().cpu().numpy())
+                return logps.sum()
+
+            engine.forward_only(batch, forward)
+        return np.concatenate(places), np.concatenate(values)
 
     # Evaluation --------------------------------------------------------------------------------
 
@@ -378,11 +408,12 @@ def second_model(engine: Engine, network: nn.Module) -> nn.Module | None:
     if not recipe.needs_second_model:
         return None
     other = other_model(recipe)
-    return frozen(engine, other) if other is not None else _copy(engine, network)
-
-
-def _copy(engine: Engine, network: nn.Module) -> nn.Module:
-    return copy.deepcopy(network).requires_grad_(False).eval().to(engine.device)
+    if other is not None:
+        return frozen(engine, other)
+    # A copy of a divided module would call the layers of the original.
+    divided = engine.plan.backend.axes.any
+    start = build(engine, recipe.seed) if divided else copy.deepcopy(network)
+    return start.requires_grad_(False).eval().to(engine.device)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
 from finetune.planner.estimate.moments import Moment
 from finetune.planner.estimate.predict import model_source, workload_of
-from finetune.planner.estimate.sampling import Sampling, sampling
+from finetune.planner.estimate.sampling import Sampling, gathered_weights, sampling
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
 
@@ -139,8 +139,9 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
     workload = _with_length(workload, facts.length, facts.padded, facts.labelled)
     width = 2 if plan.backend.precision == "bf16" else 4
     sampled = sampling(
-        plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length
-    )
+        plan.recipe, workload.shape, plan.mesh.data, width, machine, tokens=facts.length,
+        weights=gathered_weights(workload),
+    )  # fmt: skip
     found = list[Judge]()
     with contextlib.suppress(FinetuneError):  # the formulas do not cover the model
         found = judges(plan.recipe, lambda each: model_source(each).shape, facts.cpu, facts.length)

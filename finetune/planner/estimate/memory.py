@@ -9,6 +9,7 @@ import dataclasses
 from finetune.planner.estimate import part, stages
 from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.moments import Moment, Timeline
+from finetune.planner.estimate.sampling import gathered_weights
 from finetune.planner.estimate.sharding import deepspeed
 from finetune.planner.estimate.sharding.gathered import Gathered
 from finetune.planner.estimate.sharding.resident import cast_weights, loading, state
@@ -22,9 +23,26 @@ def timeline(workload: Workload) -> Timeline:
     With a pipeline, the timeline is that of one stage (`workload.layout.stage`).
     """
     axes = workload.layout.axes
-    if axes.pipeline > 1:
-        return stages.timeline(workload)
-    return _Step(part.here(workload) if axes.any else workload).timeline()
+    here = part.here(workload) if axes.any else workload
+    found = stages.timeline(workload) if axes.pipeline > 1 else _Step(here).timeline()
+    return Timeline((*found.moments, *_reference_pass(here), *_sampling(workload, here)))
+
+
+def _reference_pass(here: Workload) -> list[Moment]:
+    """The reference model's pass over all rows, before the trained model is loaded."""
+    shape = here.reference_shape
+    if shape is None or here.reference_stays:
+        return []
+    parts = {"reference": here.reference_bytes, "activations": inference(here, shape)}
+    return [Moment("reference pass", parts)]
+
+
+def _sampling(workload: Workload, here: Workload) -> list[Moment]:
+    """The sampling of completions before a step, with complete weights next to the divided ones."""
+    if not workload.completions:
+        return []
+    parts = {"units": gathered_weights(workload), "activations": workload.completions}
+    return [Moment("sampling", {**state(here), **parts})]
 
 
 def by_stage(workload: Workload) -> list[Timeline]:
@@ -143,8 +161,6 @@ class _Step:
         moments.append(self._embedding())
         teacher = self._teacher()
         moments += [] if teacher is None else [teacher]
-        if self.workload.reference_shape is not None and not self.workload.reference_stays:
-            moments.append(self._reference_pass())
         if self.deepspeed:
             moments.append(self._reduction())
         step = self.moment("optimizer step", update=self._update())
@@ -228,16 +244,6 @@ class _Step:
         gathered = 2.0 * teacher.unit_bytes if teacher.layout.share("params") > 1 else 0.0
         inside = inference(teacher, teacher.shape)
         return self.moment("forward: teacher", activations=inside, units=gathered)
-
-    def _reference_pass(self) -> Moment:
-        """The reference model's pass over all rows, before the trained model is loaded."""
-        workload, shape = self.workload, self.workload.reference_shape
-        assert shape is not None
-        parts = {
-            "reference": workload.reference_bytes,
-            "activations": inference(workload, shape),
-        }
-        return Moment("reference pass", parts)
 
     def _trained_head(self) -> float:
         """Trained parameters of the head if it is a separate unit."""

@@ -8,7 +8,7 @@ from finetune.planner.estimate.changes import Change
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
 from finetune.planner.estimate.predict import Prediction, model_source
-from finetune.planner.estimate.sampling import Sampling, sampling
+from finetune.planner.estimate.sampling import Sampling, gathered_weights, sampling
 
 BAR = 36
 
@@ -20,7 +20,10 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
         parts.insert(1, division(prediction))
     plan, width = prediction.plan, 2 if prediction.plan.backend.precision == "bf16" else 4
     shape = prediction.source.shape
-    sampled = sampling(plan.recipe, shape, plan.processes, width, prediction.machine)
+    weights = gathered_weights(prediction.workload)
+    sampled = sampling(
+        plan.recipe, shape, plan.mesh.data, width, prediction.machine, weights=weights
+    )
     if sampled is not None:
         parts.append(sampling_words(sampled))
     found = judges(plan.recipe, lambda recipe: model_source(recipe).shape, cpu=False)
@@ -34,10 +37,13 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
 def sampling_words(sampled: Sampling) -> str:
     """Memory and time that sampling adds on one process, as text."""
     seconds = "" if sampled.seconds is None else f", at least {duration(sampled.seconds)}"
+    gathered = ""
+    if sampled.weights:
+        gathered = f"; each process gathers {size(sampled.weights)} of weights for this time"
     return (
         f"sampling: {sampled.rows} completions of up to {sampled.tokens} tokens with their prompts "
         f"at once: {size(sampled.cache)} of keys and values, {size(sampled.logits)} of logits and "
-        f"noise{seconds}"
+        f"noise{seconds}{gathered}"
     )
 
 

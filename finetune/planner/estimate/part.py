@@ -43,11 +43,27 @@ class Part(Architecture):
 
 
 def here(workload: Workload) -> Workload:
-    """The workload of a single process, on the pipeline stage `workload.layout.stage`."""
-    layout, shape = workload.layout, workload.shape
-    axes = layout.axes
+    """The workload of a single process, on the pipeline stage `workload.layout.stage`.
+
+    A teacher and a reference are divided like the trained model.
+    """
+    found = _part(workload, workload.shape)
+    teacher, reference = workload.teacher_shape, workload.reference_shape
+    return dataclasses.replace(
+        workload,
+        shape=found,
+        length=math.ceil(workload.length / workload.layout.axes.parts),
+        adapter=None if workload.adapter is None else _adapter(workload, found),
+        teacher_shape=None if teacher is None else _part(workload, teacher),
+        reference_shape=None if reference is None else _part(workload, reference),
+    )
+
+
+def _part(workload: Workload, shape: Architecture) -> Part:
+    """The part of a model on a single process."""
+    axes = workload.layout.axes
     spans = schedules.spans(shape.layers, axes)
-    numbers = schedules.parts_of(layout.stage, axes)
+    numbers = schedules.parts_of(workload.layout.stage, axes)
     first, last = 0 in numbers, len(spans) - 1 in numbers
     layers = sum(len(spans[number]) for number in numbers)
     ways = axes.tensor
@@ -67,14 +83,7 @@ def here(workload: Workload) -> Workload:
     if shape.experts is not None and axes.experts > 1:
         count, groups = shape.experts.count // axes.experts, max(1, axes.experts // ways)
         fields["experts"] = dataclasses.replace(shape.experts, count=count)
-    found = Part(**fields, first=first, last=last, expert_groups=groups)
-    length = math.ceil(workload.length / axes.parts)
-    return dataclasses.replace(
-        workload,
-        shape=found,
-        length=length,
-        adapter=None if workload.adapter is None else _adapter(workload, found),
-    )
+    return Part(**fields, first=first, last=last, expert_groups=groups)
 
 
 def _cut(matrix: Matrix, ways: int) -> Matrix:

@@ -22,6 +22,7 @@ from finetune.planner.estimate.adapters import named_expert_size
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.numerics import AttentionKind
 from finetune.planner.estimate.row_counts import steps_of
+from finetune.planner.estimate.sampling import sampling
 from finetune.planner.estimate.sharding import nvme
 from finetune.planner.estimate.timing import Times, forward_share
 from finetune.planner.estimate.workload import (
@@ -194,6 +195,15 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
         compiled=recipe.kernels.blocks == "compiled",
     )
+
+
+def _with_completions(plan: Plan, workload: Workload) -> Workload:
+    """The workload with the memory of the completions that a divided model samples at once."""
+    width = 2 if plan.backend.precision == "bf16" else 4
+    sampled = sampling(plan.recipe, workload.shape, plan.mesh.data, width)
+    if sampled is None or not workload.layout.axes.any:
+        return workload
+    return dataclasses.replace(workload, completions=sampled.memory)
 
 
 def _shape_of(recipe: Recipe, model: Model | None) -> Architecture | None:
@@ -388,7 +398,7 @@ def predict(
         )
     source = model_source(plan.recipe)
     machine = leaving_room(machine, plan.recipe, lambda recipe: model_source(recipe).shape)
-    workload = workload_of(plan, source.shape)
+    workload = _with_completions(plan, workload_of(plan, source.shape))
     option = advice.option(workload, machine)
     stages = memory.by_stage(workload)
     timeline = max(stages, key=lambda found: found.peak.total)

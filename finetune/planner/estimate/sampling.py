@@ -1,14 +1,16 @@
 """Predict the memory and time of sampling, for online methods.
 
-In addition to the weights, a process holds the keys and values of all tokens of the completions
-that it samples at once, and for each completion a few rows with one entry per vocabulary item:
-logits, their log-probabilities, and 64-bit noise.
+In addition to the weights, which are gathered if the model is divided, a process holds the keys and
+values of all tokens of the completions that it samples at once, and for each completion a few rows
+with one entry per vocabulary item: logits, their log-probabilities, and 64-bit noise.
 """
 
 import dataclasses
 import math
 
+from finetune.planner.estimate import part
 from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture
 from finetune.recipe import Recipe
 
@@ -32,13 +34,15 @@ class Sampling:
     """Bytes of keys and values."""
     logits: float
     """Bytes of logits and noise."""
+    weights: float
+    """Bytes of weights that a divided model gathers on every process; 0 if it is not divided."""
     seconds: float | None
     """Lower bound in seconds: reading the weights for each token of a batch, or multiplying."""
 
     @property
     def memory(self) -> float:
         """Peak bytes."""
-        return self.cache + self.logits
+        return self.cache + self.logits + self.weights
 
     def summary(self) -> dict[str, float]:
         """Plain values for `plan.json`, with the same names as the measured values."""
@@ -46,6 +50,7 @@ class Sampling:
             "sampling_memory": round(self.memory),
             "sampling_cache": round(self.cache),
         }
+        found |= {"sampling_weights": round(self.weights)} if self.weights else {}
         return found if self.seconds is None else found | {"sampling_seconds": self.seconds}
 
 
@@ -56,16 +61,18 @@ def sampling(
     width: int,
     machine: Machine | None = None,
     tokens: int | None = None,
+    weights: float = 0.0,
 ) -> Sampling | None:
     """Memory and time of sampling for a recipe; None if this process does not sample.
 
     Args:
         recipe: the recipe, which sets the number and length of completions.
         shape: shape of the model.
-        processes: processes that share the completions.
+        processes: processes that share the completions: those with different rows.
         width: bytes per element of the compute data type.
         machine: machine for the prediction of time; None for memory only.
         tokens: length of the longest prompt with its completion; by default the maximum.
+        weights: bytes of weights that are gathered (`gathered_weights`).
     """
     if recipe.sampled is None or recipe.samples_elsewhere:
         return None
@@ -82,4 +89,35 @@ def sampling(
         reads = math.ceil(mine / rows) * longest * shape.parameters * width / machine.gpu.bandwidth
         products = 2 * shape.active_parameters * mine * longest / machine.gpu.flops
         seconds = max(reads, products)
-    return Sampling(rows, tokens, cache, logits, seconds)
+    return Sampling(rows, tokens, cache, logits, weights, seconds)
+
+
+def gathered_weights(workload: Workload) -> float:
+    """Bytes of weights that a process gathers for sampling; 0 if the model is not divided.
+
+    Without shards, a process uses its own complete tensors as they are: the layers of its stage, of
+    which the smallest counts, or what tensor parallelism does not divide, such as norms.
+    """
+    layout, ways = workload.layout, workload.layout.axes.tensor
+    if not layout.axes.any:
+        return 0.0
+    complete = _weights(workload)
+    if layout.group > 1 or (ways > 1 and layout.axes.pipeline > 1):
+        return complete
+    if ways > 1:
+        return (complete - _weights(part.here(workload))) * ways / (ways - 1)
+    return complete - min(_own(workload, stage) for stage in range(layout.axes.pipeline))
+
+
+def _own(workload: Workload, stage: int) -> float:
+    """Bytes of the weights of a stage; a tied table is that of the first stage."""
+    layout, shape = dataclasses.replace(workload.layout, stage=stage), workload.shape
+    here = part.here(dataclasses.replace(workload, layout=layout))
+    copied = shape.tied and stage and stage == layout.axes.pipeline - 1
+    width = 4 if workload.adapter is None else workload.frozen_width
+    return _weights(here) - copied * float(shape.head_weights * width)
+
+
+def _weights(workload: Workload) -> float:
+    """Bytes of complete weights: trained ones in fp32, and frozen ones."""
+    return workload.frozen_bytes + 4.0 * workload.trained

@@ -129,8 +129,7 @@ class Workload:
     update: Update = "adamw"
     accumulation: int = 1
     stepping: Literal["fused", "foreach", "loop"] = "fused"
-    """Implementation of the optimizer step: `foreach` copies all gradients, `loop` makes two
-    temporary copies of one tensor at a time."""
+    """Optimizer step: `foreach` copies all gradients, `loop` copies one tensor at a time twice."""
     root_unit: bool = False
     """FSDP: embedding, final norm and head are one unit that stays gathered, instead of two."""
     fp16: bool = False
@@ -181,8 +180,9 @@ class Workload:
     repeated: float = 1.0
     """Tokens in attention for each token elsewhere, if documents share prompts."""
     scored: int = 0
-    """Tokens of the longest document whose scores are held in the backward pass of attention: on
-    CPUs in 16 bits, with attention by matrix products; 0 elsewhere."""
+    """Tokens of the longest document whose scores attention holds, on CPUs in 16 bits; else 0."""
+    completions: float = 0.0
+    """Bytes of the completions that a divided model samples at once, next to complete weights."""
 
     @property
     def teacher(self) -> "Workload | None":

@@ -329,8 +329,8 @@ def _words(value: float, unit: str) -> str:
 
 
 def as_traced(plan: Plan, workload: Workload, sharded: bool) -> Workload:
-    """The traced workload: without activation offload, and on one device unless `sharded`."""
-    workload = dataclasses.replace(workload, activations_on_host=False)
+    """The traced workload: no activation offload or sampling; on one device unless `sharded`."""
+    workload = dataclasses.replace(workload, activations_on_host=False, completions=0.0)
     return workload if sharded else advice.on(workload, Layout(), plan.backend.precision)
 
 

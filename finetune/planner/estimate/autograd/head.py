@@ -17,6 +17,8 @@ from finetune.planner.kernels import (
 TAUGHT = 9
 """Number of fp32 copies of a chunk of logits during a divergence and its gradient: logits of
 student and teacher, their log-probabilities, probabilities, and gradients."""
+KEPT = 3
+"""Number of these that a divergence of all labelled logits keeps for its backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +109,15 @@ def _labelled(workload: Workload) -> Head:
     wide = logits if compute == 4 else tape.run(4 * entries, (logits,))
     if shape.capped_logits:
         wide = builder.capped(wide)
-    shares = tape.run(4 * entries, (wide,), holds=(wide, *held))
-    tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(shares,))
-    found = trace(tape, source, tape.run(4, (shares,), holds=(wide, *held)))
+    if workload.taught:
+        kept = Value(4.0 * entries * KEPT, grad=False)
+        within = 4.0 * entries * (TAUGHT - KEPT)
+        loss = tape.run(4, (wide,), (kept,), forward=within, backward=within, holds=(wide, *held))
+    else:
+        shares = tape.run(4 * entries, (wide,), holds=(wide, *held))
+        tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(shares,))
+        loss = tape.run(4, (shares,), holds=(wide, *held))
+    found = trace(tape, source, loss)
     return Head(found, normed.size + picked.size, projected, max(found.backwards[of_norm:]))
 
 

@@ -1,0 +1,36 @@
+"""Build the complete model of a run without values, for engines whose processes hold parts."""
+
+import copy
+import dataclasses
+
+import torch
+from torch import nn
+
+from finetune.distributed.base import Engine
+from finetune.distributed.layers import network_of
+from finetune.models import continued, scoring
+from finetune.models.model import as_trained, install_kernels
+from finetune.models.packed_attention import implementation
+from finetune.models.pretrained import causal
+
+
+def blank(engine: Engine) -> nn.Module | None:
+    """A model with the names of the trained one, on the meta device, for `Engine.gathered`.
+
+    It computes what the model of a single process computes, without checkpoints of activations.
+    None if each process of the engine can run the trained model.
+    """
+    plan = engine.plan
+    if not plan.backend.axes.any:
+        return None
+    model = dataclasses.replace(plan.recipe.model, activation_checkpointing=False)
+    recipe = dataclasses.replace(plan.recipe, model=model)
+    config = copy.deepcopy(network_of(engine.module).config)
+    with torch.device("meta"):
+        network = scoring.auto_class(recipe.scores).from_config(
+            config, attn_implementation=implementation(recipe, causal(config))
+        )
+        given = None if model.adapter is None else continued.prepare_base(network, recipe)
+        found = as_trained(network, recipe, given=given)
+    install_kernels(network, plan)
+    return found.requires_grad_(False).eval()
