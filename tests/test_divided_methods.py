@@ -174,6 +174,7 @@ def test_a_stored_teacher_is_read_by_stages_and_parts_of_rows(
         (Distill(teacher=Teacher("models/large")), "tp", ""),
         (Distill(teacher_logps="stored"), "pp", ""),
         (GRPO(), "pp", ""),
+        (GRPO(), "sp", "compares complete completions, and sp splits them"),
         (GRPO(vllm_server_base_url="http://x", adapter=LoRA()), "tp", "divides the adapter that"),
         (GRPO(beta=0.1), "tp_fsdp", "beta: its reference is a second model"),
     ],

@@ -466,7 +466,6 @@ def test_an_adapter_that_does_not_divide_is_refused(
         (KTO(), "pp", ""),
         (KTO(), "cp", ""),
         (RewardModel(), "sp_tp", ""),
-        (GRPO(), "sp", "needs sampling, for which one process needs the complete model"),
     ],
 )
 def test_a_method_that_does_not_divide_is_refused(
