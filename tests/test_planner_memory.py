@@ -81,8 +81,9 @@ def test_a_peak_is_that_of_the_traced_step(
     name: str, mode: str, numbers: str, recompute: bool, expected: int
 ) -> None:
     peak = memory.timeline(traced_workload(name, mode, numbers, recompute)).peak.total
-    # Dense layers are followed operation by operation; routing and sorting of experts is not.
-    assert peak == pytest.approx(expected, rel=0.02 if name == "mixtral" else 0.001)
+    # Layers are followed operation by operation, but not how adapters of experts are multiplied.
+    adapted = (name, mode) == ("mixtral", "lora")
+    assert peak == pytest.approx(expected, rel=0.02 if adapted else 0.001)
 
 
 @pytest.mark.parametrize(("name", "mode", "recompute", "expected"), TRACED_EAGER)

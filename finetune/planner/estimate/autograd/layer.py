@@ -346,13 +346,33 @@ class Layer:
         """Copies of each token through its experts, then their sum weighted by the router."""
         shape, tape = self.shape, self.tape
         assert shape.experts is not None
+        routed = self._routed(value)
         if self.numerics.dispatched:
-            return self._dispatched(value)
+            return self._dispatched(value, routed)
         chosen, h = self.tokens * shape.experts.active, shape.hidden
-        down, _ = self._through_experts(value, chosen)
-        # Routing weights are in fp32, and so are their products.
-        weighted = tape.run(4 * chosen * h, (down,), (down,))
-        return tape.run(value.size, (weighted,), holds=(value,))
+        down, copies = self._through_experts(value, chosen)
+        # Routing weights are in fp32, and so are their products, also for their gradient.
+        inputs, held, size = (down, routed), (value, down, copies), 4 * chosen * h
+        weighted = tape.run(size, inputs, inputs, backward=size)
+        in_order = tape.run(size, (weighted,), holds=held)
+        return tape.run(value.size, (in_order,), holds=held)
+
+    def _routed(self, value: Value) -> Value:
+        """Routing weights of the chosen experts, with what the router and its sort save.
+
+        Probabilities of all experts in fp32; for each choice four indices of 64 bits: its expert,
+        its place in the order of the experts, that of its token, and its way back.
+        """
+        shape, n, tape = self.shape, self.numerics, self.tape
+        assert shape.experts is not None
+        count, active = self.tokens * shape.experts.count, self.tokens * shape.experts.active
+        given = (value, parameter(0, n.trained))
+        logits = tape.run(count * n.compute, given, (value,) if n.trained else ())
+        probabilities = tape.run(4.0 * count, (logits,))
+        last = tape.nodes[-1]
+        tape.nodes[-1] = dataclasses.replace(last, keeps=(probabilities,))
+        indices = Value(4 * 8.0 * active, grad=False)
+        return tape.run(4.0 * active, (probabilities,), (indices,))
 
     def _through_experts(self, value: Value, chosen: float) -> tuple[Value, Value]:
         """Outputs of the experts for `chosen` copies of tokens, and those copies."""
@@ -366,12 +386,13 @@ class Layer:
         copies = tape.run(chosen * h * c, (value,), backward=4 * chosen * h)
         trained = (copies,) if n.trained or n.expert_rank else ()
         joint = tape.run(2 * chosen * f * c, (copies, outer), (*trained, outer))
-        active = tape.run(chosen * f * c, (joint,), (joint,))
-        product = tape.run(chosen * f * c, (active, joint), (active, joint))
+        gate, up = tape.halves(joint)
+        active = tape.run(chosen * f * c, (gate,), (joint,), holds=(joint,))
+        product = tape.run(chosen * f * c, (active, up), (active, joint), holds=(joint,))
         trained = (product,) if n.trained or n.expert_rank else ()
         return tape.run(chosen * h * c, (product, inner), (*trained, inner)), copies
 
-    def _dispatched(self, value: Value) -> Value:
+    def _dispatched(self, value: Value, routed: Value) -> Value:
         """Experts on other processes, to which tokens are sent and from which they return.
 
         As in transformers 5.23. With balanced routing, a process receives as many tokens as it
@@ -389,7 +410,8 @@ class Layer:
         returned = tape.run(size, (in_order,), holds=(value,))
         own = tape.run(size, (returned,), holds=(value,))
         # Multiplied by fp32 routing weights, whose gradient is a product with as many elements.
-        weighted = tape.run(4 * chosen * shape.hidden, (own,), (own,), backward=size)
+        inputs = (own, routed)
+        weighted = tape.run(4 * chosen * shape.hidden, inputs, inputs, backward=size)
         return tape.run(value.size, (weighted,), holds=(value,))
 
     def _expert_weight(self, count: int, outputs: int, inputs: int, fused: int) -> Value:

@@ -77,6 +77,12 @@ class Tape:
         self.nodes.append(node)
         return output
 
+    def halves(self, value: Value) -> tuple[Value, Value]:
+        """Two views of a value, whose gradients are tensors of their own until they are joined."""
+        views = tuple(Value(0.0, value.grad, gradient=value.size / 2) for _ in range(2))
+        self.nodes.append(Node((value,), views))
+        return views[0], views[1]
+
     def run_many(
         self,
         sizes: Iterable[float],
