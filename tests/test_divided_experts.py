@@ -63,6 +63,7 @@ def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation": {"every": MIDDLE},
     }
     write_recipe(folder / "full.json", tiny.fields(**shared))
+    write_recipe(folder / "packed.json", tiny.fields(**shared, batch={"packing": True}))
     attention = {"r": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     write_recipe(folder / "lora.json", tiny.fields(**shared, adapter=attention))
     more = attention | {"dropout": 0.2, "use_dora": True}
@@ -108,6 +109,34 @@ def test_divided_experts_learn_what_one_process_learns(alone: Run, divided: Run)
             for each in (alone, divided)
         ]
     assert (logits[0] - logits[1]).abs().max() < 1e-4
+
+
+def test_stages_balance_their_experts_together(work: Path, alone: Run, finetune: Finetune) -> None:
+    """Each stage has a layer; how often a document visits an expert counts in both of them."""
+    run = train(finetune, work, "full", "pp")
+    assert_equal(alone, run)
+    assert_planned(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "backend", "words"),
+    [
+        ("full", "sp_fsdp", ()),
+        ("packed", "cp", ()),
+        ("lora", "sp", ()),
+        ("full", "pp_fsdp", ()),
+        ("full", "pp", ("batch.padding_free=false",)),
+    ],
+)
+def test_complete_experts_learn_what_one_process_learns(
+    name: str, backend: str, words: tuple[str, ...], work: Path, finetune: Finetune
+) -> None:
+    """Processes count the visits of documents of which they have some tokens, or some layers."""
+    runs = [train(finetune, work, name, each, *words) for each in ("single", backend)]
+    assert_equal(*runs)
+    if name != "lora" and not words:  # otherwise rows are padded to the longest of a step
+        assert_planned(runs[1])
 
 
 @pytest.mark.slow
@@ -181,13 +210,21 @@ MIXTURE = LLAMA | {
         ("ep_fsdp", {"num_experts": 1}, {}, "qwen3_moe has no experts to divide"),
         ("ep_fsdp", {"model_type": "jamba"}, {}, "dividing the experts of jamba is not supported"),
         ("ep_tp", {"model_type": "jamba"}, {}, "tensor parallelism of jamba is not supported"),
-        ("tp", {}, {}, "experts are not divided here (tensor 2); use ep_fsdp, which divides them"),
+        ("tp", {}, {}, "experts of qwen3_moe are not divided by columns and rows (tensor 2); use"),
+        ("sp", {"model_type": "jamba"}, {}, "a mixture of experts of type jamba is not supported"),
+        ("pp", {"model_type": "jamba"}, {}, "pipeline parallelism of jamba is not supported"),
+        ("cp", {"sliding_window": 64}, {}, "sliding_window=64, but the keys of all previous"),
     ],
 )
 def test_experts_that_do_not_divide_are_refused(
     backend: str, fields: dict[str, Any], sizes: dict[str, int], problem: str
 ) -> None:
     assert any(problem in each for each in refused(backend, MIXTURE | fields, sizes))
+
+
+@pytest.mark.parametrize("backend", ["pp", "pp_fsdp", "sp", "sp_fsdp", "cp"])
+def test_complete_experts_are_planned(backend: str) -> None:
+    assert refused(backend, MIXTURE, {}) == []
 
 
 @pytest.mark.parametrize(

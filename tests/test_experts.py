@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.store import Rows, single_rows
+from finetune.distributed.filling import padded
 from finetune.kernels.balance import Balance, balance_of, parts
 from finetune.kernels.balance import documents_of as documents_of_tokens
 from finetune.kernels.head import give_loss
@@ -154,6 +155,32 @@ def test_a_router_that_chooses_evenly_has_the_least_loss() -> None:
     balance = Balance(experts=2, chosen=1, coefficient=0.5)
     assert balance.sum((even, even), tokens, 1).item() == pytest.approx(0.5 * 2 * 1.0, rel=1e-6)
     assert balance.sum((single, single), tokens, 1).item() == pytest.approx(0.5 * 2 * 2, rel=1e-6)
+
+
+def test_layers_of_several_stages_have_the_loss_of_all_layers() -> None:
+    """Documents of 3 and 2 tokens and a token of padding, next to a micro-batch of 4 documents."""
+    made = torch.Generator().manual_seed(2)
+    layers = [torch.randn(6, 4, generator=made).requires_grad_() for _ in range(3)]
+    tokens, balance = torch.tensor([0, 0, 0, 1, 1, 2]), Balance(4, 2, 0.5)
+    whole = balance.sum(tuple(layers), tokens, 2)
+    wanted = torch.autograd.grad(whole, layers)
+    first, last = (balance.tally(part, tokens, 4) for part in (tuple(layers[:2]), (layers[2],)))
+    found = balance.of_tally(first + last, tokens, 2)
+    assert torch.equal(found, whole)
+    for grad, expected in zip(torch.autograd.grad(found, layers), wanted, strict=True):
+        assert torch.equal(grad, expected)
+
+
+def test_rows_padded_to_one_shape_are_documents_without_their_padding() -> None:
+    ids = torch.arange(6).reshape(2, 3)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    short = MicroBatch(ids, ids, mask, 2, 4, 4)
+    full = MicroBatch(torch.arange(4)[None], torch.arange(4)[None], None, 1, 4, 4)
+    for batch, wanted in zip(
+        padded([short, full], 0), ([0, 0, 0, 2, 1, 2, 2, 2], [0] * 4 + [2] * 4), strict=True
+    ):
+        found, number = documents_of_tokens(batch.ids, batch.unpadded, None, batch.real_tokens)
+        assert (found.tolist(), number) == (wanted, 2)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -89,9 +89,13 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
         config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
     adapter = engine.plan.recipe.adapter
     if adapter and adapter.targets == "all-linear" and any(map(is_elsewhere, module.modules())):
-        # PEFT lists the modules of one stage.
+        # PEFT lists the modules of one stage; adapters of experts are named by their parameters.
+        owners = tuple(name.rpartition(".")[0] for name in config.target_parameters or ())
         adapted = (name.partition(".lora_") for name in shapes)
-        config.target_modules = {path.removeprefix(PREFIX) for path, found, _ in adapted if found}
+        paths = {path.removeprefix(PREFIX) for path, found, _ in adapted if found}
+        config.target_modules = {
+            path for path in paths if not path.removesuffix(".base_layer").endswith(owners)
+        }
     config.inference_mode = True
     config.save_pretrained(folder)
     if engine.plan.recipe.scores is not None:  # the config has its labels and pad token

@@ -76,6 +76,8 @@ class MicroBatch:
     divided: DividedDocuments | None = None
     """This process's part of the documents, if the processes of a group share them. Values of each
     document are then those of the first process; the others have no documents."""
+    unpadded: torch.Tensor | None = None  # as attention_mask
+    """Mask of rows that were padded to a common shape, after which attention needs none."""
     kl: float = 0.0
     """KL from the reference, in nats, estimated from the `mismatched` answers of the full step."""
 

@@ -22,7 +22,9 @@ def padded(batches: list[MicroBatch], pad_id: int, multiple: int = 1) -> list[Mi
 def _filled(batch: MicroBatch, rows: int, longest: int, pad_id: int) -> MicroBatch:
     more = longest - batch.ids.shape[1]
     by = (0, more, 0, rows - batch.ids.shape[0])
-    bounds = batch.boundaries
+    bounds, mask = batch.boundaries, batch.attention_mask
+    if bounds is None and mask is None:
+        mask = torch.ones_like(batch.ids)
     if bounds is not None and more:
         extra = torch.arange(more, device=batch.ids.device)
         bounds = dataclasses.replace(
@@ -37,5 +39,6 @@ def _filled(batch: MicroBatch, rows: int, longest: int, pad_id: int) -> MicroBat
         ids=F.pad(batch.ids, by, value=pad_id),
         labels=F.pad(batch.labels, by, value=UNTRAINED),
         attention_mask=None,
+        unpadded=None if mask is None else F.pad(mask, by),
         boundaries=bounds,
     )

@@ -136,6 +136,7 @@ class MeshEngine(Native):
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
         self.partial = layers.partial_gradients(model)
+        self._share_balance(layers.network_of(model))
         layers.forget(model)
         self._shard(model)
         now = dict(model.named_parameters())
@@ -152,6 +153,12 @@ class MeshEngine(Native):
             self.accelerator.prepare_optimizer(each, device_placement=False) for each in optimizers
         ]
 
+    def _share_balance(self, network: Any) -> None:
+        """Let processes that share a row compute the load-balancing loss of complete documents."""
+        if self.plan.mesh.sequence > 1 and network.balance is not None:
+            group = self.mesh.get_group("sp")
+            network.balance = dataclasses.replace(network.balance, group=group)
+
     def _autocast(self, model: nn.Module) -> nn.Module:
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
@@ -167,7 +174,8 @@ class MeshEngine(Native):
         if self.plan.backend.precision == "bf16":
             inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             wide = torch.float32 if self.widens else None
-            policy = dataclasses.replace(inner, output_dtype=wide)
+            # A stage gets hidden states in 16 bits, and sums of routers that must stay in fp32.
+            policy = dataclasses.replace(inner, output_dtype=wide, cast_forward_inputs=self.widens)
         else:
             inner = policy
         for block in layers.blocks(model):

@@ -1,7 +1,8 @@
 """Pipeline parallelism with the schedules of `torch.distributed.pipelining`.
 
 Every process of a pipeline reads the micro-batches of a step, so only hidden states and their
-gradients are sent between stages.
+gradients are sent between stages. With a load-balancing loss, the sums over the routers of earlier
+stages are sent next to them, and their gradients back.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from transformers import PreTrainedModel
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from finetune.data.collate import MicroBatch
 from finetune.distributed import layers
@@ -24,6 +26,7 @@ from finetune.distributed.filling import padded
 from finetune.distributed.mesh import Block, MeshEngine
 from finetune.distributed.parameters import local
 from finetune.errors import TrainingFailure
+from finetune.kernels.balance import documents_of
 from finetune.planner import schedules
 from finetune.process import rendezvous
 
@@ -54,6 +57,12 @@ class PipelineEngine(MeshEngine):
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.stages = self._stages(model)
+        network: Any = layers.network_of(model)
+        if self.plan.recipe.teaches:
+            network.balance = None  # not a part of what a teacher teaches
+        elif network.balance is not None:
+            # transformers would record only the routers of the stage that runs first.
+            maybe_install_capturing_hooks(network.base_model)
         super().wrap(model, optimizers)
 
     def _stages(self, model: nn.Module) -> list["Stage"]:
@@ -149,6 +158,10 @@ class PipelineEngine(MeshEngine):
         network = self.stages[0].network
         meta = {"device": "meta", "requires_grad": training}
         hidden = torch.empty(*shape, network.config.hidden_size, dtype=self._dtype(), **meta)
+        between: Any = hidden
+        if training and network.balance is not None:
+            size = (_most_documents(batches) + 1, 2 * network.balance.experts + 1)
+            between = (hidden, torch.empty(*size, dtype=torch.float32, **meta))
         scalar = torch.empty(1, dtype=torch.float32, **meta)
         number = torch.empty(1, dtype=torch.int64, device="meta")
         built = [
@@ -158,8 +171,8 @@ class PipelineEngine(MeshEngine):
                 stage.total,
                 self.device,
                 group=self.mesh.get_group("pp"),
-                input_args=number if stage.first else hidden,
-                output_args=scalar if stage.last else hidden,
+                input_args=number if stage.first else between,
+                output_args=scalar if stage.last else between,
             )
             for stage in self.stages
         ]
@@ -266,24 +279,37 @@ class Stage(nn.Module):
         self.at = 0
         """Index of the micro-batch of the next forward pass."""
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Hidden states (rows, tokens, hidden) of micro-batch `at`, or its loss (1,) if last."""
+    def forward(
+        self, given: torch.Tensor, tally: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states (rows, tokens, hidden) of micro-batch `at`, or its loss (1,) if last.
+
+        In training with a load-balancing loss, `Balance.tally` of the layers so far is passed on.
+        """
         step, at = self.step, self.at
         assert step is not None
-        batch = step.batches[at]
+        batch, balance = step.batches[at], self.network.balance if step.training else None
         torch.manual_seed(step.seeds[at] + self.index)
         inputs = {k: v for k, v in batch.inputs().items() if v is not None and k != "input_ids"}
         source = {"input_ids": batch.ids} if self.first else {"inputs_embeds": given}
+        routed = {} if balance is None else {"output_router_logits": True}
         with self._alone() as base:
-            hidden = base(**source, **inputs, use_cache=False).last_hidden_state
+            output = base(**source, **inputs, **routed, use_cache=False)
+        hidden, balanced = output.last_hidden_state, None
+        if balance is not None:
+            documents, number = _documents(batch)
+            rows = _most_documents(step.batches)
+            mine = balance.tally(output.get("router_logits") or (), documents, rows)
+            tally = mine if tally is None else tally + mine
+            balanced = balance.of_tally(tally, documents, number) if self.last else None
         if not self.last:
             if hidden.dtype != step.dtype:
                 raise TrainingFailure(
                     f"stage {self.index} outputs {hidden.dtype}, but the next stage expects "
                     f"{step.dtype}; use a backend without a pipeline for this model"
                 )
-            return hidden
-        return step.loss_of(at, _Head(self.network, hidden)).float().reshape(1)
+            return hidden if tally is None else (hidden, tally)
+        return step.loss_of(at, _Head(self.network, hidden, balanced)).float().reshape(1)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[Any]:
@@ -307,8 +333,8 @@ class Stage(nn.Module):
 class _Head:
     """Stands in for the model in a method's loss, with hidden states that are already computed."""
 
-    def __init__(self, network: Any, hidden: torch.Tensor) -> None:
-        self.network, self.hidden = network, hidden
+    def __init__(self, network: Any, hidden: torch.Tensor, balance: torch.Tensor | None) -> None:
+        self.network, self.hidden, self.balance = network, hidden, balance
 
     def __call__(
         self,
@@ -323,7 +349,21 @@ class _Head:
         hidden = self.hidden.flatten(0, 1)[places]
         if taught is not None:
             return self.network.taught_loss(hidden, targets, taught)
-        return self.network.loss_of_hidden(hidden, targets, logps, means)
+        loss = self.network.loss_of_hidden(hidden, targets, logps, means)
+        return loss if self.balance is None else torch.cat([loss.view(-1), self.balance.view(1)])
+
+
+def _documents(batch: MicroBatch) -> tuple[torch.Tensor, int]:
+    """Document of each token, and the number of documents, which stands for padding."""
+    bounds = batch.boundaries
+    ends = None if bounds is None else bounds.ends
+    return documents_of(batch.ids, batch.unpadded, ends, batch.real_tokens)
+
+
+def _most_documents(batches: list[MicroBatch]) -> int:
+    bounds = [batch.boundaries for batch in batches]
+    counts = [1 if each is None else len(each.numbers) - 1 for each in bounds]
+    return max(*counts, batches[0].ids.shape[0])
 
 
 def _once(loss_of: LossOf) -> LossOf:

@@ -7,6 +7,7 @@ padding it equals that of transformers.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,6 +25,8 @@ class Balance:
     chosen: int
     """Number of experts per token."""
     coefficient: float
+    group: Any = None
+    """Process group that shares the tokens of a row, in their order; None for complete rows."""
 
     def sum(
         self,
@@ -32,6 +35,8 @@ class Balance:
         number: int,
     ) -> torch.Tensor:
         """Sum over documents of tokens x loss x coefficient, a scalar in fp32.
+
+        If processes share a row, each has the part of its own tokens, and the parts add up.
 
         With T tokens in a document, L layers, N experts, the probabilities p of a router and the
         experts that a token visits, the loss of the document is
@@ -47,8 +52,23 @@ class Balance:
             documents: (tokens,) int64, the document of each token; `number` for padding.
             number: Number of documents.
         """
-        device = router_logits[0].device
-        shape = (number + 1, self.experts)  # the last row is for padding
+        return self.of_tally(self.tally(router_logits, documents, number), documents, number)
+
+    def tally(
+        self, router_logits: tuple[torch.Tensor, ...], documents: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        """Sums over tokens and layers, which add up over the stages of a pipeline.
+
+        Args:
+            router_logits: as for `sum`, of some of the layers.
+            documents: as for `sum`.
+            rows: At least the number of documents.
+
+        Returns:
+            (rows + 1, 2 x experts + 1) in fp32; in each row the visits of each expert, the summed
+            probabilities, which alone have a gradient, and the number of layers.
+        """
+        shape, device = (rows + 1, self.experts), documents.device
         visits = torch.zeros(shape, dtype=torch.float32, device=device)
         shares = torch.zeros(shape, dtype=torch.float32, device=device)
         for logits in router_logits:
@@ -57,10 +77,26 @@ class Balance:
             hit = torch.zeros_like(weights, dtype=torch.float32).scatter_(1, chosen, 1.0)
             visits = visits.index_add(0, documents, hit)
             shares = shares.index_add(0, documents, weights.float())
+        layers = visits.new_full((rows + 1, 1), len(router_logits))
+        return torch.cat([visits, shares, layers], dim=1)
+
+    def of_tally(self, tally: torch.Tensor, documents: torch.Tensor, number: int) -> torch.Tensor:
+        """`sum` from the tally of all layers; for `documents` and `number` see there."""
+        visits, shares, layers = tally[:number].split([self.experts, self.experts, 1], dim=1)
         ones = torch.ones_like(documents, dtype=torch.float32)
-        tokens = torch.zeros(number + 1, device=device).index_add_(0, documents, ones)
-        each = (visits * shares).sum(1)[:number] / tokens[:number].clamp(min=1)
-        return each.sum() * (self.coefficient * self.experts / len(router_logits) ** 2)
+        tokens = ones.new_zeros(number + 1).index_add_(0, documents, ones)[:number]
+        if self.group is not None:
+            counted = torch.cat([visits.detach(), tokens[:, None]], dim=1)
+            torch.distributed.all_reduce(counted, group=self.group)
+            visits, tokens = counted[:, :-1], counted[:, -1]
+        each = (visits.detach() * shares).sum(1) / (tokens * layers.detach()[:, 0] ** 2).clamp(
+            min=1
+        )
+        return each.sum() * (self.coefficient * self.experts)
+
+    def first(self, tokens: int) -> int:
+        """Position in its row of the first of this process's `tokens` tokens."""
+        return 0 if self.group is None else torch.distributed.get_rank(self.group) * tokens
 
 
 def balance_of(model: PreTrainedModel, asked: Model) -> Balance | None:
@@ -80,7 +116,11 @@ def balance_of(model: PreTrainedModel, asked: Model) -> Balance | None:
 
 
 def documents_of(
-    ids: torch.Tensor, mask: torch.Tensor | None, ends: torch.Tensor | None, real_tokens: int
+    ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    real_tokens: int,
+    first: int = 0,
 ) -> tuple[torch.Tensor, int]:
     """Document of each token, (tokens,), and the number of documents, which stands for padding.
 
@@ -89,9 +129,10 @@ def documents_of(
         mask: (rows, length), 0 at padding; None without padding.
         ends: (documents + 1,) ends of concatenated documents; None if each row is a document.
         real_tokens: Number of tokens that are not padding.
+        first: Position of the first id in its row, of which other processes have other parts.
     """
     rows, length = ids.shape
-    places = torch.arange(rows * length, device=ids.device)
+    places = torch.arange(first, first + rows * length, device=ids.device)
     if ends is not None:
         number = len(ends) - 1
         found = torch.searchsorted(ends[1:].long(), places, right=True)

@@ -145,7 +145,8 @@ class WithLoss:
         if not balanced:
             return loss
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        documents = documents_of(ids, mask, inputs.get("cu_seq_lens_q"), real_tokens)
+        ends, first = inputs.get("cu_seq_lens_q"), self.balance.first(ids.numel())
+        documents = documents_of(ids, mask, ends, real_tokens, first)
         balance = self.balance.sum(output.router_logits, *documents)
         return torch.cat([loss.view(-1), balance.view(1)])
 

@@ -19,12 +19,14 @@ TENSOR = (
     "cohere2", "smollm3",
 )  # fmt: skip
 """Model types that transformers 5.23 divides by columns and rows only, in contiguous blocks."""
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe")
+"""Types with experts whose rows are split between processes; each computes with all experts."""
 PIPELINE = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2",
-    "phi3", "olmo2", "smollm3",
+    "phi3", "olmo2", "smollm3", "qwen2_moe", "qwen3_moe", "mixtral",
 )  # fmt: skip
 """Model types whose layers use hidden states unchanged; Granite would rescale them per stage."""
-CONTEXT = ("llama", "mistral", "qwen2", "qwen3")
+CONTEXT = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 """Model types with plain causal attention (no window, cap or sink)."""
 EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
 """Model types whose experts transformers 5.23 divides, and that train as on one process."""
@@ -94,6 +96,8 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
             yield _does_not_divide("sequence", ways, kept, f"key heads{beside}")
     if axes.experts > 1:
         yield from _expert_problems(axes, fields)
+    elif expert_count(fields) > 1:
+        yield from _undivided_expert_problems(axes, fields)
     if axes.tensor > 1:
         known = EXPERTS if expert_count(fields) > 1 else TENSOR
         if kind not in known:
@@ -128,6 +132,22 @@ def _expert_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
         )
     if count % axes.experts:
         yield _does_not_divide("experts", axes.experts, count, "experts")
+
+
+def _undivided_expert_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of experts that each process holds, or FSDP2 gathers, as complete tensors."""
+    kind = fields.get("model_type")
+    if axes.tensor > 1:
+        yield (
+            f"--tensor {axes.tensor}: the experts of {kind} are not divided by columns and rows "
+            f"({axes.words()}); use ep_tp, which places them on the tensor parallel processes, "
+            "ep_fsdp or fsdp_full_shard"
+        )
+    elif axes.sequence > 1 and kind not in MIXTURES:
+        yield (
+            f"--sequence {axes.sequence}: a mixture of experts of type {kind} is not supported; "
+            f"supported types: {', '.join(MIXTURES)}; use fsdp_full_shard, which shards it"
+        )
 
 
 def _context_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -235,11 +255,6 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         )
     if adapter is not None:
         yield from _adapter(recipe, backend)
-    if expert_count(fields_of(recipe)) > 1 and axes.experts == 1:
-        yield (
-            f"{backend.name}: experts are not divided here ({axes.words()}); use ep_fsdp, which "
-            "divides them, or fsdp_full_shard, which shards them"
-        )
 
 
 def _sampling(recipe: Recipe, backend: Backend) -> Iterator[str]:

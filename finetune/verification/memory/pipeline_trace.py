@@ -70,13 +70,13 @@ class PipelineStep(Step):
 
     def _run(self, micro: int) -> None:
         """Forward and backward passes of so many micro-batches, as a step runs them."""
-        recipe, engine = self.plan.recipe, self.engine
+        engine = self.engine
         batches = engine.local_batches([self._batch()] * micro, 0)
         with _without_votes():
             engine.accumulate(
                 batches,
                 [0] * micro,
-                lambda at, model: recipe.loss(model, batches[at]).sum * 1.0,
+                lambda at, model: self._loss(model, batches[at]) * 1.0,
                 lambda: None,
             )
 

@@ -208,18 +208,22 @@ class Step:
 
     def _micro_batch(self, last: bool) -> None:
         """Run a forward and a backward pass as `train_step` does."""
-        recipe, engine, tracker = self.plan.recipe, self.engine, self.tracker
+        engine, tracker = self.engine, self.tracker
         tracker.begin("forward: embedding")
         shared = self.plan.mesh.sequence > 1  # parts of rows count labels
         with unset_fake_temporarily() if shared else contextlib.nullcontext():
             (batch,) = engine.local_batches([self._batch()], 0)
         with engine.unsynchronised(last), _autocast_as_on_a_gpu(engine):
             self.forwards = True
-            loss = recipe.loss(engine.model, batch)
+            loss = self._loss(engine.model, batch)
             self.forwards = False
             tracker.begin("backward: loss and head")
-            total = loss.sum if loss.balance is None else loss.sum + loss.balance
-            engine.backward(total * 1.0, last)
+            engine.backward(loss * 1.0, last)
+
+    def _loss(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+        """The summed loss of a micro-batch, with that of the balance of experts if there is one."""
+        loss = self.plan.recipe.loss(model, batch)
+        return loss.sum if loss.balance is None else loss.sum + loss.balance
 
     def _batch(self) -> MicroBatch:
         """A micro-batch of complete rows, every token of which is trained."""
