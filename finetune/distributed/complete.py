@@ -32,7 +32,9 @@ class Stages:
 
 
 @contextlib.contextmanager
-def filled(blank: nn.Module, divided: nn.Module, stages: Stages | None) -> Iterator[None]:
+def filled(
+    blank: nn.Module, divided: nn.Module, stages: Stages | None, dtype: torch.dtype
+) -> Iterator[None]:
     """Context in which a model on the meta device has all values of a divided model.
 
     Every process must enter it: gathering is collective. Values that are not divided are shared.
@@ -41,12 +43,14 @@ def filled(blank: nn.Module, divided: nn.Module, stages: Stages | None) -> Itera
         blank: Complete model with the names of the divided one, whose values are freed on exit.
         divided: Model whose parameters are resharded.
         stages: Stages of a pipeline; None without one.
+        dtype: Type in which weights of linear layers are gathered, to which autocast casts them.
     """
     held = tensors(divided)
     places = _places(blank)
     try:
         for name, slots in places.items():
-            value = _complete(name, held.get(name), slots[0].current(), stages)
+            narrow = dtype if all(slot.is_cast for slot in slots) else None
+            value = _complete(name, held.get(name), slots[0].current(), stages, narrow)
             for slot in slots:
                 slot.put(value)
         yield
@@ -74,6 +78,11 @@ class _Slot:
     module: nn.Module
     leaf: str
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether autocast casts the tensor: the weight of a linear layer."""
+        return isinstance(self.module, nn.Linear) and self.leaf == "weight"
+
     def current(self) -> torch.Tensor:
         return getattr(self.module, self.leaf)
 
@@ -96,16 +105,23 @@ def _places(blank: nn.Module) -> dict[str, list[_Slot]]:
 
 
 def _complete(
-    name: str, held: torch.Tensor | None, blank: torch.Tensor, stages: Stages | None
+    name: str,
+    held: torch.Tensor | None,
+    blank: torch.Tensor,
+    stages: Stages | None,
+    narrow: torch.dtype | None,
 ) -> torch.Tensor:
-    """The complete values of a tensor; `held` is this process's part, None if it has none."""
+    """The complete values of a tensor, in its own type or in `narrow`.
+
+    `held` is this process's part, None if it has none.
+    """
     owner = 0 if stages is None else stages.owner(name)
     if stages is None or owner == stages.mine:
         assert held is not None, f"{name} is in no part of the model"
-        value = held.detach()
+        value = held.detach() if narrow is None else held.detach().to(narrow)
         value = value.full_tensor() if isinstance(value, DTensor) else value
     else:
-        dtype = stages.dtypes[owner][name]
+        dtype = narrow or stages.dtypes[owner][name]
         value = torch.empty(blank.shape, dtype=dtype, device=stages.device)
     if stages is not None:
         value = value.contiguous()

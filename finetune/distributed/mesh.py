@@ -239,10 +239,11 @@ class MeshEngine(Native):
         """Every process has all values in `blank`, computes with autocast, and frees them."""
         assert blank is not None
         self.reshard()
-        narrow = self.plan.backend.precision == "bf16"
+        types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = types.get(self.plan.backend.precision, torch.float32)
         with (
-            complete.filled(blank, self.module, self._stages_of_tensors()),
-            torch.autocast(self.device.type, torch.bfloat16, enabled=narrow),
+            complete.filled(blank, self.module, self._stages_of_tensors(), dtype),
+            torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32),
         ):
             yield blank
 

@@ -95,14 +95,15 @@ def sampling(
 def gathered_weights(workload: Workload) -> float:
     """Bytes of weights that a process gathers for sampling; 0 if the model is not divided.
 
-    Without shards, a process uses its own complete tensors as they are: the layers of its stage, of
-    which the smallest counts, or what tensor parallelism does not divide, such as norms.
+    Without shards and casts, a process uses its own complete tensors as they are: the layers of its
+    stage, of which the smallest counts, or what tensor parallelism does not divide, such as norms.
     """
     layout, ways = workload.layout, workload.layout.axes.tensor
     if not layout.axes.any:
         return 0.0
     complete = _weights(workload)
-    if layout.group > 1 or (ways > 1 and layout.axes.pipeline > 1):
+    casts = workload.compute == 2 and workload.adapter is None
+    if casts or layout.group > 1 or (ways > 1 and layout.axes.pipeline > 1):
         return complete
     if ways > 1:
         return (complete - _weights(part.here(workload))) * ways / (ways - 1)
@@ -119,5 +120,10 @@ def _own(workload: Workload, stage: int) -> float:
 
 
 def _weights(workload: Workload) -> float:
-    """Bytes of complete weights: trained ones in fp32, and frozen ones."""
-    return workload.frozen_bytes + 4.0 * workload.trained
+    """Bytes of weights: trained ones in fp32, except linear layers in 16 bits, and frozen ones."""
+    found, shape, adapter = 4.0 * workload.trained, workload.shape, workload.adapter
+    if workload.compute == 2:
+        linear = shape.layers * shape.linear_weights + (not shape.tied) * shape.head_weights
+        narrow = linear if adapter is None else adapter.parameters - adapter.whole
+        found -= 2.0 * narrow
+    return workload.frozen_bytes + found
