@@ -242,6 +242,8 @@ def test_a_workload_has_the_lengths_that_it_names() -> None:
     long = workload.lengths(workload.Job(100, 1, name="long"))
     assert 1700 < min(long) < 1750
     assert 6500 < max(long) < 6600
+    alpaca = sorted(workload.lengths(workload.Job(1000, 1, name="alpaca")))
+    assert (alpaca[0], alpaca[500], alpaca[900], alpaca[-1]) == (18, 142, 405, 749)
     prompts = workload.make_rows(workload.Job(8, 8, name="prompt_heavy"))
     labelled = sum(label != -100 for _, labels in prompts for label in labels)
     assert labelled / sum(len(ids) for ids, _ in prompts) == pytest.approx(0.05, abs=0.002)
