@@ -1,5 +1,6 @@
 """Mixtures of experts: what an adapter reaches, and the load-balancing loss."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoConfig
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.store import Rows, single_rows
 from finetune.distributed.filling import padded
+from finetune.distributed.pipeline import Stage, Step
 from finetune.kernels.balance import Balance, balance_of, parts
 from finetune.kernels.balance import documents_of as documents_of_tokens
 from finetune.kernels.head import give_loss
@@ -169,6 +171,25 @@ def test_layers_of_several_stages_have_the_loss_of_all_layers() -> None:
     assert torch.equal(found, whole)
     for grad, expected in zip(torch.autograd.grad(found, layers), wanted, strict=True):
         assert torch.equal(grad, expected)
+
+
+def test_stages_on_one_process_pass_on_what_their_routers_chose() -> None:
+    """Two parts of one model, whose rows are padded to one shape."""
+    model = balanced("qwen3_moe")
+    complete = copy.deepcopy(model)
+    plain = collate(rows_of([9, 5]), np.arange(2), 0, "cpu")
+    (batch,) = padded([plain], 0, multiple=4)
+    whole, balance = token_loss_sum(complete, plain)
+    (whole + balance).backward()
+    stages = [Stage(model, range(n, n + 1), n, 2, several=True) for n in range(2)]
+    for stage in stages:
+        loss_of = lambda _, head: token_loss_sum(head, batch).sum()  # noqa: E731
+        stage.step = Step([batch], [0], loss_of, torch.float32, training=True)
+    hidden, tally = stages[0](torch.zeros(1))
+    loss = stages[1](hidden, tally)
+    loss.backward()
+    assert loss.item() == pytest.approx((whole + balance).item(), rel=1e-6)
+    assert distance(gradients(model), gradients(complete)) < 1e-5
 
 
 def test_rows_padded_to_one_shape_are_documents_without_their_padding() -> None:

@@ -60,9 +60,6 @@ class PipelineEngine(MeshEngine):
         network: Any = layers.network_of(model)
         if self.plan.recipe.teaches:
             network.balance = None  # not a part of what a teacher teaches
-        elif network.balance is not None:
-            # transformers would record only the routers of the stage that runs first.
-            maybe_install_capturing_hooks(network.base_model)
         super().wrap(model, optimizers)
 
     def _stages(self, model: nn.Module) -> list["Stage"]:
@@ -272,7 +269,11 @@ class Stage(nn.Module):
     ) -> None:
         """`several`: whether `network` also contains layers of other stages."""
         super().__init__()
-        self.network, self.span, self.several = network, span, several
+        self.network: Any = network
+        self.span, self.several = span, several
+        if self.network.balance is not None:
+            # transformers would record only the routers of the stage that runs first.
+            maybe_install_capturing_hooks(self.network.base_model)
         self.index, self.total = index, total
         self.first, self.last = index == 0, index == total - 1
         self.step: Step | None = None
