@@ -71,6 +71,7 @@ def payloads(workload: Workload) -> dict[str, dict[str, float]]:
 def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, float]:
     """All-reduces of layers, embedding and head, and the all-gather of logits.
 
+    Every process has a complete score head.
     `stream` is the number of elements of the hidden states, over all micro-batches of a step.
     """
     shape, layout = here.shape, workload.layout
@@ -96,7 +97,7 @@ def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, floa
         if ranks and not (checkpointed or here.trains("embedding")):
             # Nothing before the first layer needs the gradient of its input.
             found["all-reduce"] -= stream * residual * sum(name in INPUTS for name in columns)
-    if layout.axes.pipeline * layout.axes.chunks - 1 in spans:
+    if layout.axes.pipeline * layout.axes.chunks - 1 in spans and not shape.scores:
         labelled = float(here.labelled_tokens * workload.accumulation)
         found["all-reduce"] += labelled * shape.hidden * residual
         found["all-gather"] = labelled * shape.vocab * shape.ways * width
@@ -115,7 +116,8 @@ def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
         whole = axes.context * here.tokens * 2.0 * shape.key * here.numerics.compute
         whole *= shape.layers * workload.accumulation
         return {"all-gather": whole * (1 + again), "reduce-scatter": whole}
-    each = here.tokens * (2.0 * shape.query + 2.0 * shape.key) * here.numerics.compute
+    keys = max(shape.kv_heads, axes.sequence) * shape.head_dim  # each process gets one at least
+    each = here.tokens * (2.0 * shape.query + 2.0 * keys) * here.numerics.compute
     return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}
 
 

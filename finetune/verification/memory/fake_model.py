@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
@@ -24,6 +24,7 @@ from finetune.kernels.head import LabelledHead
 from finetune.kernels.quantised import Linear4bit, QuantState, matmul_4bit
 from finetune.models import model as models
 from finetune.models.quantization import quantization_config
+from finetune.models.scoring import auto_class
 from finetune.planner import Plan
 from finetune.planner.kernels import GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES
 
@@ -92,8 +93,9 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
     dtype = torch.float32 if recipe.model.config is not None else models.weight_dtype(plan)
     with torch.device("meta"):
         try:
-            short = shortened(config, layers)
-            network = AutoModelForCausalLM.from_config(
+            scores = {} if recipe.scores is None else recipe.scores.config
+            short = shortened(config | scores, layers)
+            network = auto_class(recipe.scores).from_config(
                 short, attn_implementation=engine.attention(short, implementation), dtype=dtype
             )
             if isinstance(engine, MeshEngine):

@@ -18,6 +18,7 @@ from finetune.data.collate import Boundaries, MicroBatch
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import is_elsewhere
 from finetune.distributed.mesh import MeshEngine
+from finetune.models.scoring import head_of
 from finetune.training import optim
 from finetune.verification.memory.fake_model import Packed, counts, layers_of
 from finetune.verification.memory.tracker import (
@@ -71,7 +72,7 @@ class Step:
         self.before = 0
         for index, layer in enumerate(self.layers):  # before the engine's own hooks
             self._watch(index, layer)
-        head = network.get_output_embeddings()
+        head = head_of(network)
         if head is not None and not is_elsewhere(head):
             head.register_forward_hook(lambda *_: self.tracker.begin("forward: loss"))
         self._prepare(network)
@@ -235,6 +236,7 @@ class Step:
         return MicroBatch(
             ids, ids, None, self.plan.recipe.batch.micro_rows, ids.numel(), ids.numel(), bounds,
             document_labels=torch.full(self.shape[:1], self.shape[1]),
+            last_places=torch.arange(1, self.shape[0] + 1) * self.shape[1] - 1,
             columns={name: torch.zeros(self.shape[0]) for name in columns},
         )  # fmt: skip
 
