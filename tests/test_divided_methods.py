@@ -170,8 +170,8 @@ def test_a_stored_teacher_is_read_by_stages_and_parts_of_rows(
 @pytest.mark.parametrize(
     ("method", "backend", "problem"),
     [
-        (Distill(teacher=Teacher("models/large")), "pp", "teacher: its hidden states would have"),
-        (Distill(teacher=Teacher("models/large")), "tp", ""),
+        (Distill(teacher=Teacher("models/large")), "pp", ""),
+        (Distill(teacher=Teacher("m", quantization="nf4")), "tp", "teacher.quantization: nf4"),
         (Distill(teacher_logps="stored"), "pp", ""),
         (GRPO(), "pp", ""),
         (GRPO(), "sp", "compares complete completions, and sp splits them"),

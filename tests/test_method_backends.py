@@ -8,7 +8,7 @@ import method_matrix
 import pytest
 import torch
 from conftest import Finetune, Tiny, conversations, write_recipe
-from test_dpo import pairs
+from test_dpo import other_model, pairs
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import finetune as ft
@@ -55,9 +55,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
 class Work:
     """Recipes, and what one process makes of them."""
 
-    def __init__(self, folder: Path, dense: Path, sources: dict[str, dict[str, str]]) -> None:
+    def __init__(self, folder: Path, tiny: Tiny, sources: dict[str, dict[str, str]]) -> None:
         self.folder, self.sources = folder, sources
-        self.models = {"dense": dense, "mixture": mixture(folder / "mixture", dense)}
+        self.models = {"dense": tiny.model, "mixture": mixture(folder / "mixture", tiny.model)}
+        self.teacher = other_model(tiny, folder / "teacher")
         self.runs: dict[tuple[str, str], Run] = {}
         self.count = 0
 
@@ -75,8 +76,7 @@ class Work:
         if method == "classifier":
             given["labels"] = ["a", "b"]
         if method == "distill":
-            other = "dense" if model == "mixture" else "mixture"  # with the same tokenizer
-            given["teacher"] = {"name": str(self.models[other])}
+            given["teacher"] = {"name": str(self.teacher)}
         if method in ("grpo", "rloo"):
             given |= {
                 "reward_funcs": [{"function": "finetune.verification.proofs.fixtures:vowels"}],
@@ -100,7 +100,7 @@ class Work:
 def work(
     tiny: Tiny, sources: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> Work:
-    return Work(tmp_path_factory.mktemp("work"), tiny.model, sources)
+    return Work(tmp_path_factory.mktemp("work"), tiny, sources)
 
 
 def mixture(folder: Path, dense: Path) -> Path:

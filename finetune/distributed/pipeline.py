@@ -43,6 +43,9 @@ class PipelineEngine(MeshEngine):
     def __init__(self, *words: Any, **named: Any) -> None:
         super().__init__(*words, **named)
         self.stages: list[Stage] = []
+        self.teacher: nn.Module | None = None
+        """The part of a running teacher on this process."""
+        self.teacher_stages: list[Stage] = []
         self.is_first = self.place["pipeline"] == 0
         axes = self.plan.backend.axes
         here = schedules.parts_of(self.place["pipeline"], axes)
@@ -60,6 +63,11 @@ class PipelineEngine(MeshEngine):
         network: Any = layers.network_of(model)
         if self.plan.recipe.teaches:
             network.balance = None  # not a part of what a teacher teaches
+        self.teacher = network._modules.pop("teacher", None)
+        if self.teacher is not None:
+            # Its stages run separately, and FSDP2 allows one root for each module.
+            vars(network)["teacher"] = self.teacher
+            self.teacher_stages = self._stages(self.teacher)
         super().wrap(model, optimizers)
 
     def _stages(self, model: nn.Module) -> list["Stage"]:
@@ -90,8 +98,13 @@ class PipelineEngine(MeshEngine):
     def _autocast(self, model: nn.Module) -> nn.Module:
         return model  # `_run` applies autocast, because a stage does not call the model's forward
 
+    def _shard(self, model: nn.Module) -> None:
+        super()._shard(model)
+        if self.teacher is not None:
+            super()._shard(self.teacher)
+
     def _roots(self, model: nn.Module) -> list[nn.Module]:
-        return [*self.stages]
+        return [*self.teacher_stages] if model is self.teacher else [*self.stages]
 
     def counted_elsewhere(self, model: nn.Module) -> set[int]:
         """The last stage's copy of a tied embedding, which the first stage counts."""
@@ -122,7 +135,8 @@ class PipelineEngine(MeshEngine):
         before_last: Callable[[], object],
     ) -> None:
         before_last()
-        self._run(batches, seeds, loss_of, training=True)
+        with self._taught(batches) as seen:
+            self._run(batches, seeds, loss_of, training=True, seen=seen)
         self._sum_tied()
         if self.held_gradients is None:
             self.held_gradients = self.gradient_elements()
@@ -130,13 +144,46 @@ class PipelineEngine(MeshEngine):
     def forward_only(self, batch: MicroBatch, loss_of: LossOf) -> None:
         # A schedule with several chunks needs at least one micro-batch per stage.
         count = self.plan.mesh.pipeline if len(self.stages) > 1 else 1
-        self._run([batch] * count, [0] * count, _once(loss_of), training=False)
+        batches = [batch] * count
+        with self._taught(batches) as seen:
+            self._run(batches, [0] * count, _once(loss_of), training=False, seen=seen)
+
+    @contextlib.contextmanager
+    def _taught(self, batches: list[MicroBatch]) -> Iterator[dict[int, torch.Tensor]]:
+        """Context with the teacher's hidden states on the last stage, (rows * tokens, hidden).
+
+        Its head is gathered inside.
+        """
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(index: int, head: Any) -> torch.Tensor:
+            found[index] = head.hidden.flatten(0, 1)
+            return torch.zeros(1)
+
+        if self.teacher is not None:
+            usual, self.stages = self.stages, self.teacher_stages
+            with torch.no_grad():
+                self._run(batches, [0] * len(batches), keep, training=False, seen={})
+            self.stages = usual
+        sharded = [each for each in self.teacher_stages if isinstance(each, FSDPModule)]
+        for stage in sharded:
+            stage.unshard()
+        try:
+            yield found
+        finally:
+            for stage in sharded:
+                stage.reshard()
 
     def _run(
-        self, batches: list[MicroBatch], seeds: list[int], loss_of: LossOf, training: bool
+        self,
+        batches: list[MicroBatch],
+        seeds: list[int],
+        loss_of: LossOf,
+        training: bool,
+        seen: dict[int, torch.Tensor],
     ) -> None:
         for stage in self.stages:
-            stage.step = Step(batches, seeds, loss_of, self._dtype(), training)
+            stage.step = Step(batches, seeds, loss_of, self._dtype(), training, seen)
         schedule = self._schedule(batches, training)
         numbers = torch.arange(len(batches))
         first = (numbers,) if any(stage.first for stage in self.stages) else ()
@@ -259,6 +306,8 @@ class Step:
     loss_of: LossOf
     dtype: torch.dtype
     training: bool
+    seen: dict[int, torch.Tensor]
+    """Hidden states of a running teacher on the last stage, by micro-batch."""
 
 
 class Stage(nn.Module):
@@ -310,7 +359,8 @@ class Stage(nn.Module):
                     f"{step.dtype}; use a backend without a pipeline for this model"
                 )
             return hidden if tally is None else (hidden, tally)
-        return step.loss_of(at, _Head(self.network, hidden, balanced)).float().reshape(1)
+        head = _Head(self.network, hidden, balanced, step.seen.get(at))
+        return step.loss_of(at, head).float().reshape(1)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[Any]:
@@ -334,8 +384,14 @@ class Stage(nn.Module):
 class _Head:
     """Stands in for the model in a method's loss, with hidden states that are already computed."""
 
-    def __init__(self, network: Any, hidden: torch.Tensor, balance: torch.Tensor | None) -> None:
-        self.network, self.hidden, self.balance = network, hidden, balance
+    def __init__(
+        self,
+        network: Any,
+        hidden: torch.Tensor,
+        balance: torch.Tensor | None,
+        seen: torch.Tensor | None,
+    ) -> None:
+        self.network, self.hidden, self.balance, self.seen = network, hidden, balance, seen
 
     def __call__(
         self,
@@ -349,7 +405,8 @@ class _Head:
     ) -> torch.Tensor:
         hidden = self.hidden.flatten(0, 1)[places]
         if taught is not None:
-            return self.network.taught_loss(hidden, targets, taught)
+            seen = None if self.seen is None else self.seen[places]
+            return self.network.taught_loss(hidden, targets, taught, seen)
         loss = self.network.loss_of_hidden(hidden, targets, logps, means)
         return loss if self.balance is None else torch.cat([loss.view(-1), self.balance.view(1)])
 

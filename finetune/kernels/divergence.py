@@ -51,8 +51,9 @@ def give_teacher(model: PreTrainedModel, teacher: PreTrainedModel | None) -> Non
         plain_head(model).__class__ = TaughtHead
     if teacher is not None:
         head = teacher.get_output_embeddings()
-        head.__class__ = TeacherHead
-        head.scale, head.cap = logit_function(teacher.config)
+        if isinstance(head, nn.Linear):  # otherwise another stage of a pipeline has it
+            head.__class__ = TeacherHead
+            head.scale, head.cap = logit_function(teacher.config)
         kind = type(teacher)
         own = {"__module__": kind.__module__}
         teacher.__class__ = type(kind.__name__, (Frozen, kind), own)

@@ -234,10 +234,10 @@ def _recipe(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             f"method: {recipe.method} needs a score head, which no stage of a pipeline holds; it "
             f"does not run under {backend.name} ({axes.words()}); use fsdp_full_shard"
         )
-    if recipe.taught_by is not None and axes.pipeline > 1:
+    if recipe.taught_by is not None and axes.pipeline > 1 and axes.schedule == "ZBVZeroBubble":
         yield (
-            f"teacher: its hidden states would have to pass through the stages of {backend.name}; "
-            "store its log-probabilities (finetune teach) and name them in teacher_logps, or use tp"
+            "parallelism_config_pp_schedule: torch 2.13 cannot run a teacher's forward pass with "
+            "ZBVZeroBubble; use 1F1B, or store its log-probabilities (finetune teach)"
         )
     for field, other in (("teacher.name", recipe.taught_by), ("reference", other_model(recipe))):
         if other is not None:

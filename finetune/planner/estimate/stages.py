@@ -53,6 +53,10 @@ class _Stage:
         self.moments: dict[str, Moment] = {}
         self.largest: dict[str, float] = {}
         self.base = {**state(here), "hand-overs": self._receive_buffers(), "casts": self._casts()}
+        if here.teacher_shape is not None and self.last in self.parts:
+            # The teacher's hidden states of all micro-batches.
+            states = float(here.tokens * here.teacher_shape.hidden * here.compute)
+            self.base["teacher"] += workload.accumulation * states
         self._sizes()
 
     def _sizes(self) -> None:
