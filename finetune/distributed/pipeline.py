@@ -66,7 +66,7 @@ class PipelineEngine(MeshEngine):
         self.teacher = network._modules.pop("teacher", None)
         if self.teacher is not None:
             # Its stages run separately, and FSDP2 allows one root for each module.
-            vars(network)["teacher"] = self.teacher
+            vars(network)["teacher"], vars(self.teacher)["balance"] = self.teacher, None
             self.teacher_stages = self._stages(self.teacher)
         super().wrap(model, optimizers)
 
