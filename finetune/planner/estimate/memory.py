@@ -25,7 +25,7 @@ def timeline(workload: Workload) -> Timeline:
     axes = workload.layout.axes
     here = part.here(workload) if axes.any else workload
     found = stages.timeline(workload) if axes.pipeline > 1 else _Step(here).timeline()
-    return Timeline((*found.moments, *_reference_pass(here), *_sampling(workload, here)))
+    return Timeline((*_reference_pass(here), *_sampling(workload, here), *found.moments))
 
 
 def _reference_pass(here: Workload) -> list[Moment]:
