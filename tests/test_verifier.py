@@ -297,6 +297,13 @@ def test_an_unknown_model_is_refused(finetune: Finetune, tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
+def test_a_step_that_needs_completions_is_refused(finetune: Finetune, assets: Path) -> None:
+    words = [f"model.name={assets / 'configs/Qwen3-0.6B'}", "--backend", "single", "--verify"]
+    done = finetune("plan", "qwen3_0_6b_grpo", *words, "--gpu", "H100-80")
+    assert done.status == 2
+    assert "--verify: a step of grpo needs sampled completions, which a trace does" in done.stderr
+
+
 SHIPPED = [
     ("llama3_3_70b_qlora", "fsdp_full_shard", 64, "Llama-3-70B"),
     ("llama3_1_8b_full", "fsdp_full_shard", 8, "Llama-3.1-8B"),

@@ -31,7 +31,13 @@ def verify(plan: Plan, workload: Workload | None = None) -> Verification | Stage
     Raises:
         FinetuneError: the model cannot be traced, with the reason.
     """
-    backend = plan.backend
+    backend, recipe = plan.backend, plan.recipe
+    if recipe.sampled is not None or recipe.teaches:
+        needed = "sampled completions" if recipe.sampled is not None else "a teacher"
+        raise FinetuneError(
+            f"--verify: a step of {recipe.method} needs {needed}, which a trace does not have; "
+            "verify a recipe of sft with the same model and rows"
+        )
     if backend.shard_size is not None:
         raise FinetuneError(
             f"--verify: only one copy of {backend.name} could be traced; verify fsdp_full_shard or "
