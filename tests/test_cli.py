@@ -817,7 +817,7 @@ def test_quick_verbs_import_no_torch(words: list[str], tmp_path: Path) -> None:
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *words],
+        [sys.executable, "-c", code, *words], cwd=tmp_path,  # without a base of a quickstart
         env=environment(tmp_path), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stderr == "[]\n"

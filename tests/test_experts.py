@@ -184,7 +184,7 @@ def test_stages_on_one_process_pass_on_what_their_routers_chose() -> None:
     stages = [Stage(model, range(n, n + 1), n, 2, several=True) for n in range(2)]
     for stage in stages:
         loss_of = lambda _, head: token_loss_sum(head, batch).sum()  # noqa: E731
-        stage.step = Step([batch], [0], loss_of, torch.float32, training=True)
+        stage.step = Step([batch], [0], loss_of, torch.float32, training=True, seen={})
     hidden, tally = stages[0](torch.zeros(1))
     loss = stages[1](hidden, tally)
     loss.backward()
