@@ -31,6 +31,7 @@ RECORDS = "/metrics.jsonl"
 
 
 def main() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
     import finetune.cli.main as cli
     import finetune.exporters.export
     import finetune.training.worker  # noqa: F401
