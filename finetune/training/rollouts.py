@@ -349,17 +349,17 @@ class Rollouts:
         # Equally many batches on every rank, because forward passes are collective.
         for _, some in of_rank(cuts, engine.data_rank, engine.data_world):
             collated = collate(rows, some, self.pad_id, engine.device)
-            (batch,) = engine.local_batches([collated], self.pad_id)
+            (part,) = engine.local_batches([collated], self.pad_id)
 
             def forward(
-                _: int, model: nn.Module, batch: MicroBatch = batch, some: np.ndarray = some
+                _: int, model: nn.Module, part: MicroBatch = part, some: np.ndarray = some
             ) -> torch.Tensor:
-                logps, _ = token_logps(model, batch)
+                logps, _ = token_logps(model, part)
                 places.append(labelled_places(rows.documents, some))
                 values.append(logps.float().cpu().numpy())
                 return logps.sum()
 
-            engine.forward_only(batch, forward)
+            engine.forward_only(part, forward)
         return np.concatenate(places), np.concatenate(values)
 
     # Evaluation --------------------------------------------------------------------------------
