@@ -15,6 +15,7 @@ from finetune.cache import COMPILED, keep_compiled
 from finetune.distributed.deepspeed import without_values
 from finetune.distributed.deepspeed_nvme import require_async_io
 from finetune.kernels.chains import usual_folder
+from finetune.process.cores import usable_cores
 from finetune.process.start import collecting_later, compiling_later
 
 
@@ -51,6 +52,17 @@ def last_line(script: str, **env: str) -> str:
         cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="binds a process to cores")
+def test_a_process_counts_the_cores_that_it_may_use() -> None:
+    first = min(os.sched_getaffinity(0))
+    script = (
+        f"import os; os.sched_setaffinity(0, [{first}])\n"
+        "from finetune.process.cores import usable_cores; print(usable_cores())"
+    )
+    assert last_line(script) == "1"
+    assert usable_cores() == len(os.sched_getaffinity(0))
 
 
 def test_models_are_listed_once() -> None:

@@ -21,6 +21,7 @@ from typing import IO, Any
 from finetune.data.encode import Chunk, Encoded, Encoder
 from finetune.errors import FinetuneError
 from finetune.process import interpreter
+from finetune.process.cores import usable_cores
 from finetune.process.quiet import tokenise_on_one_core
 
 ALONE = 16
@@ -32,7 +33,7 @@ def encode(encoder: Encoder, chunks: Iterable[Chunk]) -> Iterator[Encoded]:
     """Yield encoded chunks in order; workers run a few chunks ahead of the consumer."""
     waiting = iter(chunks)
     yield from map(encoder, islice(waiting, ALONE))
-    processes = min(_cores(), MOST_PROCESSES)
+    processes = min(usable_cores(), MOST_PROCESSES)
     following = next(waiting, None)
     if following is None:
         return
@@ -73,11 +74,6 @@ def _in_order(
     finally:
         for future in running:
             future.cancel()
-
-
-def _cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _is_importable(encoder: Encoder) -> bool:

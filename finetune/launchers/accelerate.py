@@ -23,6 +23,7 @@ from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.launchers.job import Job, machines
 from finetune.planner import Plan
 from finetune.process import interpreter
+from finetune.process.cores import usable_cores
 from finetune.process.error_report import STATUS_FILE
 from finetune.process.quiet import OF_A_LAUNCH
 from finetune.process.signals import handled_signals, name_of
@@ -90,7 +91,7 @@ def run(job: Job) -> None:
         words += {True: ["--resume"], "auto": ["--resume", "auto"], False: []}[job.resume]
         command = build_command(job.plan, words, flags)
         here = max(1, job.plan.processes // machines(flags))
-        threads = max(1, (os.cpu_count() or 1) // here)
+        threads = max(1, usable_cores() // here)
         axes = job.plan.backend.axes.variables()
         _run(command, axes, job.run, status, threads, starts_again=bool(job.max_restarts))
 

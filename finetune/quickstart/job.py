@@ -13,6 +13,8 @@ from finetune.errors import TrainingFailure
 from finetune.evaluation.exact_match import Score, exact_match, references, samples
 from finetune.inference.generate import load, load_base
 from finetune.inference.load import trained_dtype
+from finetune.launchers.job import launch
+from finetune.process.cores import usable_cores
 from finetune.quickstart.records import corpus, instructions, mixed
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Data
@@ -68,10 +70,26 @@ def quickstart(output: Path) -> Run:
 
 
 def train_base() -> None:
-    """Train the base from scratch, unless it exists."""
+    """Train the base from scratch, unless it exists: on a CPU with two processes, if it has cores.
+
+    The steps are the same as those of one process.
+    """
     base = Run(FOLDER / "base")
-    if not base.final.exists():
-        train(catalog.resolve("quickstart_base"), precision="fp32", output=base.root, resume="auto")
+    if base.final.exists():
+        return
+    recipe = catalog.resolve("quickstart_base")
+    if usable_cores() < 2 or torch.accelerator.is_available():
+        train(recipe, precision="fp32", output=base.root, resume="auto")
+        return
+    launch(
+        recipe,
+        backend="ddp",
+        processes=2,
+        output=base.root,
+        resume="auto",
+        precision="fp32",
+        flags=("--num_cpu_threads_per_process", "1"),
+    )
 
 
 def train_start() -> Run:

@@ -18,6 +18,7 @@ from finetune.checkpoints.checkpoint import progress_of
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.launchers.accelerate import begin
 from finetune.process import warm
+from finetune.process.cores import usable_cores
 from finetune.runs.run import Run, write_json
 
 LIMIT_SECONDS = 1800
@@ -62,8 +63,7 @@ class Launches:
         with self._lock:
             if self.closed:
                 raise TrainingFailure("not started: the proof was interrupted")
-            cores = os.cpu_count() or 1
-            threads = max(1, cores // (trial.processes * self.jobs))
+            threads = max(1, usable_cores() // (trial.processes * self.jobs))
             process = begin(_words(trial), log, threads, self._python())
             self._running = [each for each in self._running if each.poll() is None]
             self._running.append(process)
