@@ -118,8 +118,11 @@ ADAPTED = {"adapter": {"r": 4, "targets": "all-linear"}}
 def test_completions_of_gathered_weights_are_those_of_one_process(
     work: Work, finetune: Finetune
 ) -> None:
-    """Two samplings: before the first step, and after an update of the divided adapter."""
-    given = work.fields("grpo", **ADAPTED, num_iterations=1)
+    """Two samplings: before the first step, and after an update of the divided adapter.
+
+    Four completions at a time: both batches of one process, one batch of each of two.
+    """
+    given = work.fields("grpo", **ADAPTED, num_iterations=1, sampling_rows=4)
     alone, run = work.both(finetune, given, "tp")
     assert_equal(alone, run)
     taken = [

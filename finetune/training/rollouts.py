@@ -199,13 +199,16 @@ class Rollouts:
     def _complete(
         self, rows: Rows, prompts: np.ndarray, numbers: np.ndarray, step: int, temperature: float
     ) -> list[Completion]:
-        """One completion per prompt, on every rank; each rank samples a share of the prompts."""
+        """One completion per prompt, on every rank; each rank samples a share of the prompts.
+
+        Every rank has complete weights here, also if the model is divided.
+        """
         engine = self.engine
         order = {row: at for at, row in enumerate(dict.fromkeys(prompts.tolist()))}
         mine = [
             index
             for index, row in enumerate(prompts.tolist())
-            if order[row] % engine.data_world == engine.data_rank
+            if order[row] % engine.world == engine.rank
         ]
         wanted = [
             Wanted(

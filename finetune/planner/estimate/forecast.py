@@ -139,7 +139,7 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
     workload = _with_length(workload, facts.length, facts.padded, facts.labelled)
     width = 2 if plan.backend.precision == "bf16" else 4
     sampled = sampling(
-        plan.recipe, workload.shape, plan.mesh.data, width, machine, tokens=facts.length,
+        plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length,
         weights=gathered_weights(workload),
     )  # fmt: skip
     found = list[Judge]()

@@ -22,7 +22,7 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
     shape = prediction.source.shape
     weights = gathered_weights(prediction.workload)
     sampled = sampling(
-        plan.recipe, shape, plan.mesh.data, width, prediction.machine, weights=weights
+        plan.recipe, shape, plan.processes, width, prediction.machine, weights=weights
     )
     if sampled is not None:
         parts.append(sampling_words(sampled))

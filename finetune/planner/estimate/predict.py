@@ -200,7 +200,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
 def _with_completions(plan: Plan, workload: Workload) -> Workload:
     """The workload with the memory of the completions that a divided model samples at once."""
     width = 2 if plan.backend.precision == "bf16" else 4
-    sampled = sampling(plan.recipe, workload.shape, plan.mesh.data, width)
+    sampled = sampling(plan.recipe, workload.shape, plan.processes, width)
     if sampled is None or not workload.layout.axes.any:
         return workload
     return dataclasses.replace(workload, completions=sampled.memory)

@@ -68,7 +68,7 @@ def sampling(
     Args:
         recipe: the recipe, which sets the number and length of completions.
         shape: shape of the model.
-        processes: processes that share the completions: those with different rows.
+        processes: processes, which share the completions.
         width: bytes per element of the compute data type.
         machine: machine for the prediction of time; None for memory only.
         tokens: length of the longest prompt with its completion; by default the maximum.
