@@ -434,3 +434,56 @@ def test_contradicting_weights_are_refused_by_every_reader(tmp_path: Path):
         "data.0.repeat: 2, but the weights determine how much of each source an epoch contains; "
         "remove one of the two"
     ]
+
+
+# Repeated keys, of which `json.loads` keeps the last.
+
+
+def test_a_repeated_key_is_refused_where_it_is(tmp_path: Path):
+    twice = '{"role": "assistant", "content": "a", "content": "b"}'
+    turn = '{"messages": [{"role": "user", "content": "Hi"}, %s]}'
+    lines, whole = tmp_path / "a.jsonl", tmp_path / "a.json"
+    lines.write_text((turn % twice.replace('"content": "a", ', "")) + "\n" + turn % twice)
+    whole.write_text(f"[{turn % twice}]")
+    problem = "the key 'content' occurs 2 times in one object, with 'a', 'b'; keep one"
+    for path, place in ((lines, f"{lines} row 2"), (whole, f"{whole}")):
+        recipe = recipe_of(str(path), "messages")
+        assert problems_of(recipe, tmp_path / "cache") == [f"{place}: broken JSON: {problem}"]
+    call = {"name": "look", "arguments": '{"city": "Bern", "city": "Rome"}'}
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "function_call": call}]
+    source = write_jsonl(tmp_path / "b.jsonl", [{"messages": said}])
+    assert problems_of(recipe_of(source, "messages"), tmp_path / "cache") == [
+        f"{source} row 1: messages[1].function_call.arguments is not JSON: the key 'city' occurs "
+        "2 times in one object, with 'Bern', 'Rome'; keep one"
+    ]
+
+
+@pytest.mark.parametrize("key", ["tools", "functions", "reasoning_details"])
+def test_a_key_with_meaning_is_read_by_the_template_or_refused(tmp_path: Path, key: str):
+    chatml = load_chat(small_tokenizer(), "chatml").template or ""
+    template = tmp_path / "template.jinja"
+    said = [{"role": "user", "content": "Hi", key: "look "}, {"role": "assistant", "content": "Y"}]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}])
+    recipe = recipe_of(source, "messages")
+    problems = problems_of(recipe, tmp_path / "cache")
+    assert [each.partition(", which")[0] for each in problems] == [
+        f"{source} row 1: message 0 has '{key}'"
+    ]
+    template.write_text(chatml.replace("+ message.role", f"+ (message.{key} or '') + message.role"))
+    reading = load_chat(small_tokenizer(), str(template))
+    prepared = prepare(recipe, reading, tmp_path / "cache")
+    assert "look user" in reading.tokenizer.decode(prepared.train.row(0)[0])
+    assert not prepared.counts["train"].get("columns_unread")
+
+
+@pytest.mark.parametrize("column", ["reasoning_content", "thinking"])
+def test_a_column_of_reasoning_is_refused_and_a_flag_is_not(tmp_path: Path, column: str):
+    source = write_jsonl(tmp_path / "a.jsonl", [{**PAIRS[0], column: "because"}])
+    assert problems_of(recipe_of(source), tmp_path / "cache") == [
+        f"{source} row 1: column '{column}' is not read by format 'question_answer': the reasoning "
+        f"would be lost; format 'messages' reads it in a message; to leave it out: "
+        f'columns={{"{column}": null}}'
+    ]
+    source = write_jsonl(tmp_path / "b.jsonl", [{**row, column: True} for row in PAIRS])
+    counts = prepare(recipe_of(source), CHAT, tmp_path / "cache").counts["train"]
+    assert counts["columns_unread"] == {column: len(PAIRS)}

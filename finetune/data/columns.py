@@ -54,6 +54,10 @@ def _is_verdict(value: Any) -> bool:
     return verdict(value) is not None
 
 
+def _is_filled_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
 def _is_partial_weight(value: Any) -> bool:
     try:
         return float(value) != 1
@@ -84,6 +88,10 @@ MEANING: dict[str, tuple[Check, str]] = {
     "tools": (is_given, "the functions would be lost"),
     "functions": (is_given, "the functions would be lost"),
     "chat_template_kwargs": (is_given, "the template's variables would be lost"),
+    **dict.fromkeys(
+        ("reasoning_content", "thinking"),
+        (_is_filled_text, "the reasoning would be lost; format 'messages' reads it in a message"),
+    ),
     **dict.fromkeys(
         ("weight", "loss_weight", "sample_weight"),
         (_is_partial_weight, "every row has the same weight; a source has `repeat` and `weight`"),

@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from finetune.data.chat.messages import KNOWN, Message
+from finetune.data.chat.messages import KNOWN, LOST, Message
 from finetune.data.chat.render import Chat
 from finetune.data.columns import is_given
 from finetune.data.example import Example
@@ -175,16 +175,26 @@ class Encoder:
                 yield name
 
     def _unread_keys(self, sample: Conversation) -> set[str]:
-        """Keys of a row's messages that neither the format nor the template reads."""
+        """Keys of a row's messages that neither the format nor the template reads.
+
+        Raises FinetuneError for a key that changes the meaning of the message.
+        """
         templates = (self.chat.template, self.chat.tool_template)
-        return {
-            f"messages[].{key}"
+        unread = [
+            (number, key)
             for number, message in enumerate(sample.messages)
             for key in message.keys() - KNOWN
             if is_given(message[key])
             if not any(_mentions(template, key) for template in templates)
             or not self.chat.reads_key(sample, number, key)
-        }
+        ]
+        for number, key in unread:
+            if key in LOST:
+                raise FinetuneError(
+                    f"message {number} has '{key}', which the chat template does not read: "
+                    f"{LOST[key]}"
+                )
+        return {f"messages[].{key}" for _, key in unread}
 
     @cached_property
     def _longest_token(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.data.arrow import read_arrow, read_parquet
 from finetune.data.lines import ARCHIVES, COMPRESSED, NotUTF8, decode, lines, raw_lines
-from finetune.data.values import Unreadable
+from finetune.data.values import Unreadable, parse_json
 from finetune.errors import FinetuneError
 
 DOCUMENT_END = "<|endoftext|>"
@@ -190,14 +190,14 @@ def why_not_read(path: Path) -> str:
 def _parse(text: str) -> Any:
     """Parse JSON; raises BrokenJSON."""
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if "\n" in text else ""
         near = text[max(0, error.pos - 20) : error.pos + 20]
         raise BrokenJSON(
             f"broken JSON at {line}column {error.colno}: {error.msg} near {near!r}"
         ) from None
-    except ValueError as error:  # a number with more digits than Python accepts
+    except ValueError as error:  # a repeated key, or a number with more digits than Python accepts
         raise BrokenJSON(f"broken JSON: {error}") from None
     except RecursionError:
         raise BrokenJSON("JSON nested too deeply") from None

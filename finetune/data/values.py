@@ -1,7 +1,7 @@
 """Type checks for values of a row, and the error that a wrong type raises."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,26 @@ class Unreadable:
     """The beginning of the row's raw text."""
 
 
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of key-value pairs; raises ValueError if a key is repeated."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"the key {twice!r} occurs {names.count(twice)} times in one object, with "
+            f"{', '.join(f'{value!r:.60}' for name, value in pairs if name == twice)}; keep one"
+        )
+    return found
+
+
+parse_json: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_unrepeated).decode
+"""Parse JSON; raises ValueError, also for a repeated key, of which `json.loads` keeps one value."""
+
+
 def json_of(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise RowProblem(f"{where} is not JSON: {error}") from None
     except RecursionError:

@@ -36,6 +36,12 @@ REFUSED = {
     "mask": "use weight: 0 (context only) or 1 (trained)",
 }
 """Keys of a message that are not supported, with what to do instead."""
+LOST = {
+    "tools": "write the functions into the row's column 'tools'",
+    "functions": "write the functions into the row's column 'tools'",
+    "reasoning_details": "write the reasoning into reasoning_content",
+}
+"""Keys of a message that only some templates read, with what to do for the other templates."""
 KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING))
 """Keys of a message that are normalized; all other keys are passed to the template unchanged."""
 
