@@ -244,6 +244,25 @@ def test_a_step_of_pairs_whose_tokens_are_divided_is_traced(
     assert found["agrees"], found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [{"r": 4}, None], ids=["lora", "full"])
+def test_a_score_head_leaves_the_embedding_a_unit_of_its_own(
+    finetune: Finetune, tmp_path: Path, adapter: dict[str, int] | None
+) -> None:
+    """FSDP2 gathers it again before the backward pass of the first layer, though it is frozen."""
+    file = recipe(
+        tmp_path, WIDE | {"num_hidden_layers": 6, "tie_word_embeddings": True}, method="reward",
+        data=[{"source": "rows.jsonl", "format": "preference"}], adapter=adapter,
+        model={"activation_checkpointing": adapter is None},
+    )  # fmt: skip
+    words = ["--backend", "fsdp_full_shard", "--gpu", "H100-80", "--gpus", "2"]
+    found = verification(finetune, file, *words)
+    assert found["agrees"], found
+    parts = {each["component"]: each["difference"] for each in found["components"]}
+    assert parts["all-gathers, sent"] == pytest.approx(0, abs=1e-3)
+    assert parts["peak"] == pytest.approx(0, abs=0.01)
+
+
 @pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])
 def test_an_engine_that_cannot_be_traced_is_named(engine: str, word: str, tmp_path: Path) -> None:
     settled = plan(catalog.load(recipe(tmp_path, LLAMA)), engine, 4)

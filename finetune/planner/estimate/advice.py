@@ -130,7 +130,7 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
         # In Accelerate 1.15, the final norm and the head are one unit, which stays gathered.
         kept_bytes=workload.outer_bytes
         if workload.root_unit
-        else float(shape.embedding * workload.outer_width),
+        else float(shape.head_weights * workload.outer_width),
     )
 
 

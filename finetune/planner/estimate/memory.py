@@ -292,6 +292,12 @@ class _Step:
             if self.fsdp and workload.root_unit
             else 0.0
         )
+        units = self.gathered.at_embedding()
+        once = workload.accumulation == 1
+        if table and self.gathered.apart and (once or workload.synchronise_each):
+            # Freed before its gradient is reduced, into a new shard if there are earlier ones.
+            units, again = 0.0, 0 if once else 1 / workload.layout.group
+            extra += shape.embedding * workload.reduce_width * (1 + again)
         if shape.ways > 1:  # the gradient of a table that tensor parallelism splits is not divided
             extra += (shape.ways - 1) * table
         return self.moment(
@@ -300,7 +306,7 @@ class _Step:
             waiting=self._waiting(),
             activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
             loss=self.loss,
-            units=self.gathered.at_embedding(),
+            units=units,
             reduction=extra + reduced,
             **self._buckets(),
         )

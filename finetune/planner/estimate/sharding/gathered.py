@@ -28,6 +28,21 @@ class Gathered:
         return float(self.workload.shape.embedding * self.workload.outer_width)
 
     @property
+    def _head(self) -> float:
+        """Bytes of the gathered head."""
+        return float(self.workload.shape.head_weights * self.workload.outer_width)
+
+    @property
+    def apart(self) -> bool:
+        """Whether FSDP gathers embedding and head as two units."""
+        return self.fsdp and not (self.workload.root_unit or self._one_table)
+
+    @property
+    def _one_table(self) -> bool:
+        """Whether embedding and head are one tensor."""
+        return self.workload.shape.tied and not self.workload.shape.scores
+
+    @property
     def _everything(self) -> float:
         """Bytes of all weights, gathered."""
         return self._layers * self.workload.unit_bytes + self.workload.outer_bytes
@@ -41,7 +56,7 @@ class Gathered:
             return self._everything
         if not self.fsdp:
             return max(self._table, self._reused())
-        held = workload.outer_bytes if workload.root_unit else self._table
+        held = workload.outer_bytes if workload.root_unit else self._head
         return held + self.ahead
 
     @property
@@ -57,14 +72,14 @@ class Gathered:
     @property
     def frees_head(self) -> bool:
         """Whether the head is a separate unit that is freed after its backward pass."""
-        apart = self.fsdp and not (self.workload.root_unit or self.workload.shape.tied)
-        return self._gathers and apart and not self._stays_gathered
+        return self._gathers and self.apart and not self._stays_gathered
 
     def at_loss(self) -> float:
         """Weights gathered while the loss is computed.
 
         In the forward pass, FSDP2 frees the buffer of an all-gather at the next all-gather, so the
-        last unit exists twice. That is the head, or the last layer if the head is tied.
+        last unit exists twice. That is the head, or the last layer if the head is tied or a score
+        head, which is gathered with the outermost module.
         """
         workload = self.workload
         if not self.fsdp:
@@ -72,19 +87,23 @@ class Gathered:
         if self._stays_gathered:
             units = self._everything
         else:
-            units = workload.outer_bytes if workload.root_unit else self._table
+            units = workload.outer_bytes if workload.root_unit else self._head
         if workload.root_unit:
             # Nothing is gathered after the last layer, so the buffer of its all-gather stays.
             return units + (self._experts or workload.unit_bytes)
-        return units + (workload.unit_bytes if workload.shape.tied else self._table)
+        return units + (self._table if self._gathers_head else workload.unit_bytes)
 
     def arriving(self) -> float:
         """Weights gathered while those of the head are copied out of their buffer.
 
         The buffer of the last layer is freed only afterwards.
         """
-        apart = self.fsdp and not (self.workload.root_unit or self.workload.shape.tied)
-        return self.at_loss() + (self.workload.unit_bytes if apart else 0.0)
+        return self.at_loss() + (self.workload.unit_bytes if self._gathers_head else 0.0)
+
+    @property
+    def _gathers_head(self) -> bool:
+        """Whether FSDP gathers the head after the last layer."""
+        return self.apart and not self.workload.shape.scores
 
     @property
     def _gathers(self) -> bool:
@@ -118,10 +137,10 @@ class Gathered:
         if self._stays_gathered:
             outer = self._table if apart else workload.outer_bytes
             return (self._layers - index) * workload.unit_bytes + outer
-        if apart and not workload.shape.tied and index and index == self._layers - 1:
+        if self.apart and index and index == self._layers - 1:
             return workload.unit_bytes + self._table
         outer = workload.outer_bytes if layout.traits.shards_all and workload.root_unit else 0.0
-        if apart and workload.shape.tied:
+        if apart and self._one_table:
             outer = self._table  # one unit with the head, which stays from forward to backward
         ahead = workload.unit_bytes + (self.ahead if self._layers > 1 else 0.0)
         if layout.traits.shards_all:
@@ -135,10 +154,17 @@ class Gathered:
         return min(self._everything, 2.0 * LIVE_PARAMETERS / 2)
 
     def at_embedding(self) -> float:
-        """Weights gathered during the backward pass of the embedding."""
+        """Weights gathered during the backward pass of the embedding.
+
+        A frozen one has none unless checkpoints need the gradient of their input; FSDP2 prefetches
+        its weights all the same.
+        """
         workload = self.workload
         if self.fsdp and not workload.root_unit:
-            return self._table if workload.shape.tied else 2 * self._table
+            if self._one_table:
+                return self._table
+            enters = workload.trains("embedding") or workload.checkpointing == "full"
+            return 2 * self._table if enters else self.backward(self._layers - 1)
         if workload.root_unit and not self._experts:
             return self.at_loss()
         return self.at_head()
