@@ -14,11 +14,13 @@ from conftest import ROOT, Finetune, Tiny, write_recipe
 from test_dpo import logp, other_model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune import catalog
 from finetune.data.store import Documents, Rows
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.inference.sampling import Completion
 from finetune.methods.grpo import GRPO
 from finetune.methods.online import ADVANTAGE
+from finetune.planner import plan
 from finetune.runs.run import Run
 from finetune.training.sampled import Sampled, Watch, read
 from finetune.verification.proofs import sampled as of_proofs
@@ -147,6 +149,9 @@ def test_a_run_learns_from_its_groups_and_says_how(alone: Run) -> None:
         } | ({"completions/mean_terminated_length"} & set(each))
         for each in evaluated
     ]  # fmt: skip
+    recipe = catalog.load(alone.recipe)
+    for name in evaluated[0].keys() - {"grad_norm"}:  # each can choose the best checkpoint
+        assert plan(recipe.with_evaluation(best=name), "single").recipe.evaluation.best == name
     shown = completions(alone)
     assert [each["step"] for each in shown] == [0] * 8 + [2] * 8
     group = [each["reward"] for each in shown[:4]]

@@ -404,9 +404,13 @@ def _best(recipe: Recipe, held_out: bool) -> Iterator[str]:
 def _evaluated(recipe: Recipe) -> list[str]:
     """Names of the metrics of an evaluation other than its loss; `*` matches any name."""
     if recipe.takes == "prompts":
-        lengths = ("mean_length", "clipped_ratio", "mean_terminated_length")
+        lengths = [f"{each}_length" for each in ("mean", "min", "max", "mean_terminated")]
         rewards = (f"rewards/{name}/mean" for name in recipe.evaluated_rewards)
-        return ["reward", *rewards, *(f"completions/{name}" for name in lengths)]
+        return [
+            "reward",
+            *rewards,
+            *(f"completions/{name}" for name in (*lengths, "clipped_ratio")),
+        ]
     more = ["f1", "f1/*"] if recipe.scores is not None and recipe.takes == "labelled" else []
     derived = recipe.derived(dict.fromkeys(recipe.metrics, 0.0))
     return [*dict.fromkeys([*recipe.metrics, *derived, *recipe.extremes, *more])]
