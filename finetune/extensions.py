@@ -51,7 +51,10 @@ def _load(field: str, word: str) -> Any:
         ) from None
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
-            raise FinetuneError(f"{field}: '{word}': {module} needs '{error.name}'") from None
+            raise FinetuneError(
+                f"{field}: '{word}': {module} imports '{error.name}', which is not installed; "
+                "install it, or put its folder on PYTHONPATH"
+            ) from None
         raise FinetuneError(
             f"{field}: '{word}': there is no module '{error.name}'; install it, or put its folder "
             "on PYTHONPATH" + (" and leave out '.py'" if module.endswith(".py") else "")

@@ -103,7 +103,9 @@ def test_a_module_that_fails_to_import_is_reported(
     (tmp_path / "broken_toy.py").write_text("import nothing_of_the_kind\n")
     (tmp_path / "raising_toy.py").write_text("raise ValueError('not today')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(FinetuneError, match="broken_toy needs 'nothing_of_the_kind'"):
+    with pytest.raises(
+        FinetuneError, match="broken_toy imports 'nothing_of_the_kind', which is not"
+    ):
         extensions.find("method", "broken_toy:X", {})
     with pytest.raises(FinetuneError, match="cannot be imported: ValueError: not today"):
         extensions.find("method", "raising_toy:X", {})

@@ -268,7 +268,7 @@ MODULES = {
     "import sys; sys.exit(3)": (
         "importing own_broken exits with SystemExit: 3; move the code that does so into a function"
     ),
-    "import no_such_dependency": "needs 'no_such_dependency'",
+    "import no_such_dependency": "is not installed; install it, or put its folder on PYTHONPATH",
     "import time\ntry:\n    time.sleep(60)\nexcept Exception:\n    pass": (
         "did not finish within 0.2 s; move what takes long, or waits, into a function"
     ),
