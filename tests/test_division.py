@@ -279,6 +279,8 @@ run()
         ("lora", "pp_tp", ("adapter.exclude_modules=[q_proj]",)),
         ("packed", "sp_tp", ()),
         ("packed", "cp", ()),
+        ("packed", "cp", ("--rotation", "alltoall", "--context", "4")),
+        ("lora", "cp", ("--rotation", "alltoall", "batch.packing=true")),
         ("full", "pp", ("--schedule", "Interleaved1F1B", "--profile")),
         ("full", "pp_tp_fsdp", ("batch.rows=16",)),
         ("full", "sp_fsdp", ()),
@@ -513,6 +515,7 @@ def refused(backend: str, fields: dict[str, Any], sizes: dict[str, Any], **batch
         ("pp", {"model_type": "granite"}, {}, "parallelism of granite is not supported"),
         ("cp", {"model_type": "gemma2"}, {}, "context parallelism of gemma2 is not"),
         ("cp", {"sliding_window": 64}, {}, "sliding_window=64, but the keys of all previous"),
+        ("cp", {"head_dim": 12}, {"rotation": "alltoall"}, "heads of 12, but the kernels of ring"),
         ("sp_tp", {}, {}, "3 attention heads of a tensor parallel process do not divide over 2"),
         ("sp", {}, {"sequence": 4}, "6 attention heads do not divide over 4 processes; use 2 or 3"),
     ],
@@ -552,6 +555,10 @@ def test_an_axis_that_a_backend_lacks_is_refused() -> None:
         backends.divided(backends.load("pp"), None, {"tensor": 2})
     with pytest.raises(FinetuneError, match="--tensor 1: expected at least 2"):
         backends.divided(backends.load("tp"), None, {"tensor": 1})
+    with pytest.raises(
+        FinetuneError, match=r"--rotation alltoall: sp has no such axis; .* are cp$"
+    ):
+        backends.divided(backends.load("sp"), None, {"rotation": "alltoall"})
     machine, count = backends.divided(backends.load("tp_fsdp"), None, {"tensor": 4})
     assert (machine.axes.tensor, count) == (4, 8)
 

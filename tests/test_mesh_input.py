@@ -65,6 +65,18 @@ SCHEDULES = "expected one of GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"
         ),
         (
             "tp_size: 2",
+            f"cp_size: 2\n  {SECTION}_cp_comm_strategy: all_to_all",
+            f"{SECTION}.{SECTION}_cp_comm_strategy: got 'all_to_all', expected one of allgather, "
+            "alltoall; did you mean 'alltoall'?",
+        ),
+        (
+            "tp_size: 2",
+            f"tp_size: 2\n  {SECTION}_cp_comm_strategy: alltoall",
+            f"{SECTION}.{SECTION}_cp_comm_strategy: got 'alltoall' without context parallelism; "
+            f"remove it, or set {SECTION}_cp_size",
+        ),
+        (
+            "tp_size: 2",
             f"tp_size: 4\n  {SECTION}_dp_shard_size: 2",
             f"{SECTION}: dp_shard 2 x tp 4 = 8 processes, but num_processes is 2; use "
             "num_processes: 8, or sizes whose product is 2",
@@ -94,13 +106,14 @@ def test_a_wrong_value_in_a_file_is_one_problem(
         ("TP_SIZE", "two", f"got 'two', {WHOLE}"),
         ("PP_SIZE", "1.5", f"got '1.5', {WHOLE}"),
         ("DP_SHARD_SIZE", "0", f"got '0', {WHOLE}"),
+        ("CP_COMM_STRATEGY", "ring", "got 'ring', expected one of allgather, alltoall"),
         ("PP_SCHEDULE", "gpipe", f"got 'gpipe', {SCHEDULES}; did you mean 'GPipe'?"),
     ],
 )
 def test_a_wrong_variable_of_a_process_is_refused(variable: str, value: str, problem: str) -> None:
     """torch finds a schedule in any case, and the plan counts in-flight micro-batches by name."""
     name = f"PARALLELISM_CONFIG_{variable}"
-    given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
+    given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
     with pytest.raises(FinetuneError, match=re.escape(f"{name}: {problem}")):
         backends.from_environment(given | {name: value})
 

@@ -229,17 +229,18 @@ def test_stages_of_a_mesh_are_traced(finetune: Finetune, tmp_path: Path, rank: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "backend", "processes"), [("dpo", "cp", 2), ("reward", "sp_tp", 4)]
+    ("method", "backend", "processes"),
+    [("dpo", ["cp"], 2), ("reward", ["sp_tp"], 4), ("dpo", ["cp", "--rotation", "alltoall"], 2)],
 )
 def test_a_step_of_pairs_whose_tokens_are_divided_is_traced(
-    finetune: Finetune, tmp_path: Path, method: str, backend: str, processes: int
+    finetune: Finetune, tmp_path: Path, method: str, backend: list[str], processes: int
 ) -> None:
     """Tensor parallelism leaves one key head, which both processes of a row get."""
     file = recipe(
         tmp_path, LLAMA | {"num_hidden_layers": 5}, method=method,
         data=[{"source": "rows.jsonl", "format": "preference"}],
     )  # fmt: skip
-    words = ["--backend", backend, "--gpu", "H100-80", "--gpus", str(processes)]
+    words = ["--backend", *backend, "--gpu", "H100-80", "--gpus", str(processes)]
     found = verification(finetune, file, *words)
     assert found["agrees"], found
 

@@ -309,7 +309,8 @@ def divided(
 
     Args:
         processes: number of processes; None scales those of the backend's file with the axes.
-        sizes: axis sizes and schedule, by the fields of `Axes`; None keeps that of the file.
+        sizes: axis sizes, schedule and rotation, by the fields of `Axes`; None keeps that of the
+            file.
 
     Raises:
         FinetuneError: contains every axis that the backend does not have or that is too small.
@@ -317,7 +318,7 @@ def divided(
     asked: dict[str, Any] = {field: size for field, size in sizes.items() if size is not None}
     problems: list[str] = []
     for field, size in asked.items():
-        axis = "pipeline" if field == "schedule" else field
+        axis = model_axes.WORDS.get(field, field)
         if getattr(backend.axes, axis) == 1:
             problems.append(
                 f"--{field} {size}: {backend.name} has no such axis; the backends with one are "
@@ -414,6 +415,7 @@ def launched() -> Backend | None:
         "mixed_precision": "precision",
         "parallelism_config_dp_shard_size": "shard_size",
         **{f"parallelism_config_{key}_size": "axes" for key in model_axes.KEYS},
+        f"parallelism_config_{model_axes.ROTATION}": "axes",
     }
     if arrived.axes.variables() != forgotten:  # set by `finetune launch`
         overridden["config_file"] = "axes"

@@ -11,6 +11,10 @@ Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 
 SCHEDULES: tuple[Schedule, ...] = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """Supported schedules of `torch.distributed.pipelining`, with torch's names."""
+Rotation = Literal["allgather", "alltoall"]
+
+ROTATIONS: tuple[Rotation, ...] = ("allgather", "alltoall")
+"""How context parallel processes exchange keys and values, with Accelerate's and torch's names."""
 
 SECTION = "parallelism_config"
 DATA = ("dp_replicate", "dp_shard")
@@ -25,7 +29,7 @@ KEYS = {
 """Maps the key in the section and in Accelerate's variables to the field of `Axes`."""
 FLAGS = {
     "pipeline": "stages of a pipeline, each with some of the layers",
-    "context": "processes that share the tokens of a row, and gather its keys and values",
+    "context": "processes that share the tokens of a row, and exchange its keys and values",
     "sequence": "processes that share the tokens of a row, and exchange them for heads",
     "tensor": "processes that share each layer",
     "experts": "processes that share the experts of a layer",
@@ -34,6 +38,9 @@ FLAGS = {
 OURS = ("pp", "ep")
 """Keys that Accelerate 1.15 reads and then drops; `finetune launch` sets their variables."""
 SCHEDULE = "pp_schedule"
+ROTATION = "cp_comm_strategy"
+WORDS = {"schedule": "pipeline", "rotation": "context"}
+"""Maps the fields of `Axes` that are not sizes to the axis that they belong to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Axes:
     pipeline: int = 1
     """Pipeline stages, each with some of the layers."""
     context: int = 1
-    """Processes that split the tokens of a row and gather its keys and values."""
+    """Processes that split the tokens of a row and exchange its keys and values."""
     sequence: int = 1
     """Processes that split the tokens of a row and exchange them for heads (Ulysses)."""
     tensor: int = 1
@@ -52,6 +59,9 @@ class Axes:
     """Processes over which the experts of a layer are divided, which may read different rows."""
     schedule: Schedule = "1F1B"
     """Order of the micro-batches in a pipeline."""
+    rotation: Rotation = "allgather"
+    """Keys and values of context parallel processes: each gathers all of them (`allgather`), or
+    they pass from process to process (`alltoall`, ring attention)."""
 
     @property
     def any(self) -> bool:
@@ -67,6 +77,11 @@ class Axes:
     def parts(self) -> int:
         """Number of processes that split the tokens of a row."""
         return self.context * self.sequence
+
+    @property
+    def ring(self) -> int:
+        """Number of processes of ring attention; 1 without it."""
+        return self.context if self.rotation == "alltoall" else 1
 
     @property
     def chunks(self) -> int:
@@ -85,7 +100,8 @@ class Axes:
 
     def __str__(self) -> str:
         schedule = f" ({self.schedule})" if self.pipeline > 1 else ""
-        return f"{self.words()}{schedule}" if self.any else "undivided"
+        ring = " (ring attention)" if self.ring > 1 else ""
+        return f"{self.words()}{schedule}{ring}" if self.any else "undivided"
 
     def variables(self) -> dict[str, str]:
         """Environment variables, named as by Accelerate, for settings that it does not pass on."""
@@ -98,11 +114,12 @@ UNDIVIDED = Axes()
 
 def keys() -> set[str]:
     """Keys that are read from the section."""
-    return DATA_KEYS | {f"{SECTION}_{key}_size" for key in KEYS} | {f"{SECTION}_{SCHEDULE}"}
+    sizes = {f"{SECTION}_{key}_size" for key in KEYS}
+    return DATA_KEYS | sizes | {f"{SECTION}_{SCHEDULE}", f"{SECTION}_{ROTATION}"}
 
 
 def problems_of_sizes(section: Mapping[str, Any]) -> Iterator[str]:
-    """Problems with the sizes and the schedule in a file's section."""
+    """Problems with the sizes, the schedule and the rotation in a file's section."""
     for key in KEYS:
         name = f"{SECTION}_{key}_size"
         size = section.get(name, 1)
@@ -111,6 +128,18 @@ def problems_of_sizes(section: Mapping[str, Any]) -> Iterator[str]:
     schedule = section.get(f"{SECTION}_{SCHEDULE}", "1F1B")
     if schedule not in SCHEDULES:
         yield f"{SECTION}.{SECTION}_{SCHEDULE}: {_not_a_schedule(schedule)}"
+    rotation = section.get(f"{SECTION}_{ROTATION}", "allgather")
+    if rotation not in ROTATIONS:
+        yield f"{SECTION}.{SECTION}_{ROTATION}: {_not_a_rotation(rotation)}"
+    elif rotation != "allgather" and section.get(f"{SECTION}_cp_size", 1) == 1:
+        yield (
+            f"{SECTION}.{SECTION}_{ROTATION}: got {rotation!r} without context parallelism; remove "
+            f"it, or set {SECTION}_cp_size"
+        )
+
+
+def _not_a_rotation(got: object) -> str:
+    return f"got {got!r}, expected one of {', '.join(ROTATIONS)}{did_you_mean(str(got), ROTATIONS)}"
 
 
 def _not_a_schedule(got: object) -> str:
@@ -232,13 +261,19 @@ def from_variables(environment: Mapping[str, str]) -> Axes:
     """The axes of a process, from the environment variables set by its launcher.
 
     Raises:
-        FinetuneError: a size is not a whole number of at least 1, or the schedule is unknown.
+        FinetuneError: a size is not a whole number of at least 1, or the schedule or the rotation
+            is unknown.
     """
     sizes = {field: size_of(environment, key) for key, field in KEYS.items()}
     schedule = environment.get(_variable(SCHEDULE), "1F1B")
     if schedule not in SCHEDULES:
         raise FinetuneError(f"{_variable(SCHEDULE)}: {_not_a_schedule(schedule)}")
-    return Axes(**sizes, schedule=schedule)
+    rotation = environment.get(_variable(ROTATION), "allgather")
+    if sizes["context"] == 1:  # left by another launch: Accelerate sets it only with this axis
+        rotation = "allgather"
+    if rotation not in ROTATIONS:
+        raise FinetuneError(f"{_variable(ROTATION)}: {_not_a_rotation(rotation)}")
+    return Axes(**sizes, schedule=schedule, rotation=rotation)
 
 
 def size_of(environment: Mapping[str, str], key: str) -> int:

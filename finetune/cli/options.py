@@ -57,18 +57,23 @@ def backend_words(parser: argparse.ArgumentParser) -> None:
 
 
 def axes_words(parser: argparse.ArgumentParser) -> None:
-    from finetune.backend.axes import FLAGS, SCHEDULES
+    from finetune.backend.axes import FLAGS, ROTATIONS, SCHEDULES
 
     for field, what in FLAGS.items():
         parser.add_argument(f"--{field}", type=count, metavar="N", help=what)
     parser.add_argument("--schedule", choices=SCHEDULES, help="schedule of a pipeline")
+    parser.add_argument(
+        "--rotation",
+        choices=ROTATIONS,
+        help="keys and values with --context: gathered, or passed around (ring attention)",
+    )
 
 
 def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
-    """Given sizes of axes and schedule, by the fields of `Axes`."""
-    from finetune.backend.axes import FLAGS
+    """Given sizes of axes, schedule and rotation, by the fields of `Axes`."""
+    from finetune.backend.axes import FLAGS, WORDS
 
-    return {field: getattr(arguments, field) for field in (*FLAGS, "schedule")}
+    return {field: getattr(arguments, field) for field in (*FLAGS, *WORDS)}
 
 
 def run_words(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,9 @@
-"""Context parallelism by all-gather: processes share the tokens of a row and gather all keys.
+"""Context parallelism: processes share the tokens of a row and exchange keys and values.
 
-As in Llama 3 (arXiv:2407.21783, section 3.3.2), each process computes the queries of its own tokens
-against the keys and values of all preceding tokens; the backward pass reduce-scatters their
-gradients. Unlike in Ulysses, the number of heads need not be divisible by the number of processes.
+Each process computes the queries of its own tokens against the keys and values of all preceding
+tokens. By default it gathers them, as in Llama 3 (arXiv:2407.21783, section 3.3.2), and the
+backward pass reduce-scatters their gradients; `distributed.ring` passes them around instead.
+Unlike in Ulysses, the number of heads need not be divisible by the number of processes.
 
     tokens    a b c d | e f g h    the second process has e to h: e sees a to e, f sees a to f, ...
 """
@@ -17,10 +18,12 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
+from finetune.backend.axes import Rotation
+from finetune.distributed.ring import Ring
 from finetune.errors import FinetuneError
 
-GATHERED = "gathered_keys"
-"""Name of the attention implementation in transformers."""
+NAMES: dict[Rotation, str] = {"allgather": "gathered_keys", "alltoall": "ring"}
+"""Names of the attention implementations in transformers."""
 
 
 class Gathered(torch.autograd.Function):
@@ -42,11 +45,12 @@ class Gathered(torch.autograd.Function):
         return part, None
 
 
-def register(group: Any) -> str:
-    """Register an attention that gathers keys and values in transformers; returns its name.
+def register(group: Any, rotation: Rotation) -> str:
+    """Register an attention that exchanges keys and values in transformers; returns its name.
 
     Args:
         group: Process group that shares a row, in the order of the tokens.
+        rotation: How they are exchanged.
     """
     rank = torch.distributed.get_rank(group)
 
@@ -70,6 +74,10 @@ def register(group: Any) -> str:
                 f"batch.padding_free: {type(module).__name__} does not pass on document "
                 "boundaries; use a backend that does not split rows"
             )
+        if rotation == "alltoall":
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            given = (each.to(value.dtype) for each in (query, key))
+            return Ring.apply(*given, value, group, document_ends, scale).transpose(1, 2), None
         both = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3)  # (tokens, 1, key heads, sizes)
         whole = Gathered.apply(both.to(value.dtype), group).permute(1, 2, 0, 3)
         keys, values = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
@@ -79,8 +87,8 @@ def register(group: Any) -> str:
         )
         return mixed.transpose(1, 2), None
 
-    AttentionInterface.register(GATHERED, attend)
-    return GATHERED
+    AttentionInterface.register(NAMES[rotation], attend)
+    return NAMES[rotation]
 
 
 def attention_of_part(

@@ -122,7 +122,7 @@ class MeshEngine(Native):
             return core
         group = self.mesh.get_group("sp")
         if self.plan.backend.axes.context > 1:
-            return context.register(group)
+            return context.register(group, self.plan.backend.axes.rotation)
         return sequence.register(config, core, group, self.plan.mesh.tensor)
 
     def local_batches(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:

@@ -18,7 +18,7 @@ import psutil
 
 from finetune import backend as backends
 from finetune import catalog
-from finetune.backend.axes import KEYS, SCHEDULE, SECTION
+from finetune.backend.axes import KEYS, ROTATION, SCHEDULE, SECTION
 from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.launchers.job import Job, machines
 from finetune.planner import Plan
@@ -46,6 +46,7 @@ OWN = {
     "--num_processes": "--processes N",
     **{f"--{SECTION}_{key}_size": f"--{field} N" for key, field in KEYS.items()},
     f"--{SECTION}_{SCHEDULE}": "--schedule NAME",
+    f"--{SECTION}_{ROTATION}": "--rotation NAME",
     f"--{SECTION}_dp_shard_size": "--shard-size N (hsdp), or --processes N",
     f"--{SECTION}_dp_replicate_size": "--processes N",
 }
@@ -137,6 +138,8 @@ def build_command(plan: Plan, words: Sequence[str], flags: Sequence[str] = ()) -
         command += ["--parallelism_config_tp_size", str(axes.tensor)]
         command += ["--parallelism_config_cp_size", str(axes.context)]
         command += ["--parallelism_config_sp_size", str(axes.sequence)]
+    if axes.context > 1:
+        command += ["--parallelism_config_cp_comm_strategy", axes.rotation]
     if machines(flags) > 1:
         command += plan.traits.several_machines
     if not any(flag.startswith("--main_process_port") for flag in flags):

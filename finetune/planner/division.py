@@ -28,6 +28,8 @@ PIPELINE = (
 """Model types whose layers use hidden states unchanged; Granite would rescale them per stage."""
 CONTEXT = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 """Model types with plain causal attention (no window, cap or sink)."""
+HEAD_MULTIPLE = 8
+"""Ring attention needs head sizes that are multiples of this, for PyTorch's kernels on GPUs."""
 EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
 """Model types whose experts transformers 5.23 divides, and that train as on one process."""
 GATHERED = ("olmoe",)
@@ -162,6 +164,17 @@ def _context_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
             f"--context {axes.context}: sliding_window={fields['sliding_window']}, but the keys of "
             "all previous tokens are gathered; use sp"
         )
+    size = _head_size(fields)
+    if axes.ring > 1 and size % HEAD_MULTIPLE:
+        yield (
+            f"--rotation {axes.rotation}: heads of {size}, but the kernels of ring attention need "
+            f"a multiple of {HEAD_MULTIPLE}; use allgather"
+        )
+
+
+def _head_size(fields: Mapping[str, Any]) -> int:
+    heads = fields.get("num_attention_heads") or 1
+    return fields.get("head_dim") or (fields.get("hidden_size") or 0) // heads
 
 
 def _pipeline_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:

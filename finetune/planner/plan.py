@@ -129,15 +129,18 @@ class Plan:
             "padding": self.prompts.line(self.padding),
             "accumulation": self.accumulation,
             "lr": self.lr,
-            **self._pipeline_summary(),
+            **self._order_summary(),
             "kernels": {choice.option: choice.value for choice in self.kernels},
             "notes": self.notes(),
         }
 
-    def _pipeline_summary(self) -> dict[str, object]:
-        if self.mesh.pipeline == 1:
-            return {}
-        return {"schedule": self.backend.axes.schedule, "bubble": self.bubble}
+    def _order_summary(self) -> dict[str, object]:
+        """The order of micro-batches in a pipeline, and the exchange of keys and values."""
+        axes = self.backend.axes
+        found: dict[str, object] = {"rotation": axes.rotation} if axes.context > 1 else {}
+        return found | (
+            {"schedule": axes.schedule, "bubble": self.bubble} if self.mesh.pipeline > 1 else {}
+        )
 
     def explain(self, device: DeviceType | None = None) -> str:
         """The plan as text, one line per topic.
@@ -177,7 +180,8 @@ class Plan:
     def _copies(self) -> str:
         """The mesh, or the number of copies under hybrid sharding; empty otherwise."""
         if self.backend.axes.any:
-            return f", {self.mesh.words()}"
+            ring = ", ring attention" if self.backend.axes.ring > 1 else ""
+            return f", {self.mesh.words()}{ring}"
         if self.backend.shard_size is None:
             return ""
         return f" in {self.mesh.replicate} copies over {self.mesh.shard} processes each"

@@ -58,7 +58,8 @@ class Numerics:
     """Adapted matrices are computed by `kernels.lora`."""
     rearranged: int = 0
     """Number of additional saved copies of attention's output in another order: concatenated
-    documents that attended in separate calls, or heads exchanged for tokens."""
+    documents that attended in separate calls, or heads exchanged for tokens. Ring attention makes
+    none."""
     repeated: float = 1.0
     """Tokens in attention for each token elsewhere, if documents share prompts."""
     dispatched: bool = False
@@ -66,3 +67,5 @@ class Numerics:
     gathered: int = 1
     """Number of processes whose keys and values are gathered before attention (context
     parallel)."""
+    ring: int = 1
+    """Number of processes of ring attention, which pass keys and values around."""

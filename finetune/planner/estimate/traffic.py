@@ -109,9 +109,15 @@ def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
 
     Ulysses (arXiv:2309.14509): all-to-alls of queries, keys, values and outputs, and back. Context
     parallel (arXiv:2407.21783): all-gathers of keys and values, reduce-scatters of their gradients.
+    Ring attention (arXiv:2310.01889): keys and values are sent N - 1 times in each pass, in the
+    backward pass with their gradients in fp32.
     """
     shape, axes = here.shape, workload.layout.axes
     again = workload.checkpointing in ("full", "attention")
+    if axes.ring > 1:
+        own = here.tokens * 2.0 * shape.key * shape.layers * workload.accumulation
+        width = (2 + again) * here.numerics.compute + 4
+        return {"send": (axes.ring - 1) * own * width}
     if axes.context > 1:
         whole = axes.context * here.tokens * 2.0 * shape.key * here.numerics.compute
         whole *= shape.layers * workload.accumulation

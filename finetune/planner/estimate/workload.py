@@ -309,16 +309,16 @@ class Workload:
             fused_rotations=self.fused_rotations,
             chained=self.chained,
             grouped_adapters=self.grouped_adapters and self._groups,
-            rearranged=max(self.apart, axes.context > 1) + (axes.sequence > 1),
+            rearranged=(max(self.apart, axes.context > 1) + (axes.sequence > 1)) * (axes.ring == 1),
             repeated=self.repeated,
-            gathered=axes.context,
+            gathered=axes.context // axes.ring,
+            ring=axes.ring,
             dispatched=axes.experts > 1,
         )
 
     @property
     def _groups(self) -> bool:
-        """Whether adapters can be grouped: not with ZeRO-3, which gathers each module separately,
-        nor in GPT-2, whose matrices are transposed."""
+        """Whether adapters are grouped: ZeRO-3 gathers each module, and GPT-2's are transposed."""
         return not self.layout.for_own_module and self.shape.kind != "gpt2"
 
     @property

@@ -58,9 +58,9 @@ def verify(plan: Plan, workload: Workload | None = None) -> Verification | Stage
 
 
 def _stages(plan: Plan, workload: Workload | None) -> Stages:
-    """Trace the first rank of both ends of a pipeline and of one stage between them."""
+    """Trace one rank of both ends of a pipeline and of one stage between them."""
     stages = mesh_comparison.stages_of(plan)
-    ranks = [stage * plan.processes // plan.mesh.pipeline for stage in stages]
+    ranks = [mesh_comparison.rank_of(plan, stage) for stage in stages]
     traced = _rehearse(plan, ranks, mesh_comparison.LAYERS)
     count = comparison.layers_of(config_of(plan.recipe)[0])
     if workload is not None:

@@ -57,6 +57,11 @@ def stages_of(plan: Plan) -> list[int]:
     return sorted({0, min(1, last), last})
 
 
+def rank_of(plan: Plan, stage: int) -> int:
+    """The rank that is traced: a stage's first, but of a ring the last, which holds most."""
+    return stage * plan.processes // plan.mesh.pipeline + plan.backend.axes.ring - 1
+
+
 def layers_at(plan: Plan, stage: int, layers: int) -> int:
     """Layers of a stage, of so many of the whole model."""
     spans = schedules.spans(layers, plan.backend.axes)
@@ -87,8 +92,7 @@ def compare(
         if count or predicted.get(name)
     ]
     rows += _sent(traced, here)
-    rank = stage * plan.processes // plan.mesh.pipeline
-    place = f"rank {rank} of {plan.processes}"
+    place = f"rank {rank_of(plan, stage)} of {plan.processes}"
     if plan.mesh.pipeline > 1:
         place += f", stage {stage} of {plan.mesh.pipeline}"
     how = (

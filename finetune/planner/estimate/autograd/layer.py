@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from finetune.planner.estimate.autograd.products import Products
+from finetune.planner.estimate.autograd.ring import ring_attention
 from finetune.planner.estimate.autograd.tape import Tape, Value, parameter
 from finetune.planner.estimate.numerics import AttentionKind, Numerics
 from finetune.planner.kernels import score_block
@@ -189,6 +190,9 @@ class Layer:
         grouped = self.shape.heads != self.shape.kv_heads
         if self.attention == "flash" and self.numerics.repeated > 1:
             return self._mix_repeated(query, key, values)
+        if self.attention == "flash" and self.numerics.ring > 1:
+            given = query, key, values
+            return ring_attention(tape, self.shape, self.numerics, self.tokens, *given)
         if self.attention == "flash":
             lse = Value(statistics, grad=False)
             held = self._scores()
