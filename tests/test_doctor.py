@@ -9,7 +9,8 @@ import torch
 from conftest import Finetune, Tiny, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.verification.proofs.shrink import shrink
+from finetune.verification.model_checks.subject import described
+from finetune.verification.proofs.shrink import fill_zeros, shrink
 
 QUESTIONS = [
     "plan", "two layers of it", "loss", "gradients", "causal", "adapted", "quantised", "experts",
@@ -100,7 +101,7 @@ def test_a_word_that_names_nothing_is_refused(finetune: Finetune, tmp_path: Path
     [
         "llama", "gpt2", "gptj", "opt", "bloom", "mamba", "mamba2", "jamba", "deepseek_v3",
         "qwen3_next", "qwen3_5", "gemma3", "gemma4", "gpt_oss", "llama4_text", "nemotron_h", "lfm2",
-        "glm4_moe", "minimax", "whisper",
+        "glm4_moe", "minimax", "whisper", "gemma3n_text",
     ],
 )  # fmt: skip
 def test_an_architecture_shrinks_to_two_layers_of_its_own(kind: str) -> None:
@@ -112,3 +113,22 @@ def test_an_architecture_shrinks_to_two_layers_of_its_own(kind: str) -> None:
     assert small.model_type == kind
     layers = max(len(each) for each in model.modules() if isinstance(each, torch.nn.ModuleList))
     assert layers <= 4  # of layers, or of experts
+
+
+def test_scales_of_a_random_model_are_not_zero() -> None:
+    config = AutoConfig.for_model("gemma3n_text").to_dict()
+    fields = shrink(config, 300, 128) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    scale = model.model.layers[0].altup.correct_output_scale
+    assert not scale.any()
+    fill_zeros(model)
+    assert scale.all()
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "mpt", "gpt2", "gemma3"])
+def test_the_shrunk_model_is_described_whatever_its_config_calls_a_layer(
+    kind: str, tmp_path: Path
+) -> None:
+    fields = shrink(AutoConfig.for_model(kind).to_dict(), 300, 128)
+    AutoConfig.for_model(**fields).save_pretrained(tmp_path)
+    assert described(str(tmp_path)) == f"{kind}, 2 layers of width 64, random weights, fp32"

@@ -105,7 +105,7 @@ class Examination:
     def _prepare(self) -> tuple[bool, str]:
         self.subject: Subject = small(self.asked, self.folder, self.cache)
         self.recipe: Recipe = self.subject.recipe
-        self.about, self.notes = described(self.subject), self.subject.notes
+        self.about, self.notes = described(str(self.subject.recipe.model.name)), self.subject.notes
         self.pad_id = load_tokenizer(self.recipe).pad_token_id or 0
         self.rows = self.subject.data.train
         return True, self.about

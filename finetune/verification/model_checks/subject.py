@@ -93,11 +93,11 @@ def _no_dropout(fields: dict[str, Any]) -> dict[str, Any]:
     return quiet
 
 
-def described(subject: Subject) -> str:
-    """Description of the shrunk model, in one line."""
-    folder = Path(str(subject.recipe.model.name))
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = fields.get("text_config") or fields
-    layers = text.get("num_hidden_layers") or text.get("n_layer")
-    width = text.get("hidden_size") or text.get("n_embd") or text.get("d_model")
-    return f"{fields['model_type']}, {layers} layers of width {width}, random weights, fp32"
+def described(folder: str) -> str:
+    """Description of the shrunk model in a folder, in one line."""
+    config = AutoConfig.from_pretrained(folder)
+    text = config.get_text_config(decoder=True)
+    return (
+        f"{config.model_type}, {text.num_hidden_layers} layers of width {text.hidden_size}, random "
+        "weights, fp32"
+    )

@@ -109,7 +109,9 @@ def plain_outcome(
     for ids, is_trained in picked:
         given = torch.from_numpy(ids.astype(np.int64))[None].to(network.device)
         labels = torch.from_numpy(np.where(is_trained, ids, -100).astype(np.int64))[1:]
-        logits = network(input_ids=given).logits[0, :-1].float()  # (tokens - 1, vocabulary)
+        logits = (
+            network(input_ids=given, use_cache=False).logits[0, :-1].float()
+        )  # (tokens - 1, vocabulary)
         loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / terms
         loss.backward()
         total += loss.item()

@@ -144,7 +144,10 @@ def mean_loss(model, rows):
     total, terms = 0.0, 0
     for ids, trained in rows:
         labels = torch.tensor([i if t else -100 for i, t in zip(ids, trained, strict=True)][1:])
-        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].float()  # (tokens - 1, vocab)
+        given = torch.tensor([ids])
+        logits = (
+            model(input_ids=given, use_cache=False).logits[0, :-1].float()
+        )  # (tokens - 1, vocab)
         total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         terms += int((labels != -100).sum())
     return total / max(1, terms)
@@ -164,7 +167,8 @@ def complete(model, prompt, task):
     ends = {task["eos"], *(ends if isinstance(ends, list) else [ends])}
     ids = list(prompt)
     for _ in range(task["limit"]):
-        ids.append(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item())
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids.append(logits[0, -1].argmax().item())
         if ids[-1] in ends:
             break
     return ids[len(prompt) :]
@@ -174,7 +178,8 @@ def complete(model, prompt, task):
 def compare(first, second, rows):
     worst = 0.0
     for ids, _ in rows:
-        a, b = (m(input_ids=torch.tensor([ids])).logits.float() for m in (first, second))
+        given = {"input_ids": torch.tensor([ids]), "use_cache": False}
+        a, b = (m(**given).logits.float() for m in (first, second))
         worst = max(worst, ((a - b).abs().max() / a.abs().max()).item())
     return worst
 

@@ -6,6 +6,9 @@ counts become small.
 
 from typing import Any
 
+import torch
+from torch import nn
+
 LAYERS = 2
 WIDTH = 64
 HEADS = 4
@@ -22,6 +25,8 @@ MOST: dict[str, int] = {
     "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_layers": LAYERS,
     "decoder_layers": LAYERS, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
     "word_embed_proj_dim": WIDTH, "block_ff_dim": 128, "rotary_dim": 8,
+    "hidden_size_per_layer_input": WIDTH, "laurel_rank": HEAD,
+    "num_kv_shared_layers": 0,  # sharing needs a layer of each kind before those that share
     # experts
     "moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH,
     "shared_intermediate_size": WIDTH, "intermediate_size_mlp": 128, "num_experts": 4,
@@ -60,10 +65,23 @@ def shrink(config: dict[str, Any], vocabulary: int, length: int) -> dict[str, An
         if isinstance(fields.get(name), dict):
             fields[name] = _shrunk(fields[name], length)
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the tokenizer's
-    if isinstance(fields.get("text_config"), dict):
-        fields["text_config"] |= {"vocab_size": vocabulary} | special
-        return fields | special
-    return fields | special | {"vocab_size": vocabulary}
+    text = fields["text_config"] if isinstance(fields.get("text_config"), dict) else fields
+    text |= {"vocab_size": vocabulary}
+    if "vocab_size_per_layer_input" in text:
+        text["vocab_size_per_layer_input"] = vocabulary
+    text |= special
+    return fields | special
+
+
+def fill_zeros(network: nn.Module) -> None:
+    """Draw weights, except biases, that are initialized to zero.
+
+    A scale of zero would hide what it multiplies, and stop its gradients.
+    """
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if not name.endswith("bias") and not parameter.any():
+                parameter.normal_(std=0.02)
 
 
 def _shrunk(config: dict[str, Any], length: int) -> dict[str, Any]:

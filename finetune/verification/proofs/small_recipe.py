@@ -21,7 +21,7 @@ from finetune.planner.shapes import published
 from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving, Teacher
 from finetune.rewards import Reward
 from finetune.verification.proofs.fixtures import write_data, write_tokenizer
-from finetune.verification.proofs.shrink import shrink
+from finetune.verification.proofs.shrink import fill_zeros, shrink
 
 Kind = Literal["own", "lora", "qlora", "full"]
 Format = Literal["messages", "text", "preference", "labelled", "prompts"]
@@ -184,8 +184,9 @@ def _model(
     if model.config is not None:
         return dataclasses.replace(common, config=fields, tokenizer=str(home.resolve()))
     torch.manual_seed(recipe.seed)
-    config = AutoConfig.for_model(**fields)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(home)
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
+    fill_zeros(network)
+    network.save_pretrained(home)
     return dataclasses.replace(common, name=str(home.resolve()), tokenizer=None)
 
 
