@@ -207,7 +207,11 @@ class _Lists(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _as_text(model: nn.Module) -> Generator[None]:
-    """Disable dropout and checkpointing, and choose implementations that accept `meta` tensors."""
+    """Prepare a pass of a text as in training, on implementations that accept `meta` tensors.
+
+    Modules are in training mode, because some read weights past their adapters only there (Gemma
+    3n), except dropout and modules that would recompute their activations.
+    """
     training = {module: module.training for module in model.modules()}
     chosen = {
         "_attn_implementation_internal": "eager",
@@ -226,7 +230,9 @@ def _as_text(model: nn.Module) -> Generator[None]:
         if field in getattr(config, "__dict__", {})
     }
     try:
-        model.eval()
+        for module in training:
+            recomputed = module.__dict__.get("gradient_checkpointing", False)
+            module.training = not (recomputed or isinstance(module, nn.Dropout))
         for key, field in before:
             if field in chosen:
                 configs[key].__dict__[field] = chosen[field]
