@@ -127,18 +127,19 @@ def test_a_run_of_one_process_goes_on_with_divided_documents(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "backend"),
+    ("name", "backend", "words"),
     [
-        ("ipo-packed", "sp_fsdp"),
-        ("dpo-lora", "sp_tp"),
-        ("reward-lora", "sp"),
-        ("classifier-packed", "cp"),
+        ("ipo-packed", "sp_fsdp", ()),
+        ("dpo-lora", "sp_tp", ()),
+        ("reward-lora", "sp", ()),
+        ("classifier-packed", "cp", ()),
+        ("dpo-packed", "cp", ("--rotation", "alltoall")),
     ],
 )
 def test_methods_learn_what_one_process_learns(
-    name: str, backend: str, work: Path, finetune: Finetune
+    name: str, backend: str, words: tuple[str, ...], work: Path, finetune: Finetune
 ) -> None:
-    assert_equal(train_alone(work, name), train(finetune, work, name, backend))
+    assert_equal(train_alone(work, name), train(finetune, work, name, backend, *words))
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 6])
