@@ -260,6 +260,31 @@ def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(
         train(tiny, tmp_path / "other", model={"adapter": str(adapter)})
 
 
+def test_a_run_is_the_model_that_it_made(tiny: Tiny, tmp_path: Path) -> None:
+    """All weights: its result. An adapter: trained further, or refused with what to do."""
+    full = train(tiny, tmp_path / "full", max_steps=1)
+    lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
+    named = preflight.check_here(recipe_of(tiny, model={"name": str(full.root)})).recipe.model
+    assert (named.name, named.adapter) == (str(full.final), None)
+    again = recipe_of(tiny, model={"name": str(lora.root)}, adapter={})
+    further = preflight.check_here(again).recipe
+    assert (further.model.name, further.model.adapter) == (str(tiny.model), str(lora.root))
+    assert further.adapter is not None
+    assert further.adapter.r == 4
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    told = {
+        f"model.name={lora.root}": f"finetune export {lora.root} --merge --to FOLDER",
+        f"model.name={unfinished}": "is a run without a result; finish it",
+    }
+    shutil.copy(full.recipe, unfinished)
+    for pair, words in told.items():
+        with pytest.raises(FinetuneError) as error:
+            preflight.check_here(catalog.override(recipe_of(tiny), [pair]))
+        (problem,) = error.value.problems
+        assert words in problem, pair
+
+
 def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny: Tiny, tmp_path: Path) -> None:
     full = train(tiny, tmp_path / "full", max_steps=1)
     (tmp_path / "empty").mkdir()
@@ -275,7 +300,6 @@ def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny: Tiny, tmp_
         f"model.name={adapter}": f"to train it further, set model.name={tiny.model} "
         f"model.adapter={adapter}",
         f"model.name={with_config}": f"model.adapter={with_config}",
-        f"model.name={full.root}": "is a run; to train its adapter further",
     }
     for pair, words in told.items():
         with pytest.raises(FinetuneError) as error:

@@ -25,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import catalog
+    from finetune.models.starting_run import resolved
     from finetune.training.preflight import check_files, read_words
 
-    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    recipe = resolved(catalog.resolve(arguments.recipe, arguments.overrides))
     check_files(recipe)
     from finetune.reports import inspection
 
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from finetune.training.first_samples import inspect_samples
 
+        options.without_bars()
         recipe = read_words(arguments.recipe, arguments.overrides, None)
         found = inspect_samples(recipe, arguments.rows, arguments.completions)
     if arguments.json:

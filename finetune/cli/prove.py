@@ -59,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     A signal ends every process that was started; the status is then 128 plus its number.
     """
     from finetune import catalog
+    from finetune.models.starting_run import resolved
 
-    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    recipe = resolved(catalog.resolve(arguments.recipe, arguments.overrides))
     if recipe.model.adapter is not None:
         raise FinetuneError("model.adapter: a proof starts from a new adapter; set it to null")
 

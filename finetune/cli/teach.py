@@ -18,9 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import catalog
+    from finetune.models.starting_run import resolved
     from finetune.training.preflight import check_files
 
-    recipe = catalog.resolve(arguments.recipe, arguments.overrides)
+    recipe = resolved(catalog.resolve(arguments.recipe, arguments.overrides))
     check_files(recipe)
     from finetune.inference.teach import teach
 

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.errors import FinetuneError
+from finetune.models import starting_run
 from finetune.recipe import LoRA, Recipe
 from finetune.runs.run import Run, write_json
 
@@ -198,11 +199,13 @@ def _plain(value: Any) -> Any:
 def complete_adapter(recipe: Recipe) -> Recipe:
     """Complete the section `adapter` of a recipe from the adapter that training starts from.
 
-    Fields that the recipe leaves at their defaults are taken from the adapter, except dropout.
+    Fields that the recipe leaves at their defaults are taken from the adapter, except dropout. If
+    `model.name` is a finished run, its result is the model.
 
     Raises:
         FinetuneError: no adapter is found, or a field of the recipe contradicts it.
     """
+    recipe = starting_run.resolved(recipe)
     name = recipe.model.adapter
     if name is None:
         return recipe

@@ -35,7 +35,7 @@ class Model(metaclass=Checked):
     """The network to train, and how it is stored in memory."""
 
     name: Text | None = None
-    """Hub id or local folder of a pretrained model."""
+    """Hub id or local folder of a pretrained model, or a finished run."""
     config: dict[str, Any] | None = None
     """Train from scratch: the fields of a `config.json`, in place of `name`."""
     tokenizer: Text | None = None

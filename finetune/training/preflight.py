@@ -220,14 +220,8 @@ def _not_a_model(folder: Path) -> list[str]:
             f"model.name: {folder} contains an adapter, not a model; to train it further, set "
             f"model.name={base} model.adapter={folder}"
         ]
-    if (folder / "config.json").is_file():
-        return []
-    if (folder / "recipe.json").is_file():
-        return [
-            f"model.name: {folder} is a run; to train its adapter further, set "
-            f"model.adapter={folder} and model.name to its base; for a run without an adapter, "
-            f"use {folder / 'final'}"
-        ]
+    if (folder / "config.json").is_file() or (folder / "recipe.json").is_file():
+        return []  # a run is resolved by `starting_run`
     return [f"model.name: the folder {folder} contains no model (no config.json)"]
 
 
