@@ -11,11 +11,14 @@ from conftest import Finetune
 from test_plan import ROWS, refused
 from transformers.models.auto import modeling_auto
 
+from finetune.methods.dpo import DPO
+from finetune.methods.grpo import GRPO
+from finetune.methods.orpo import ORPO
 from finetune.methods.sft import SFT
-from finetune.planner import limits
+from finetune.planner import limits, plan
 from finetune.planner.experts import expert_count
 from finetune.planner.rules import WITHOUT_SDPA
-from finetune.recipe import Model, Recipe
+from finetune.recipe import Data, Model, Recipe
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 
@@ -207,3 +210,18 @@ def test_the_command_refuses_with_status_2_and_without_a_traceback(
     assert done.status == 2
     assert "t5 is an encoder-decoder model" in done.stderr
     assert "Traceback" not in done.output
+
+
+def test_dropout_of_a_model_is_refused_or_noted_where_two_passes_are_compared() -> None:
+    rates = {"attention_dropout": 0.1, "classifier_dropout": 0.1, "resid_pdrop": 0.0}
+    model = Model(config={"model_type": "llama", **rates}, tokenizer="t")
+    pairs, prompts = Data("d.jsonl", "preference"), Data("d.jsonl", "prompts")
+    compared, alone = (plan(each(model).with_data(pairs), "single") for each in (DPO, ORPO))
+    (note,) = [each for each in compared.notes() if "dropout" in each]
+    assert note.startswith("model.name: its config has attention_dropout=0.1, and the log-prob")
+    assert not any("dropout" in each for each in alone.notes())
+    sampled = GRPO(model, reward_funcs=("json_valid",)).with_data(prompts)  # type: ignore[arg-type]
+    assert [each for each in refused(sampled, "single") if "dropout" in each] == [
+        "model.config: its config has attention_dropout=0.1, and completions are sampled without "
+        "dropout, so that ratios of policies would be noise; set it to 0 in a copy of the model"
+    ]

@@ -33,6 +33,8 @@ TRANSPOSED = ("gpt2", "openai-gpt")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MOST_LAYERS = 10_000
 """Layers of a model that is built at all; published models have at most a few hundred."""
+DROPOUT = re.compile(r"(?!classifier_|summary_)(\w+_)?(dropout|pdrop|layerdrop)")
+"""Names of dropout rates in configs, without those of heads that are not trained here."""
 WITHOUT_3D = "adapters on expert tensors (three-dimensional parameters)"
 
 
@@ -69,6 +71,38 @@ def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     yield from architecture(recipe, fields)
     yield from adapter(recipe, fields)
     yield from router_loss(recipe, fields)
+    rates = dropout(fields)
+    if recipe.sampled is not None and rates:
+        yield (
+            f"{field}: its config has {_rates(rates)}, and completions are sampled without "
+            "dropout, so that ratios of policies would be noise; set it to 0 in a copy of the model"
+        )
+
+
+def advice(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings about a model, given its config."""
+    rates = dropout(fields)
+    if recipe.reads_reference and rates:
+        yield (
+            f"model.name: its config has {_rates(rates)}, and the log-probabilities of the "
+            "reference are computed without dropout, so each reward is noisy; 0 is usual"
+        )
+
+
+def dropout(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Dropout rates above 0 that a decoder applies in training, by their names in its config."""
+    text = fields.get("text_config")
+    inner = dropout(cast(Mapping[str, Any], text)) if isinstance(text, Mapping) else {}
+    own = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, float) and value > 0 and DROPOUT.fullmatch(name)
+    }
+    return {**own, **inner}
+
+
+def _rates(rates: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in rates.items())
 
 
 def too_many_layers(fields: Mapping[str, Any]) -> Iterator[str]:

@@ -6,11 +6,10 @@ import math
 from finetune import backend as backends
 from finetune.backend import Backend
 from finetune.errors import FinetuneError
-from finetune.planner import schedules
+from finetune.planner import limits, schedules
 from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, DeviceType, attention_rules, choices, model_type
-from finetune.planner.limits import fields_of
 from finetune.planner.mesh import Mesh, mesh_of
 from finetune.planner.padding import Padding, known_fields, padding
 from finetune.planner.rules import incompatibilities
@@ -108,6 +107,7 @@ class Plan:
                 f"{self.processes} processes ({optim.lr:.3g} on one)"
             )
         notes += self.recipe.advice()
+        notes += limits.advice(self.recipe, limits.fields_of(self.recipe))
         return notes + [choice.line() for choice in self.kernels if choice.fallback]
 
     def summary(self) -> dict[str, object]:
@@ -203,7 +203,7 @@ class Plan:
 
     def _stored(self) -> str:
         """The quantized share of the base model, as text."""
-        kind, share = self.recipe.model.quantization, quantised_share(fields_of(self.recipe))
+        kind, share = self.recipe.model.quantization, quantised_share(limits.fields_of(self.recipe))
         if share is None:
             return f"linear layers of the base in {kind}, embeddings and head not"
         return f"{share:.1%} of the base in {kind} (linear layers, without the head)"
