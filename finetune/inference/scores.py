@@ -47,6 +47,7 @@ def _sequence(prompt: Any, completion: Any) -> Conversation | Completion:
 @functools.cache
 def _scorer(name: str) -> "Scorer":
     import torch  # not at module level: recipes load without torch
+    from transformers.utils import logging
 
     from finetune import catalog
     from finetune.data.chat.render import load_chat
@@ -57,6 +58,8 @@ def _scorer(name: str) -> "Scorer":
     from finetune.runs.run import Run
 
     torch.set_num_threads(1) if not torch.cuda.is_available() else None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     run, template, words = Run(Path(name)), None, dict[str, Any]()
     if run.recipe.is_file():
         recipe = catalog.load(run.recipe)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.process.quiet import quiet
 from finetune.rewards import Reward
 from finetune.rewards.functions import arguments_of, function_of, prepare
 
@@ -22,6 +23,7 @@ def serve() -> None:
 
     Reward functions get an empty standard input, and write to standard error.
     """
+    quiet()
     answers, requests = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
