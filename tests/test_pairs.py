@@ -202,6 +202,14 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, name: str) 
     assert what in problem
 
 
+def test_a_file_whose_rows_are_all_skipped_is_told_why(tmp_path: Path) -> None:
+    dialogue = "\n\nHuman: {}\n\nAssistant: {}"
+    rows = [{"chosen": dialogue.format("a", "b"), "rejected": dialogue.format("c", "d")}] * 3
+    source = write(tmp_path / "pairs.jsonl", rows)
+    with pytest.raises(FinetuneError, match="3 skipped by format 'hh': a turn is empty, or more"):
+        prepare(DPO().with_data(Data(str(source), "hh")), CHAT, tmp_path / "cache")
+
+
 @pytest.mark.parametrize(
     ("recipe", "data_format", "expected"),
     [

@@ -9,6 +9,12 @@ from finetune.recipe import Data, Recipe
 
 MOST_PROBLEMS = 10
 MOST_PLACES = 1000
+SKIPPED = {
+    "hh": "a turn is empty, or more than the last one differs",
+    "ranked": "all answers are ranked equally",
+    "self_instruct": "a task has no instances",
+}
+"""Why formats skip a row."""
 
 
 class Problems:
@@ -74,9 +80,10 @@ def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterato
     elif not rows:
         bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"
         eaten = f", {tally.eaten} of them because truncation removed their answer"
+        why = f": {SKIPPED[data.format]}" if tally.passed_over and data.format in SKIPPED else ""
         yield (
             f"{source}: none of its {tally.samples} rows is left to train on "
             f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
             f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
-            f"{tally.passed_over} skipped by format '{data.format}'{bad if tally.bad else ''})"
+            f"{tally.passed_over} skipped by format '{data.format}'{why}{bad if tally.bad else ''})"
         )
