@@ -19,6 +19,7 @@ import finetune as ft
 from finetune import catalog
 from finetune.data.order import rows_of_step
 from finetune.errors import FinetuneError
+from finetune.inference.scores import reward_model
 from finetune.rewards import Reward, functions
 from finetune.runs.run import Run
 
@@ -249,6 +250,28 @@ def test_training_reproduces_published_values(assets: Path, tmp_path: Path, name
         for metric in ("margin", "mean_reward", "accuracy", "min_reward", "max_reward"):
             if metric in theirs:
                 assert mine[metric] == pytest.approx(theirs[metric], abs=1e-5)
+
+
+def test_a_score_is_read_at_the_end_token_though_pad_is_the_same(
+    assets: Path, tmp_path: Path
+) -> None:
+    """The published scores, and those that transformers gives one token early."""
+    oracles = assets / "oracles"
+    if not oracles.is_dir():
+        pytest.skip("no published values among the assets")
+    found = json.loads((oracles / "reward_and_classification.json").read_text())
+    wanted = found["runs"]["trap_pad_is_eos"]
+    start(assets, tmp_path / "base", 1, lora=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = (oracles / "template.jinja").read_text()
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = json.loads((oracles / "pairs.json").read_text())["rows"]
+    rows = rows[: len(wanted["scores_at_the_end_token"])]
+    prompts, answers = ([row[name] for row in rows] for name in ("prompt", "chosen"))
+    scored = reward_model(prompts, answers, model=str(tmp_path / "base"))
+    assert scored == pytest.approx(wanted["scores_at_the_end_token"], abs=1e-5)
+    assert scored != pytest.approx(wanted["scores_by_transformers"], abs=1e-2)
 
 
 # However a step is cut.
