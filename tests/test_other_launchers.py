@@ -12,7 +12,7 @@ from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.launchers.accelerate import free_port
 from finetune.process import rendezvous
-from finetune.process.quiet import OF_A_LAUNCH
+from finetune.process.quiet import OF_A_LAUNCH, OF_MPI
 from finetune.runs.run import Run
 from finetune.training import preflight
 
@@ -26,7 +26,11 @@ SHORT = {"max_steps": 2, "saving": {}, "evaluation": {}, "adapter": {"r": 4}}
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+    for name in (
+        *OF_A_LAUNCH,
+        "TORCHELASTIC_RUN_ID",
+        "ACCELERATE_MIXED_PRECISION",
+    ):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -77,6 +81,20 @@ def test_an_invalid_world_size_is_refused(variables: pytest.MonkeyPatch, text: s
     variables.setenv("WORLD_SIZE", text)
     with pytest.raises(FinetuneError, match=f"WORLD_SIZE={text}: expected a whole number"):
         rendezvous.started(False)
+
+
+@pytest.mark.parametrize("name", OF_MPI)
+def test_variables_of_mpi_are_refused_unless_there_is_a_world(
+    variables: pytest.MonkeyPatch, name: str
+) -> None:
+    variables.setenv(name, "1")
+    assert rendezvous.started(False) is None
+    variables.setenv(name, "4")
+    with pytest.raises(FinetuneError, match=f"{name}=4: set by mpirun or srun.* unset {name} "):
+        rendezvous.started(False)
+    for other, value in {**COMPLETE, "TORCHELASTIC_RUN_ID": "7"}.items():
+        variables.setenv(other, value)
+    assert rendezvous.started(False) == 2
 
 
 def test_processes_of_accelerate_launch_name_no_other_backend(

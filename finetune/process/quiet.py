@@ -6,8 +6,10 @@ import warnings
 
 CPP_LEVELS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 """Variables that PyTorch reads on import; they silence its C++ logs and the profiler's stages."""
+OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables of mpirun and srun from which Accelerate reads a number of processes."""
 OF_A_LAUNCH = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *OF_MPI,
 )  # fmt: skip
 """Variables with which the processes of a job find each other."""
 LOUD = ("DeepSpeed", "accelerate", "bitsandbytes", "torch.distributed", "transformers")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from finetune.errors import FinetuneError
+from finetune.process.quiet import OF_MPI
 
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that each process of a job has in addition to WORLD_SIZE."""
@@ -21,6 +22,7 @@ def started(named: bool) -> int | None:
     Raises:
         FinetuneError: variables of a launch are set, but no launcher started this process.
     """
+    refuse_mpi()
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise FinetuneError(
@@ -41,6 +43,21 @@ def started(named: bool) -> int | None:
         f"them with finetune launch --backend ddp --processes {count} or torchrun{way}, or unset "
         "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT to train in this process alone"
     )
+
+
+def refuse_mpi() -> None:
+    """Refuse variables of MPI without WORLD_SIZE: Accelerate would wait for the other processes.
+
+    Raises:
+        FinetuneError: a variable in `OF_MPI` counts several processes, and WORLD_SIZE is not set.
+    """
+    found = [name for name in OF_MPI if os.environ.get(name, "1") not in ("", "1")]
+    if found and "WORLD_SIZE" not in os.environ:
+        raise FinetuneError(
+            f"{found[0]}={os.environ[found[0]]}: set by mpirun or srun, which do not start the "
+            "processes of a training here; start them with finetune launch or torchrun, or unset "
+            f"{' and '.join(found)} to train in this process alone"
+        )
 
 
 def announce_wait(timeout: datetime.timedelta) -> None:
