@@ -349,8 +349,8 @@ BAD_DATA: dict[str, tuple[bytes, str]] = {
     "an empty file": (b"", "{path}: the file is empty"),
     "a file that is not UTF-8": (
         b'\n{"a": "caf\xe9"}\n',
-        "{path} row 2: not UTF-8 (byte 10 of the line is 0xe9); convert it: iconv -f LATIN1 "
-        "-t UTF-8",
+        "{path} row 2: not UTF-8 (byte 10 of the line is 0xe9); convert it from its "
+        "encoding, as in iconv -f LATIN1 -t UTF-8",
     ),
     "a row without its column": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'

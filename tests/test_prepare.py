@@ -646,8 +646,8 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "not UTF-8": (
         "a.jsonl",
         b'{"question": "a", "answer": "b"}\n{"question": "caf\xe9"}\n',
-        "{path} row 2: not UTF-8 (byte 17 of the line is 0xe9); convert it: iconv -f LATIN1 "
-        "-t UTF-8",
+        "{path} row 2: not UTF-8 (byte 17 of the line is 0xe9); convert it from its "
+        "encoding, as in iconv -f LATIN1 -t UTF-8",
     ),
     "UTF-16": (
         "a.jsonl",

@@ -393,8 +393,8 @@ def test_by_default_every_kind_of_bad_row_is_reported(tmp_path: Path):
         f"{path} row 1 (and 1 more row): broken JSON at column 9: Expecting value near "
         "'{\"text\":'",
         f"{path} row 4: text is a number, expected text",
-        f"{path} row 5: not UTF-8 (byte 3 of the line is 0xe9); convert it: iconv -f LATIN1 -t "
-        "UTF-8",
+        f"{path} row 5: not UTF-8 (byte 3 of the line is 0xe9); convert it from its "
+        "encoding, as in iconv -f LATIN1 -t UTF-8",
     ]
 
 

@@ -92,8 +92,8 @@ def decode(line: bytes, is_first: bool) -> str:
         return line.decode("utf-8-sig" if is_first else "utf-8")
     except UnicodeDecodeError as error:
         raise NotUTF8(
-            f"not UTF-8 (byte {error.start} of the line is 0x{line[error.start]:02x}); convert it: "
-            "iconv -f LATIN1 -t UTF-8"
+            f"not UTF-8 (byte {error.start} of the line is 0x{line[error.start]:02x}); convert it "
+            "from its encoding, as in iconv -f LATIN1 -t UTF-8"
         ) from None
 
 
