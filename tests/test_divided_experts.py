@@ -1,6 +1,7 @@
 """Experts that lie on several processes: the same numbers as one process, and what is refused."""
 
 import dataclasses
+import json
 import shutil
 import subprocess
 import sys
@@ -27,9 +28,12 @@ from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.planner.estimate import traffic
+from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.mesh import Mesh
-from finetune.recipe import Data, Model
+from finetune.recipe import Data, LoRA, Model
 from finetune.runs.run import Run
+from finetune.verification.memory.launch import verify
+from finetune.verification.memory.mesh_comparison import Stages
 
 STEPS, MIDDLE = 4, 2
 EXPERTS = 4
@@ -37,7 +41,10 @@ EXPERTS = 4
 
 @pytest.fixture(scope="module")
 def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recipes of a mixture with q/k norms, whose experts are balanced."""
+    """A folder with recipes of a mixture with q/k norms, whose experts are balanced.
+
+    Of each pair of experts, a token first chooses the one whose logit is positive.
+    """
     folder = tmp_path_factory.mktemp("experts")
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     config = Qwen3MoeConfig(
@@ -54,6 +61,8 @@ def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.data += 0.1 * torch.randn_like(parameter)
         else:
             parameter.data.normal_(std=0.08)
+        if name.endswith("mlp.gate.weight"):
+            parameter.data[1::2] = -parameter.data[::2]
     model.save_pretrained(folder / "moe")
     tokenizer.save_pretrained(folder / "moe")
     shared: dict[str, Any] = {
@@ -166,7 +175,47 @@ def test_dropout_and_dora_beside_divided_experts(work: Path, finetune: Finetune)
     """Each process drops elements of its own rows, as one process does of the same micro-batch."""
     runs = [train(finetune, work, "dropout", backend) for backend in ("single", "ep_fsdp")]
     assert_equal(*runs)
-    assert_planned(runs[1])
+    for run in runs:  # of so small a model, the plan of DoRA is a little high on one process too
+        assert_planned(run, within=0.08)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64},
+    "mixtral": {"num_local_experts": 8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "adapter", "experts"),
+    [("qwen3_moe", None, 4), ("mixtral", LoRA(r=4, targets=("q_proj", "v_proj")), 2)],
+)
+def test_the_plan_of_divided_experts_is_that_of_a_trace(
+    kind: str, adapter: LoRA | None, experts: int, tmp_path: Path
+) -> None:
+    """Gathered and reduced alone, or by two processes with the same experts.
+
+    Large enough for activations, weights and the buffers of FSDP2 to matter alike.
+    """
+    fields = MIXTURES[kind] | {
+        "model_type": kind, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    recipe = SFT(Model(str(tmp_path)), adapter=adapter, data=(Data("none.jsonl", "messages"),))
+    recipe = recipe.with_batch(rows=16, micro_rows=2, max_length=512)
+    machine, count = backends.divided(backends.load("ep_fsdp"), 4, {"experts": experts})
+    settled = plan(recipe, machine, count)
+    traced = verify(settled, workload_of(settled, model_source(recipe).shape))
+    assert isinstance(traced, Stages)
+    (found,) = traced.each.values()
+    for row in found.rows:
+        assert row.predicted == pytest.approx(row.traced, rel=0.02), row.component
+    for name in ("forward: last layer", "backward: last layer"):
+        assert found.predicted_moments[name] == pytest.approx(found.traced.total(name), rel=0.02), (
+            name
+        )
 
 
 @pytest.mark.slow

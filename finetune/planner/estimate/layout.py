@@ -63,6 +63,11 @@ class Layout:
         return self.processes // self.replicas // (self.axes.pipeline * self.axes.tensor)
 
     @property
+    def expert_shards(self) -> int:
+        """Processes that hold the same experts, over which FSDP2 shards them."""
+        return self.group * self.axes.tensor // self.axes.experts
+
+    @property
     def data(self) -> int:
         """Number of process groups that read different rows."""
         return max(1, self.processes // self.axes.processes)

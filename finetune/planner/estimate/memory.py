@@ -210,17 +210,45 @@ class _Step:
             reduced *= (
                 self.trained_layer - self._trained_experts() if index else self._trained_head()
             )
-        reduced += self._unreduced_head()
-        return self.moment(
-            name,
-            gradients=self._early() + index * self.layer_gradient,
-            waiting=self._waiting(),
-            activations=below + transient,
-            loss=self.loss,
-            units=self.gathered.backward(index),
-            reduction=reduced,
-            **self._buckets(),
-        )
+
+        def moment(activations: float, units: float, reduction: float) -> Moment:
+            return self.moment(
+                name,
+                gradients=self._early() + index * self.layer_gradient,
+                waiting=self._waiting(),
+                activations=activations,
+                loss=self.loss,
+                units=units,
+                reduction=reduction + self._unreduced_head(),
+                **self._buckets(),
+            )
+
+        units = self.gathered.backward(index)
+        moments = [moment(below + transient, units, reduced)]
+        if self.fsdp and workload.divided_experts:
+            arrives = self.run.kept_by(self.layers - index) + self.incoming
+            moments.append(moment(arrives, self.gathered.experts_arriving(), reduced))
+        if self.fsdp and self._trained_experts():
+            moments.append(moment(*self._experts_reduced(below, units)))
+        return max(moments, key=lambda each: each.total)
+
+    def _experts_reduced(self, below: float, units: float) -> tuple[float, float, float]:
+        """Activations, gathered units and buffers while gradients of divided experts are reduced.
+
+        The experts' weights are freed before, and their gradients once they are in the buffer,
+        apart from those of the last tensor. FSDP2 divides a copy of the buffer if no other process
+        has the same experts.
+        """
+        workload, elements = self.workload, self._trained_experts()
+        shape, shards, width = workload.shape, workload.layout.expert_shards, workload.reduce_width
+        experts = shape.experts
+        assert experts is not None
+        gradients = elements * workload.compute
+        last = workload.compute * experts.count * experts.width * shape.hidden
+        results = 2 * width * elements if shards == 1 else width * elements / shards + last
+        reduced = width * elements + max(gradients, results)
+        activations = below + self.run.layer.marked - gradients
+        return activations, units - elements * workload.frozen_width, reduced
 
     def _buckets(self, filling: bool = True) -> dict[str, float]:
         """DeepSpeed's buckets during the backward pass, and its copies if one has filled up."""

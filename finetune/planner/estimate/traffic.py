@@ -163,8 +163,7 @@ def _shard(workload: Workload, here: Workload) -> dict[str, float]:
     trained = float(here.sharded)
     if axes.experts > 1:
         # Only this process's experts count, and none of them if no other process has the same.
-        alone = axes.experts == layout.group * axes.tensor
-        each = here.divided_experts if alone else 0.0
+        each = here.divided_experts if workload.layout.expert_shards == 1 else 0.0
         unit -= each * here.frozen_width
         if workload.adapter is None:
             inner = shape.layer_parameters - each

@@ -42,6 +42,8 @@ class Experts:
     active: int
     """Experts per token."""
     width: int
+    exact_routing: bool = False
+    """Whether outputs are multiplied by routing weights in fp32, not in the compute data type."""
 
     def weights(self, hidden: int) -> int:
         """Weights of one expert: gate, up and down."""

@@ -112,7 +112,7 @@ def _llama(kind: str, fields: _Fields) -> Architecture:
 def _experts(kind: str, fields: _Fields, width: int) -> Experts | None:
     if kind == "mixtral":
         count = fields.one_of("num_local_experts", "num_experts")
-        return Experts(count, fields.size("num_experts_per_tok"), width)
+        return Experts(count, fields.size("num_experts_per_tok"), width, exact_routing=True)
     if kind == "qwen3_moe":
         if fields.values.get("mlp_only_layers") or fields.size("decoder_sparse_step", 1) != 1:
             fields.problems.append(

@@ -355,11 +355,17 @@ class Layer:
             return self._dispatched(value, routed)
         chosen, h = self.tokens * shape.experts.active, shape.hidden
         down, copies = self._through_experts(value, chosen)
-        # Routing weights are in fp32, and so are their products, also for their gradient.
-        inputs, held, size = (down, routed), (value, down, copies), 4 * chosen * h
+        # The gradient of the routing weights is a product of this size too.
+        inputs, held, size = (down, routed), (value, down, copies), self._routing * chosen * h
         weighted = tape.run(size, inputs, inputs, backward=size)
         in_order = tape.run(size, (weighted,), holds=held)
         return tape.run(value.size, (in_order,), holds=held)
+
+    @property
+    def _routing(self) -> int:
+        """Bytes per element of products with routing weights."""
+        experts = self.shape.experts
+        return 4 if experts is not None and experts.exact_routing else self.numerics.compute
 
     def _routed(self, value: Value) -> Value:
         """Routing weights of the chosen experts, with what the router and its sort save.
@@ -400,10 +406,12 @@ class Layer:
         """Experts on other processes, to which tokens are sent and from which they return.
 
         As in transformers 5.23. With balanced routing, a process receives as many tokens as it
-        sends. Each tensor parallel process sends its share.
+        sends. Each tensor parallel process sends its share. At the mark, the gradients of the
+        experts are reduced.
         """
         shape, n, tape = self.shape, self.numerics, self.tape
         assert shape.experts is not None
+        tape.mark()
         chosen = self.tokens * shape.experts.active / shape.ways
         size = chosen * shape.hidden * n.residual
         received = tape.run(size, (tape.run(size, (value,), holds=(value,)),), holds=(value,))
@@ -412,11 +420,18 @@ class Layer:
         weighted = tape.run(size, (down,), holds=held)
         in_order = tape.run(size, (weighted,), holds=held)
         returned = tape.run(size, (in_order,), holds=(value,))
-        own = tape.run(size, (returned,), holds=(value,))
-        # Multiplied by fp32 routing weights, whose gradient is a product with as many elements.
-        inputs = (own, routed)
-        weighted = tape.run(4 * chosen * shape.hidden, inputs, inputs, backward=size)
-        return tape.run(value.size, (weighted,), holds=(value,))
+        # Variables of the caller name these until the result has been made.
+        held = (value, received, in_order, returned)
+        own = tape.run(size, (returned,), holds=held)
+        # Products in the data type of the routing weights, and as large ones for the gradients.
+        inputs, wide = (own, routed), self._routing * chosen * shape.hidden
+        casts = wide > size
+        weighted = tape.run(wide, inputs, inputs, backward=(1 + casts) * wide)
+        # Summed over experts, then cast; the gradient of a sum is a view of that of its result.
+        total = wide / shape.experts.active
+        weighted.gradient = total
+        more = total - value.size if casts else 0.0
+        return tape.run(value.size, (weighted,), forward=more, passes=not casts, holds=held)
 
     def _expert_weight(self, count: int, outputs: int, inputs: int, fused: int) -> Value:
         """Weights of all experts, with the product of their adapters added if they have any."""

@@ -59,6 +59,12 @@ class Tape:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
+        self.marked: int | None = None
+        """Index of the first operation after the mark."""
+
+    def mark(self) -> None:
+        """Mark the place before the next operation, for `Trace.marked`."""
+        self.marked = len(self.nodes)
 
     def run(
         self,
@@ -115,6 +121,8 @@ class Trace:
     """Bytes of gradients of parameters, which stay."""
     backwards: tuple[float, ...]
     """Peak during the backward of each operation, in the order of the forward pass."""
+    marked: float
+    """Bytes in use when the backward pass is back at the tape's mark, with the gradients so far."""
 
 
 class _Memory:
@@ -123,6 +131,7 @@ class _Memory:
     def __init__(self) -> None:
         self.live = 0.0
         self.peak = 0.0
+        self.marked = 0.0
         self.references: dict[Value, int] = {}
 
     def hold(self, value: Value) -> None:
@@ -161,7 +170,8 @@ def trace(
     saved = memory.live
     peaks = dict.fromkeys(tape.nodes, 0.0)
     gradients = _backward(tape, memory, needed, result, peaks, accumulated)
-    return Trace(saved, forward, passing, memory.peak, gradients, tuple(peaks.values()))
+    backwards = tuple(peaks.values())
+    return Trace(saved, forward, passing, memory.peak, gradients, backwards, memory.marked)
 
 
 def _forward(
@@ -203,7 +213,9 @@ def _backward(
     memory.hold(grads[result])
     memory.note()
     gradients = 0.0
-    for node in reversed(tape.nodes):
+    for at, node in reversed(list(enumerate(tape.nodes))):
+        if at + 1 == tape.marked:
+            memory.marked = memory.live
         given = [grads.pop(value) for value in node.outputs if value in grads]
         if not given or node not in needed:
             continue

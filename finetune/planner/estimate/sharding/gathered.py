@@ -70,6 +70,15 @@ class Gathered:
         return self.workload.divided_experts * self.workload.frozen_width
 
     @property
+    def _buffer(self) -> float:
+        """Bytes of the buffer from which a layer's experts are copied, if they are gathered."""
+        return self._experts if self.workload.layout.expert_shards > 1 else 0.0
+
+    def experts_arriving(self) -> float:
+        """Weights gathered while those of divided experts are copied out of their buffer."""
+        return self.workload.outer_bytes + self.workload.unit_bytes + self._buffer
+
+    @property
     def frees_head(self) -> bool:
         """Whether the head is a separate unit that is freed after its backward pass."""
         return self._gathers and self.apart and not self._stays_gathered
@@ -90,7 +99,7 @@ class Gathered:
             units = workload.outer_bytes if workload.root_unit else self._head
         if workload.root_unit:
             # Nothing is gathered after the last layer, so the buffer of its all-gather stays.
-            return units + (self._experts or workload.unit_bytes)
+            return units + (self._buffer if self._experts else workload.unit_bytes)
         return units + (self._table if self._gathers_head else workload.unit_bytes)
 
     def arriving(self) -> float:
@@ -119,8 +128,10 @@ class Gathered:
 
     def forward(self) -> float:
         """Weights gathered during the forward pass of the last layer, which exists twice."""
+        if self._gathers and self._experts:
+            return self.experts_arriving()
         if not (self._gathers and self._stays_gathered):
-            return self.backward(0) + (self._experts if self._gathers and self._layers > 1 else 0)
+            return self.backward(0)
         return (self._layers + 1) * self.workload.unit_bytes + self._table
 
     def backward(self, index: int) -> float:
@@ -142,7 +153,8 @@ class Gathered:
         outer = workload.outer_bytes if layout.traits.shards_all and workload.root_unit else 0.0
         if apart and self._one_table:
             outer = self._table  # one unit with the head, which stays from forward to backward
-        ahead = workload.unit_bytes + (self.ahead if self._layers > 1 else 0.0)
+        last = index == self._layers - 1 and workload.root_unit
+        ahead = workload.unit_bytes + (self.ahead if self._layers > 1 and not last else 0.0)
         if layout.traits.shards_all:
             return outer + ahead
         return max(min(ahead, 2.0 * LIVE_PARAMETERS), self._reused() - index * workload.unit_bytes)
