@@ -19,7 +19,7 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.samples import Judged, Labelled, Preference, Prompt
+from finetune.data.samples import Judged, Labelled, Pairs, Preference, Prompt
 from finetune.errors import FinetuneError
 
 
@@ -41,6 +41,15 @@ def call(name: str, identity: str, **arguments: Any) -> dict[str, Any]:
 
 SCHEMA = {"name": "weather", "description": "Weather", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": SCHEMA}
+
+
+def pairs_of(*answers: tuple[str, str]) -> Pairs:
+    return Pairs(
+        tuple(
+            Preference(Completion("2+2=", chosen), Completion("2+2=", rejected))
+            for chosen, rejected in answers
+        )
+    )
 
 
 def pair(prompt: tuple[Message, ...], chosen: str, rejected: str) -> Preference:
@@ -236,6 +245,21 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
         "ranked",
         {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 0]},
         Preference(Completion("2+2=", "4"), Completion("2+2=", "5")),
+    ),
+    "the best and each that is worse": (
+        "ranked_best",
+        {"prompt": "2+2=", "responses": ["5", "4", "22", "four"], "scores": [0.5, 1, -1, 1]},
+        pairs_of(("4", "5"), ("4", "22")),
+    ),
+    "each and each that is worse": (
+        "ranked_all",
+        {"prompt": "2+2=", "responses": ["5", "4", "22", "6"], "ranks": [1, 0, 2, 1]},
+        pairs_of(("4", "5"), ("4", "6"), ("4", "22"), ("5", "22"), ("6", "22")),
+    ),
+    "all answers alike": (
+        "ranked_all",
+        {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 1]},
+        None,
     ),
     "answers ranked alike": (
         "ranked",
@@ -962,7 +986,8 @@ def test_an_unknown_format_names_the_nearest():
     assert str(error.value) == (
         "data.format: 'sharegtp' is not a format; did you mean 'sharegpt'? (known: alpaca, "
         "alpaca_preference, hh, kto, labelled, messages, oasst, preference, prompt_completion, "
-        "prompts, question_answer, ranked, self_instruct, sharegpt, sharegpt_preference, text)"
+        "prompts, question_answer, ranked, ranked_all, ranked_best, self_instruct, "
+        "sharegpt, sharegpt_preference, text)"
     )
 
 

@@ -17,6 +17,7 @@ from finetune.data.order import rows_of_step, split_rows
 from finetune.data.prepare import Prepared, prepare
 from finetune.errors import FinetuneError
 from finetune.methods.dpo import DPO
+from finetune.methods.kto import KTO
 from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.recipe import Data, Model, Recipe
@@ -84,6 +85,44 @@ def test_what_a_template_writes_behind_the_end_of_an_answer_is_not_trained(tmp_p
         assert trained.tolist() == [False] * (len(ids) - len(wanted)) + [True] * (
             len(wanted) - 1
         ) + [False]
+
+
+RANKED = [
+    {
+        "prompt": [{"role": "user", "content": f"Say {n}"}],
+        "responses": [[{"role": "assistant", "content": f"{n} {word}"}] for word in "abc"],
+        "scores": [2, 1, 3],
+    }
+    for n in range(8)
+]
+
+
+def test_all_pairs_of_a_row_are_trained_or_held_out_together(tmp_path: Path) -> None:
+    source = write(tmp_path / "ranked.jsonl", RANKED)
+    recipe = DPO(eval_rows=4).with_data(Data(str(source), "ranked_all"))
+    found = prepare(recipe, CHAT, tmp_path / "cache")
+    assert (len(found.train), len(found.eval)) == (6 * 3, 2 * 3)  # whole rows: two more than asked
+    rows = [
+        {int(found.train.documents.origins[int(number)][1]) for number in part.members}
+        for part in (found.train, found.eval)
+    ]
+    assert not rows[0] & rows[1]
+    first = [found.train.numbers(index) for index in range(3)]
+    number = int(found.train.documents.origins[first[0][0]][1]) - 1
+    ends = [[f"{number} {word}<|im_end|>" for word in words] for words in ("ca", "cb", "ab")]
+    assert [texts(found, numbers) for numbers in first] == ends
+
+
+def test_several_pairs_of_a_row_are_not_judged_alone(tmp_path: Path) -> None:
+    source = write(tmp_path / "ranked.jsonl", RANKED)
+    recipe = KTO().with_data(Data(str(source), "ranked_best"))
+    with pytest.raises(FinetuneError) as refused:
+        prepare(recipe, CHAT, tmp_path / "cache")
+    assert refused.value.problems[0] == (
+        f"{source} row 1 (and 7 more rows): its answers are compared with each other, and the "
+        "method needs each to be wanted or not; use format 'ranked', which takes the best and the "
+        "worst"
+    )
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -217,7 +256,7 @@ def test_a_file_whose_rows_are_all_skipped_is_told_why(tmp_path: Path) -> None:
             DPO(), "messages",
             "data.format: 'messages' gives texts and conversations, but method 'dpo' learns from "
             "pairs of a chosen and a rejected answer (formats: alpaca_preference, hh, preference, "
-            "ranked, sharegpt_preference)",
+            "ranked, ranked_all, ranked_best, sharegpt_preference)",
         ),
         (
             SFT(), "preference",

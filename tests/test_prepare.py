@@ -624,7 +624,8 @@ def test_every_problem_of_the_sections_is_reported_at_once(tmp_path: Path):
         f"{tmp_path}/no)",
         "data.format: 'mesages' is not a format; did you mean 'messages'? (known: alpaca, "
         "alpaca_preference, hh, kto, labelled, messages, oasst, preference, prompt_completion, "
-        "prompts, question_answer, ranked, self_instruct, sharegpt, sharegpt_preference, text)",
+        "prompts, question_answer, ranked, ranked_all, ranked_best, self_instruct, sharegpt, "
+        "sharegpt_preference, text)",
         f"data.source: '{tmp_path}/*.parquet' matches nothing",
         f"data.source: '{tmp_path}/*.xlsx' matches 1 paths, but no file that can be read; "
         f"{tmp_path}/a.xlsx is not a {known} file",

@@ -29,6 +29,8 @@ from finetune.data.preferences import (
     read_hh,
     read_preference,
     read_ranked,
+    read_ranked_all,
+    read_ranked_best,
     read_sharegpt_preference,
 )
 from finetune.data.prompts import read_prompt
@@ -339,12 +341,19 @@ FORMATS |= {
         CONVERSATION,
         gives="labelled",
     ),
-    "ranked": Format(
-        (("prompt", "responses", "ranks"), ("prompt", "responses", "scores")),
-        read_ranked,
-        CONVERSATION,
-        gives="pairs",
-    ),
+    **{
+        name: Format(
+            (("prompt", "responses", "ranks"), ("prompt", "responses", "scores")),
+            read,
+            CONVERSATION,
+            gives="pairs",
+        )
+        for name, read in (
+            ("ranked", read_ranked),
+            ("ranked_best", read_ranked_best),
+            ("ranked_all", read_ranked_all),
+        )
+    },
 }
 FORMATS["prompts"] = Format(
     (("prompt",), ("messages",), ("question",)),

@@ -1,4 +1,4 @@
-"""Choose the documents of each source for an epoch."""
+"""Choose the documents that are held out, and those of each source for an epoch."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -9,8 +9,37 @@ from finetune.data.order import permutation
 from finetune.errors import FinetuneError
 from finetune.recipe import Data
 
+HELD_OUT = 2**64 - 1
+"""Epoch number whose shuffle selects the held-out rows; training never reaches it."""
 CHOSEN = 2**64 - 2
 """Epoch number whose shuffle selects documents of weighted sources; training never reaches it."""
+
+
+def hold_out(rows: np.ndarray, origins: np.ndarray, least: int, seed: int) -> np.ndarray:
+    """The rows that are held out for evaluation, selected by the seed, sorted.  # (chosen,) int64
+
+    All that one row of a file gave, such as several pairs, is held out together, so there can be a
+    few more than `least`.
+
+    Args:
+        rows: (rows,) row numbers.
+        origins: (rows, 2) file of each, and its row in the file.
+
+    Raises:
+        FinetuneError: no row would be left to train on.
+    """
+    _, group = np.unique(origins, axis=0, return_inverse=True)
+    drawn = group[permutation(len(rows), seed, HELD_OUT)]
+    _, first = np.unique(drawn, return_index=True)
+    groups = drawn[np.sort(first)]
+    sizes = np.bincount(group)[groups]
+    chosen = np.sort(rows[np.isin(group, groups[np.cumsum(sizes) - sizes < least])])
+    if len(chosen) == len(rows):
+        raise FinetuneError(
+            f"eval_rows: {least} rows held out of {len(rows)} leave none to train on; "
+            f"set eval_rows below {len(rows)}"
+        )
+    return chosen
 
 
 def mix(

@@ -1,5 +1,6 @@
 """Read preference pairs (chosen and rejected answers) in the formats of published data sets."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from math import isfinite
@@ -17,6 +18,7 @@ from finetune.data.samples import (
     CONVERSATION,
     Completion,
     Conversation,
+    Pairs,
     Preference,
     conversation_of,
     instruction_of,
@@ -103,6 +105,26 @@ def read_ranked(row: Raw) -> Preference | None:
 
     None (the row is skipped) if all answers are ranked equally.
     """
+    answers = _best_first(row)
+    if not answers or answers[0][0] == answers[-1][0]:
+        return None
+    return _pair(row, answers[0][1], answers[-1][1])
+
+
+def read_ranked_best(row: Raw) -> Pairs | None:
+    """Read pairs of the best of several answers and each that is worse; None without any."""
+    answers = _best_first(row)
+    return _pairs(row, [(answers[0][1], each[1]) for each in answers if each[0] > answers[0][0]])
+
+
+def read_ranked_all(row: Raw) -> Pairs | None:
+    """Read pairs of each of several answers and each that is worse; None without any."""
+    ranked = itertools.combinations(_best_first(row), 2)
+    return _pairs(row, [(first[1], second[1]) for first, second in ranked if second[0] > first[0]])
+
+
+def _best_first(row: Raw) -> list[tuple[float, Any]]:
+    """The place of each answer with the answer, best first; equal ones in the order of the row."""
     answers = list_of(row["responses"], "responses")
     name = "scores" if row.get("ranks") is None else "ranks"
     values = list_of(row[name], name)
@@ -111,11 +133,16 @@ def read_ranked(row: Raw) -> Preference | None:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             raise RowProblem(f"{name} holds {value!r}, expected finite numbers")
-    if not values or min(values) == max(values):
-        return None
-    least, most = (answers[values.index(each)] for each in (min(values), max(values)))
-    chosen, rejected = (least, most) if name == "ranks" else (most, least)
+    places = [value if name == "ranks" else -value for value in values]
+    return sorted(zip(places, answers, strict=True), key=lambda each: each[0])
+
+
+def _pair(row: Raw, chosen: Any, rejected: Any) -> Preference:
     return read_preference({**row, "chosen": chosen, "rejected": rejected})
+
+
+def _pairs(row: Raw, answers: list[tuple[Any, Any]]) -> Pairs | None:
+    return Pairs(tuple(_pair(row, *each) for each in answers)) if answers else None
 
 
 def _dialogue(text: str, where: str) -> Turns:

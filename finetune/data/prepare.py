@@ -34,8 +34,7 @@ from finetune.data.encode import (
 from finetune.data.encode_pool import encode
 from finetune.data.formats import find_format
 from finetune.data.hub import hub_version
-from finetune.data.mixture import mix
-from finetune.data.order import permutation
+from finetune.data.mixture import hold_out, mix
 from finetune.data.packing import pack
 from finetune.data.problems import Problems, check_source
 from finetune.data.scratch import scratch_for
@@ -57,8 +56,6 @@ from finetune.errors import FinetuneError
 from finetune.recipe import Data, Recipe
 from finetune.runs.manifest import differing, sealed, sha256
 
-HELD_OUT = 2**64 - 1
-"""Epoch number whose shuffle selects the held-out rows; training never reaches it."""
 CHUNK = 256
 """Rows that are encoded at a time."""
 COUNTS = "counts.json"
@@ -204,7 +201,8 @@ def _fill(
     documents, facts, files = _encode(folder / "documents", Encoder(recipe, chat), sections)
     kept = np.empty(0, np.int64)
     if recipe.eval_rows and not held_out:
-        kept = _hold_out(train, recipe.eval_rows, recipe.seed)
+        origins = documents.origins[:: recipe.documents_per_row]
+        kept = _hold_out(train, origins, recipe)
     counts: dict[str, Any] = {}
     members: dict[str, np.ndarray] = {}
     for name, parts, besides in (("train", train, kept[:0]), ("eval", held_out, kept)):
@@ -338,15 +336,10 @@ def _data(sections: list[_Section]) -> list[Data]:
     return [section.source.data for section in sections]
 
 
-def _hold_out(sections: list[_Section], eval_rows: int, seed: int) -> np.ndarray:
+def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Remove rows from the training data for evaluation, before sources are mixed."""
     everything = np.concatenate([section.members for section in sections])
-    if eval_rows >= len(everything):
-        raise FinetuneError(
-            f"eval_rows: {eval_rows} rows held out of {len(everything)} leave none to train on; "
-            f"set eval_rows below {len(everything)}"
-        )
-    chosen = np.sort(everything[permutation(len(everything), seed, HELD_OUT)[:eval_rows]])
+    chosen = hold_out(everything, origins[everything], recipe.eval_rows, recipe.seed)
     for section in sections:
         section.members = section.members[~np.isin(section.members, chosen)]
     return chosen

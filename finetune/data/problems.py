@@ -11,7 +11,7 @@ MOST_PROBLEMS = 10
 MOST_PLACES = 1000
 SKIPPED = {
     "hh": "a turn is empty, or more than the last one differs",
-    "ranked": "all answers are ranked equally",
+    **dict.fromkeys(("ranked", "ranked_best", "ranked_all"), "all answers are ranked equally"),
     "self_instruct": "a task has no instances",
 }
 """Why formats skip a row."""

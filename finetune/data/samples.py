@@ -63,6 +63,13 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Several pairs of one row, which has more than two answers."""
+
+    pairs: tuple[Preference, ...]
+
+
+@dataclass(frozen=True)
 class Judged:
     """A prompt with an answer that is labelled as wanted or unwanted."""
 
@@ -89,7 +96,7 @@ class Prompt:
     """The row's other columns; those with JSON types are passed to the reward."""
 
 
-Sample = Plain | Preference | Judged | Labelled | Prompt
+Sample = Plain | Preference | Pairs | Judged | Labelled | Prompt
 
 READ_AS: dict[Kind, tuple[Kind, ...]] = {
     "text": ("text", "judged"),
@@ -105,8 +112,19 @@ def as_kind(sample: Sample, kind: Kind) -> tuple[Sample, ...]:
     """Convert a sample to the kind that a method takes.
 
     A pair becomes two judged answers. A wanted answer becomes a text; an unwanted one is dropped.
+
+    Raises:
+        RowProblem: several pairs of one row, whose answers are better than some and worse than
+            others, for a method that judges each answer alone.
     """
     match sample:
+        case Pairs() if kind == "judged":
+            raise RowProblem(
+                "its answers are compared with each other, and the method needs each to be wanted "
+                "or not; use format 'ranked', which takes the best and the worst"
+            )
+        case Pairs():
+            return sample.pairs
         case Judged() if kind == "text":
             return (sample.answer,) if sample.wanted else ()
         case Preference() if kind == "judged":
@@ -120,6 +138,8 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
     match sample:
         case Preference():
             return sample.chosen, sample.rejected
+        case Pairs():
+            return tuple(each for pair in sample.pairs for each in (pair.chosen, pair.rejected))
         case Judged():
             return (sample.answer,)
         case Labelled():
