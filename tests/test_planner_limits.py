@@ -143,6 +143,42 @@ def test_layers_need_modules_that_are_named(targets: str) -> None:
     assert refused(recipe.with_lora(layers_to_transform=(0,), targets=("q_proj",)), "single") == []
 
 
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 99,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "meant"),
+    [
+        ("targets", "k_prj", "k_proj"),
+        ("targets", "self_attn.q_prj", "q_proj"),
+        ("exclude_modules", "o_prj", "o_proj"),
+        ("modules_to_save", "embed_token", "embed_tokens"),
+        ("modules_to_save", "lm_heads", "lm_head"),
+    ],
+)
+def test_a_misspelt_module_is_refused_before_the_model_is_built(
+    field: str, name: str, meant: str
+) -> None:
+    """PEFT 0.21 ignores it if another name matches."""
+    recipe = of("llama", **SMALL).with_lora(targets=("q_proj",))
+    given = {"targets": ("q_proj", name)} if field == "targets" else {field: (name,)}
+    (problem,) = refused(recipe.with_lora(**given), "single")
+    assert problem == (
+        f"adapter.{field}: no module is named '{name}'; did you mean '{meant}'?; linear modules "
+        "here: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+
+
+def test_names_of_other_modules_of_a_model_are_left_to_it() -> None:
+    names = {"targets": ("q_proj", "lm_head", "1.self_attn.v_proj"), "modules_to_save": ("norm",)}
+    assert refused(of("llama", **SMALL).with_lora(**names), "single") == []
+    gate = {"targets": ("q_proj", "gate")}  # the router
+    assert refused(of("mixtral", **SMALL | EXPERTS).with_lora(**gate), "single") == []
+
+
 def test_layers_that_a_model_lacks_are_refused() -> None:
     recipe = of("llama", num_hidden_layers=2)
     adapted = recipe.with_lora(layers_to_transform=(1, 2, 7), targets=("q_proj",))

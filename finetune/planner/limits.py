@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from finetune.errors import FinetuneError, did_you_mean
+from finetune.planner.estimate.adapters import TABLES
 from finetune.planner.experts import coefficient, expert_count
 from finetune.planner.kernels import model_fields
 from finetune.planner.shapes import published
+from finetune.planner.shapes.read_config import read
 from finetune.recipe import LoRA, Recipe
 
 SEQ_TO_SEQ = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ")
@@ -175,6 +178,7 @@ def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     if given is None:
         return
     yield from _layers(given, fields)
+    yield from _misspelt(given, fields)
     yield from _orthogonal(given)
     if given.init_lora_weights == "olora" and fields.get("model_type") in TRANSPOSED:
         yield (
@@ -202,6 +206,31 @@ def _layers(given: LoRA, fields: Mapping[str, Any]) -> Iterator[str]:
     if beyond:
         last = f"0 to {layers - 1}" if isinstance(layers, int) else "0 and more"
         yield f"adapter.layers_to_transform: got {', '.join(beyond)}, expected layers {last}"
+
+
+def _misspelt(given: LoRA, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Names of adapted modules that resemble a matrix of a dense model, and are none of it.
+
+    When the model has been built, every other name that matches no module is refused too.
+    """
+    try:
+        shape = read(fields)
+    except FinetuneError:
+        return  # an unknown family
+    if shape.experts is not None:
+        return  # which has modules with similar names
+    linear = sorted({matrix.leaf for matrix in shape.matrices})
+    known = {*linear, TABLES.get(shape.kind, "embed_tokens"), shape.head.rsplit(".", 1)[-1]}
+    for field in ("targets", "exclude_modules", "modules_to_save"):
+        names = getattr(given, field)
+        for name in () if isinstance(names, str) else names:
+            last = name.rsplit(".", 1)[-1]
+            meant = did_you_mean(last, known)
+            if last not in known and meant and not last.endswith(("norm", "mlp", "attn")):
+                yield (
+                    f"adapter.{field}: no module is named '{name}'{meant}; linear modules here: "
+                    f"{', '.join(linear)}"
+                )
 
 
 def _orthogonal(given: LoRA) -> Iterator[str]:
