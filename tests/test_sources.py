@@ -15,6 +15,7 @@ from test_prepare import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, wri
 
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import load_chat
+from finetune.data.lines import raw_lines
 from finetune.data.prepare import prepare
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
@@ -46,9 +47,24 @@ def test_compressed_files_are_read_also_of_several_parts(tmp_path: Path, ending:
     half = len(b"".join(ROWS.splitlines(keepends=True)[:3]))
     path.write_bytes(COMPRESS[ending](ROWS[:half]) + COMPRESS[ending](ROWS[half:]))
     assert answers(prepare(recipe_of(str(path)), CHAT, tmp_path / "cache").train) == SAID
-    path.write_bytes(path.read_bytes()[:-5])
-    (problem,) = problems_of(recipe_of(str(path)), tmp_path / "empty")
-    assert problem.startswith(f"{path}: it cannot be decompressed: ")
+    whole = path.read_bytes()
+    for wrong in (whole[:-5], whole + b"and more text, which is not compressed"):
+        path.write_bytes(wrong)
+        (problem,) = problems_of(recipe_of(str(path)), tmp_path / "empty")
+        assert problem.startswith(f"{path}: it cannot be decompressed: ")
+    if ending != ".zst":  # whose frames have no padding
+        path.write_bytes(whole + bytes(8))
+        assert answers(prepare(recipe_of(str(path)), CHAT, tmp_path / "padded").train) == SAID
+
+
+def test_a_large_compressed_file_is_read_whole(tmp_path: Path):
+    """Many times what a decompressor is given and returns at once."""
+    lines = [f"{n} {n * n}\n".encode() for n in range(100_000)]
+    for ending in (".bz2", ".xz"):
+        path = tmp_path / f"a.txt{ending}"
+        parts = [b"".join(lines[:70_000]), b"".join(lines[70_000:])]
+        path.write_bytes(b"".join(map(COMPRESS[".BZ2" if ending == ".bz2" else ending], parts)))
+        assert list(raw_lines(path)) == lines
 
 
 TABLE = "".join(f"{row['question']}\t{row['answer']}\n" for row in PAIRS)
