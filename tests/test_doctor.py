@@ -101,7 +101,7 @@ def test_a_word_that_names_nothing_is_refused(finetune: Finetune, tmp_path: Path
     [
         "llama", "gpt2", "gptj", "opt", "bloom", "mamba", "mamba2", "jamba", "deepseek_v3",
         "qwen3_next", "qwen3_5", "gemma3", "gemma4", "gpt_oss", "llama4_text", "nemotron_h", "lfm2",
-        "glm4_moe", "minimax", "whisper", "gemma3n_text",
+        "glm4_moe", "minimax", "whisper", "gemma3n_text", "recurrent_gemma",
     ],
 )  # fmt: skip
 def test_an_architecture_shrinks_to_two_layers_of_its_own(kind: str) -> None:
@@ -113,6 +113,14 @@ def test_an_architecture_shrinks_to_two_layers_of_its_own(kind: str) -> None:
     assert small.model_type == kind
     layers = max(len(each) for each in model.modules() if isinstance(each, torch.nn.ModuleList))
     assert layers <= 4  # of layers, or of experts
+
+
+def test_a_pattern_of_layers_shrinks_to_one_of_each_kind() -> None:
+    """Otherwise no layer would have the attention without which the model cannot answer."""
+    config = AutoConfig.for_model("recurrent_gemma").to_dict()
+    assert config["block_types"] == ["recurrent", "recurrent", "attention"]
+    small = AutoConfig.for_model(**shrink(config, 300, 128))
+    assert small.layers_block_type == ["linear_attention", "sliding_attention"]
 
 
 def test_scales_of_a_random_model_are_not_zero() -> None:

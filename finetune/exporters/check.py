@@ -245,9 +245,9 @@ def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
 def _logits(loaded: Loaded, rows: list[list[int]]) -> list[torch.Tensor]:
     """Logits of the last tokens of each prompt, (PLACES or fewer, vocabulary)."""
     model: Any = loaded.model
+    inputs = (torch.tensor([ids], device=model.device) for ids in rows)
     return [
-        model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -PLACES:].float().cpu()
-        for ids in rows
+        model(input_ids=each, use_cache=False).logits[0, -PLACES:].float().cpu() for each in inputs
     ]
 
 
@@ -258,7 +258,7 @@ def _loss(loaded: Loaded, rows: list[Row]) -> float | None:
     losses = list[torch.Tensor]()
     for row in rows:
         ids = torch.tensor([row.ids], device=model.device)
-        scores = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        scores = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         each = -scores.gather(-1, ids[0, 1:, None])[:, 0]
         losses.append(each[torch.tensor(row.trained[1:], device=model.device)].cpu())
     return torch.cat(losses).mean().item() if losses else None

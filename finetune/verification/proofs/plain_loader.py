@@ -156,7 +156,8 @@ def mean_loss(model, rows):
 @torch.inference_mode()
 def mean_score(model, rows):
     """Mean of all scores of all rows, one row at a time."""
-    found = [model(input_ids=torch.tensor([ids])).logits.float().mean().item() for ids, _ in rows]
+    inputs = (torch.tensor([ids]) for ids, _ in rows)
+    found = [model(input_ids=each, use_cache=False).logits.float().mean().item() for each in inputs]
     return sum(found) / max(1, len(found))
 
 

@@ -97,6 +97,8 @@ def _shrunk(config: dict[str, Any], length: int) -> dict[str, Any]:
     if "expand" in fields and "num_heads" in fields:  # Mamba 2: heads add up to the inner width
         fields |= {"num_heads": WIDTH * fields["expand"] // HEAD}
     _cut_lists(config, fields)
+    if isinstance(fields.get("block_types"), list):  # a pattern that the layers repeat
+        fields["block_types"] = list(dict.fromkeys(fields["block_types"]))
     for name, value in fields.items():
         if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
             fields[name] = {key: each for key, each in value.items() if int(key) < LAYERS}
