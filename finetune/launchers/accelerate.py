@@ -139,7 +139,7 @@ def build_command(plan: Plan, words: Sequence[str], flags: Sequence[str] = ()) -
         command += ["--parallelism_config_cp_size", str(axes.context)]
         command += ["--parallelism_config_sp_size", str(axes.sequence)]
     if axes.context > 1:
-        command += ["--parallelism_config_cp_comm_strategy", axes.rotation]
+        command += [f"--{SECTION}_{ROTATION}", axes.rotation]
     if machines(flags) > 1:
         command += plan.traits.several_machines
     if not any(flag.startswith("--main_process_port") for flag in flags):
