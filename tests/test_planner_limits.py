@@ -11,14 +11,18 @@ from conftest import Finetune
 from test_plan import ROWS, refused
 from transformers.models.auto import modeling_auto
 
+from finetune import backend
+from finetune.errors import FinetuneError
 from finetune.methods.dpo import DPO
 from finetune.methods.grpo import GRPO
 from finetune.methods.orpo import ORPO
+from finetune.methods.reward import RewardModel
 from finetune.methods.sft import SFT
 from finetune.planner import limits, plan
 from finetune.planner.experts import expert_count
 from finetune.planner.rules import WITHOUT_SDPA
 from finetune.recipe import Data, Model, Recipe
+from finetune.training.preflight import check, misnamed
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 
@@ -149,34 +153,49 @@ SMALL = {
 }  # fmt: skip
 
 
+LINEAR = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+
+
 @pytest.mark.parametrize(
-    ("field", "name", "meant"),
+    ("field", "name", "told"),
     [
-        ("targets", "k_prj", "k_proj"),
-        ("targets", "self_attn.q_prj", "q_proj"),
-        ("exclude_modules", "o_prj", "o_proj"),
-        ("modules_to_save", "embed_token", "embed_tokens"),
-        ("modules_to_save", "lm_heads", "lm_head"),
+        ("targets", "k_prj", f"; did you mean 'k_proj'?; linear modules here: {LINEAR}"),
+        ("targets", "zz", f"; linear modules here: {LINEAR}"),
+        ("targets", "self_attn.q_prj", f"; did you mean 'q_proj'?; linear modules here: {LINEAR}"),
+        ("exclude_modules", "o_prj", "; did you mean 'o_proj'?"),
+        ("modules_to_save", "embed_token", "; did you mean 'embed_tokens'?"),
+        ("modules_to_save", "lm_heads", "; did you mean 'lm_head'?"),
     ],
 )
-def test_a_misspelt_module_is_refused_before_the_model_is_built(
-    field: str, name: str, meant: str
+def test_a_misspelt_module_is_refused_before_the_model_is_loaded(
+    field: str, name: str, told: str
 ) -> None:
     """PEFT 0.21 ignores it if another name matches."""
     recipe = of("llama", **SMALL).with_lora(targets=("q_proj",))
     given = {"targets": ("q_proj", name)} if field == "targets" else {field: (name,)}
-    (problem,) = refused(recipe.with_lora(**given), "single")
-    assert problem == (
-        f"adapter.{field}: no module is named '{name}'; did you mean '{meant}'?; linear modules "
-        "here: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    )
+    problem = f"adapter.{field}: no module is named '{name}'{told}"
+    assert misnamed(recipe.with_lora(**given)) == [problem]
 
 
-def test_names_of_other_modules_of_a_model_are_left_to_it() -> None:
+def test_every_name_that_matches_no_module_is_refused_with_the_plan() -> None:
+    """In a family without formulas, and beside the plan's own problems."""
+    recipe = of("exaone4", **SMALL).with_batch(rows=3, micro_rows=2)
+    names = {"targets": ("q_proj", "v_porj"), "rank_pattern": {"q_pro": 4, r"layers\.0\..*": 2}}
+    with pytest.raises(FinetuneError) as told:
+        check(recipe.with_lora(**names), backend.load("single"), 1, files=False)
+    rows, targets, pattern = told.value.problems
+    assert rows.startswith("batch.rows: 3 does not divide")
+    assert targets.startswith("adapter.targets: no module is named 'v_porj'; did you mean 'v_proj'")
+    assert pattern == "adapter.rank_pattern: no module matches 'q_pro'; did you mean 'q_proj'?"
+
+
+def test_names_of_any_module_of_a_model_pass() -> None:
     names = {"targets": ("q_proj", "lm_head", "1.self_attn.v_proj"), "modules_to_save": ("norm",)}
-    assert refused(of("llama", **SMALL).with_lora(**names), "single") == []
-    gate = {"targets": ("q_proj", "gate")}  # the router
-    assert refused(of("mixtral", **SMALL | EXPERTS).with_lora(**gate), "single") == []
+    assert misnamed(of("llama", **SMALL).with_lora(**names)) == []
+    gate = {"targets": ("q_proj", "gate"), "rank_pattern": {r"layers\.1\..*q_proj": 2}}
+    assert misnamed(of("mixtral", **SMALL | EXPERTS).with_lora(**gate)) == []
+    reward = RewardModel(of("llama", **SMALL).model).with_data(ROWS)
+    assert misnamed(reward.with_lora(modules_to_save=("score",))) == []
 
 
 def test_layers_that_a_model_lacks_are_refused() -> None:

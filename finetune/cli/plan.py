@@ -3,6 +3,7 @@
 import argparse
 
 from finetune.cli import options
+from finetune.errors import FinetuneError
 
 SUMMARY = "show the plan of a recipe on a backend, or why it cannot run"
 
@@ -46,7 +47,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from finetune import backend
     from finetune.cli import plan_on_machine
-    from finetune.training.preflight import below_a_plan, check, read_words
+    from finetune.training.preflight import below_a_plan, check, misnamed, read_words
     from finetune.verification.memory.launch import verify
 
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         machine, count = backend.divided(machine, arguments.processes, sizes)
         machine = backend.sized(machine, count, shard_size=arguments.shard_size)
         check(recipe, machine, count, arguments.precision, files=False)
+    elif problems := misnamed(recipe):
+        raise FinetuneError(*problems)
     asked = verify if arguments.verify else None
     status = plan_on_machine.run(arguments, recipe, asked, verify, _rate)
     if not arguments.json:

@@ -71,7 +71,7 @@ def _with_adapter(
 ) -> PeftModel:
     """Attach an adapter; names of a `resolved` configuration are passed to PEFT unchanged."""
     try:
-        strays = list(_strays(model, adapter))
+        strays = misnamed(model, adapter)
         if strays:
             raise FinetuneError(*strays)
         chosen = config if resolved else targets.resolve_names(model, config, adapter)
@@ -98,8 +98,12 @@ def with_whole_widths(model: PeftModel) -> PeftModel:
     return model
 
 
-def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
+def misnamed(model: PreTrainedModel, adapter: LoRA) -> list[str]:
     """Problems with names that match no module; PEFT 0.21 ignores them if another name matches."""
+    return [*_misnamed(model, adapter)]
+
+
+def _misnamed(model: PreTrainedModel, adapter: LoRA) -> Iterator[str]:
     modules = [name for name, _ in model.named_modules() if name]
     older = targets.rewritten_names(model)
     parameters = [name for name, _ in model.named_parameters()] if adapter.target_parameters else []
@@ -111,7 +115,8 @@ def _strays(model: nn.Module, adapter: LoRA) -> Iterator[str]:
                 continue  # experts were modules of this name in transformers 4
             end = word if field == "modules_to_save" else f".{word}"  # as in PEFT
             if not any(name == word or name.endswith(end) for name in modules):
-                problem = f"adapter.{field}: no module is named '{word}'{did_you_mean(word, last)}"
+                meant = did_you_mean(word.rsplit(".", 1)[-1], last)
+                problem = f"adapter.{field}: no module is named '{word}'{meant}"
                 here = _linear_modules(model) + targets.expert_words(model)
                 yield problem + (here if field == "targets" else "")
     for field in ("rank_pattern", "alpha_pattern"):

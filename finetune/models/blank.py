@@ -1,17 +1,22 @@
-"""Build the complete model of a run without values, for engines whose processes hold parts."""
+"""Build the complete model of a run without values, on the meta device."""
 
 import copy
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig, PreTrainedModel
 
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import network_of
+from finetune.errors import FinetuneError
 from finetune.models import continued, scoring
 from finetune.models.model import as_trained, install_kernels
 from finetune.models.packed_attention import implementation
 from finetune.models.pretrained import causal
+from finetune.recipe import Recipe
 
 
 def blank(engine: Engine) -> nn.Module | None:
@@ -34,3 +39,19 @@ def blank(engine: Engine) -> nn.Module | None:
         found = as_trained(network, recipe, given=given)
     install_kernels(network, plan)
     return found.requires_grad_(False).eval()
+
+
+def from_fields(recipe: Recipe, fields: Mapping[str, Any]) -> PreTrainedModel:
+    """The base of a recipe, known only by the fields of its config.json.
+
+    Raises:
+        FinetuneError: transformers cannot build it.
+    """
+    scores = {} if recipe.scores is None else recipe.scores.config
+    given = {name: each for name, each in {**fields, **scores}.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(fields["model_type"], **given)
+        with torch.device("meta"):
+            return scoring.auto_class(recipe.scores).from_config(config)
+    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        raise FinetuneError(f"model: transformers cannot build it: {error}") from None

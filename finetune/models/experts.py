@@ -6,13 +6,11 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import replace_with_bnb_linear
 
-from finetune.errors import FinetuneError
 from finetune.kernels.balance import Balance
+from finetune.models import blank, targets
 from finetune.models import model as models
-from finetune.models import targets
 from finetune.models.quantization import quantised_notes, quantization_config
 from finetune.planner.experts import BALANCED, DEFAULT
 from finetune.recipe import Recipe
@@ -35,13 +33,7 @@ def planned(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
         FinetuneError: the adapter does not fit the model, or transformers cannot build it.
     """
     kind = recipe.model.quantization
-    given = {name: value for name, value in fields.items() if name != "model_type"}
-    try:
-        config = AutoConfig.for_model(fields["model_type"], **given)
-        with torch.device("meta"):
-            base = AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, KeyError, ImportError) as error:
-        raise FinetuneError(f"model: transformers cannot build it: {error}") from None
+    base = blank.from_fields(recipe, fields)
     if (packing := quantization_config(kind, torch.bfloat16)) is not None:
         base = replace_with_bnb_linear(base, ["lm_head"], packing)
     with torch.device("meta"):

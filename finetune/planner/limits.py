@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError
 from finetune.planner.estimate.adapters import TABLES
 from finetune.planner.experts import coefficient, expert_count
 from finetune.planner.kernels import model_fields
@@ -178,7 +178,6 @@ def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     if given is None:
         return
     yield from _layers(given, fields)
-    yield from _misspelt(given, fields)
     yield from _orthogonal(given)
     if given.init_lora_weights == "olora" and fields.get("model_type") in TRANSPOSED:
         yield (
@@ -208,29 +207,20 @@ def _layers(given: LoRA, fields: Mapping[str, Any]) -> Iterator[str]:
         yield f"adapter.layers_to_transform: got {', '.join(beyond)}, expected layers {last}"
 
 
-def _misspelt(given: LoRA, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Names of adapted modules that resemble a matrix of a dense model, and are none of it.
+def names_only_matrices(given: LoRA, fields: Mapping[str, Any]) -> bool:
+    """Whether every name in an adapter section is known to exist, without building the model.
 
-    When the model has been built, every other name that matches no module is refused too.
+    The formulas know the matrices of a layer, the embedding and the head.
     """
     try:
         shape = read(fields)
     except FinetuneError:
-        return  # an unknown family
-    if shape.experts is not None:
-        return  # which has modules with similar names
-    linear = sorted({matrix.leaf for matrix in shape.matrices})
-    known = {*linear, TABLES.get(shape.kind, "embed_tokens"), shape.head.rsplit(".", 1)[-1]}
-    for field in ("targets", "exclude_modules", "modules_to_save"):
-        names = getattr(given, field)
-        for name in () if isinstance(names, str) else names:
-            last = name.rsplit(".", 1)[-1]
-            meant = did_you_mean(last, known)
-            if last not in known and meant and not last.endswith(("norm", "mlp", "attn")):
-                yield (
-                    f"adapter.{field}: no module is named '{name}'{meant}; linear modules here: "
-                    f"{', '.join(linear)}"
-                )
+        return False  # a family without formulas
+    known = {matrix.leaf for matrix in shape.matrices}
+    known |= {TABLES.get(shape.kind, "embed_tokens"), shape.head.rsplit(".", 1)[-1]}
+    listed = (given.targets, given.exclude_modules, given.modules_to_save)
+    names = [name for each in listed if not isinstance(each, str) for name in each]
+    return known.issuperset((*names, *given.rank_pattern, *given.alpha_pattern))
 
 
 def _orthogonal(given: LoRA) -> Iterator[str]:

@@ -66,6 +66,7 @@ def check(
     else:
         for data in (*recipe.data, *recipe.eval_data):
             problems += _problems_of(lambda name=data.format: find_format(name))
+    problems += misnamed(recipe)
     try:
         planned = plan(recipe, machine, processes, precision)
     except FinetuneError as error:  # both checks find some problems
@@ -75,6 +76,27 @@ def check(
     if problems:
         raise FinetuneError(*problems)
     return planned
+
+
+def misnamed(recipe: Recipe) -> list[str]:
+    """Names in a new adapter that match no module, as problems.
+
+    The model is built without weights if the formulas do not know every name.
+    """
+    adapter, fields = recipe.adapter, limits.fields_of(recipe)
+    if adapter is None or recipe.model.adapter is not None or not fields:
+        return []
+    if recipe.model.trust_remote_code and fields.get("auto_map"):
+        return []  # the code is loaded with the weights
+    unbuildable = [*limits.too_many_layers(fields), *limits.architecture(recipe, fields)]
+    if unbuildable or limits.names_only_matrices(adapter, fields):
+        return []
+    from finetune.models import adapters, blank  # imports torch
+
+    try:
+        return adapters.misnamed(blank.from_fields(recipe, fields), adapter)
+    except FinetuneError:
+        return []  # reported when the model is loaded
 
 
 def _rewards(recipe: Recipe) -> list[str]:
