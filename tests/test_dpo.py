@@ -15,6 +15,7 @@ from conftest import Finetune, Tiny, write_recipe
 from oracles import published
 from peft import PeftModel
 from test_backends import launch
+from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune as ft
@@ -104,11 +105,12 @@ def logp(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
     return answer_sums(model, ids, prompt)[0]
 
 
-def answer_sums(model: Any, ids: list[int], prompt: int) -> tuple[torch.Tensor, float]:
-    """The log-probability of an answer, and the sum over its tokens of their mean logit."""
+def answer_sums(model: Any, ids: list[int], prompt: int) -> tuple[torch.Tensor, float, float]:
+    """The log-probability of an answer, and the sums over its tokens of mean logit and entropy."""
     logits = model(torch.tensor([ids])).logits[0, prompt - 1 : -1]
     said = logits.log_softmax(-1)[torch.arange(len(ids) - prompt), torch.tensor(ids[prompt:])]
-    return said.double().sum(), logits.double().mean(-1).sum().item()
+    entropy = Categorical(logits=logits.detach().double()).entropy().sum().item()
+    return said.double().sum(), logits.double().mean(-1).sum().item(), entropy
 
 
 def expected(
@@ -126,13 +128,15 @@ def expected(
     found = []
     for step in range(STEPS):
         sums: dict[str, float] = dict.fromkeys(["loss", *METRICS], 0.0)
-        logits, tokens = np.zeros(2), np.zeros(2)
+        logits, tokens, entropy = np.zeros(2), np.zeros(2), 0.0
         for row in rows_of_step(step, ROWS, SIZE, SEED):
-            (of_c, by_c), (of_r, by_r) = (answer_sums(policy, *each) for each in data[row])
+            sides = [answer_sums(policy, *each) for each in data[row]]
+            (of_c, by_c, spread_c), (of_r, by_r, spread_r) = sides
             ref_c, ref_r = kept[row]
             n_c, n_r = (len(ids) - prompt for ids, prompt in data[row])
             logits += (by_c, by_r)
             tokens += (n_c, n_r)
+            entropy += spread_c + spread_r
             a, b = of_c - ref_c, of_r - ref_r
             h, mean = beta * (a - b), a / n_c - b / n_r
             term = {
@@ -156,7 +160,7 @@ def expected(
         optimizer.step()
         optimizer.zero_grad()
         sums |= dict(zip(("logits/chosen", "logits/rejected"), logits / tokens, strict=True))
-        found.append({**sums, "grad_norm": norm})
+        found.append({**sums, "entropy": entropy / tokens.sum(), "grad_norm": norm})
     return found
 
 

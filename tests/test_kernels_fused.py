@@ -219,10 +219,18 @@ def test_chains_in_c_compute_the_same(dtype: torch.dtype, width: int) -> None:
     for wanted in (False, True):
         check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, None, 1.0, None, wanted)
         check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, bias, 0.3, 3.0, wanted)
+    # Without the gradient, the eager twin uses up the logits and the C leaves them.
+    for given in ((None, 1.0, None), (bias, 0.3, 3.0)):
+        logits = 3 * first
+        check_chain(chunked_loss.tile_loss, dtype, logits, targets, *given, True, True)
+        alone = chunked_loss.tile_loss.in_c(logits.to(dtype), targets, *given, False, True)
+        both = chunked_loss.tile_loss.in_c(logits.to(dtype), targets, *given, True, True)
+        assert torch.equal(alone, both)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("cap", [None, 3.0])
-def test_a_traced_tile_of_logits_is_not_written_twice(cap: float | None) -> None:
+def test_a_traced_tile_of_logits_is_not_written_twice(cap: float | None, entropy: bool) -> None:
     """TorchInductor would keep the tile in fp32 for an indexed write; the values are equal."""
     called: list[Any] = []
 
@@ -233,7 +241,7 @@ def test_a_traced_tile_of_logits_is_not_written_twice(cap: float | None) -> None
     logits, targets = torch.randn(5, 40), torch.randint(0, 40, (5,))
     traced, eager = logits.clone(), logits.clone()
     compiled = torch.compile(chunked_loss.tile_loss.eager, backend=as_it_is)
-    given = targets, None, 0.5, cap, True
+    given = targets, None, 0.5, cap, True, entropy
     assert torch.equal(compiled(traced, *given), chunked_loss.tile_loss.eager(eager, *given))
     assert torch.equal(traced, eager)
     assert torch.where in called

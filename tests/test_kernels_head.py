@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from families import FAMILIES, VOCABULARY, adapt, build, distance, gradients, inputs
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributions import Categorical
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.data.collate import MicroBatch
@@ -155,18 +156,23 @@ def test_log_probabilities_have_the_values_and_gradients_of_transformers(
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 @pytest.mark.parametrize("kind", ["llama", "granite", "cohere", "gemma2", "biased"])
-def test_the_mean_logit_of_a_token_is_that_of_transformers(kind: str, chunked: bool) -> None:
-    """With a soft cap, which is not linear, the chunked head leaves it out."""
+def test_mean_logit_and_entropy_of_a_token_are_those_of_transformers(
+    kind: str, chunked: bool
+) -> None:
+    """With a soft cap, which is not linear, the chunked head leaves out the mean logit."""
     model, given = build(kind.replace("biased", "llama")), batch()
     if kind == "biased":
         model.lm_head.bias = nn.Parameter(torch.randn(len(model.lm_head.weight)))
     with torch.no_grad():
         found = model(input_ids=given.ids, attention_mask=given.attention_mask).logits
-    expected = found[:, :-1].mean(-1)[given.labels[:, 1:] != -100]
+    trained = given.labels[:, 1:] != -100
+    expected = found[:, :-1].mean(-1)[trained]
+    entropy = Categorical(logits=found[:, :-1][trained].double()).entropy()
     head.give_loss(model, chunked)
-    values, _ = _token_values(model, given, means=True)
-    logps, means = values.chunk(2)
+    values, _ = _token_values(model, given, statistics=True)
+    logps, means, entropies = values.chunk(3)
     assert torch.equal(logps, token_logps(model, given)[0])
+    assert (entropies - entropy).abs().max() < 5 * FP32 * entropy.max()
     if kind == "gemma2" and chunked:
         assert means.isnan().all()
     else:

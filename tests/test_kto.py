@@ -202,10 +202,14 @@ def test_a_step_whose_answers_are_all_wanted_is_taken(
     assert sum("rewards/rejected" in each["metrics"] for each in found) == 1
     assert sum("rewards/margins" in each["metrics"] for each in found) == 1
     answers = [answer_sums(plain(tiny), *row[0]) for row in sequences(tiny)[:6]]
-    first = [row for row in rows_of_step(0, 6, 2, 0) if row]
+    both = rows_of_step(0, 6, 2, 0)
+    first = [row for row in both if row]
     tokens = sum(len(ids) - prompt for row in first for ids, prompt in [sequences(tiny)[row][0]])
     logits = sum(answers[row][1] for row in first) / tokens
     assert found[0]["metrics"]["logits/chosen"] == pytest.approx(logits, rel=1e-5)
+    every = sum(len(ids) - prompt for row in both for ids, prompt in [sequences(tiny)[row][0]])
+    entropy = sum(answers[row][2] for row in both) / every
+    assert found[0]["metrics"]["entropy"] == pytest.approx(entropy, rel=1e-5)
     for each in found:
         assert each["metrics"].keys() >= {"logits/chosen"}
         assert ("logits/rejected" in each["metrics"]) == ("rewards/rejected" in each["metrics"])

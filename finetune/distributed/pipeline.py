@@ -399,7 +399,7 @@ class _Head:
         places: torch.Tensor,
         targets: torch.Tensor,
         logps: bool = False,
-        means: bool = False,
+        statistics: bool = False,
         taught: Any = None,
         **_: Any,
     ) -> torch.Tensor:
@@ -407,7 +407,7 @@ class _Head:
         if taught is not None:
             seen = None if self.seen is None else self.seen[places]
             return self.network.taught_loss(hidden, targets, taught, seen)
-        loss = self.network.loss_of_hidden(hidden, targets, logps, means)
+        loss = self.network.loss_of_hidden(hidden, targets, logps, statistics)
         return loss if self.balance is None else torch.cat([loss.view(-1), self.balance.view(1)])
 
 

@@ -12,6 +12,8 @@ from finetune.kernels.precision import compute_dtype
 RAISED = 1024.0
 """Scale of logit gradients for products in fp16. Gradients are at most 1, so they do not overflow,
 and probabilities of 1e-10 do not underflow."""
+FURTHER = 6
+"""Arguments of the functions after hidden states, weight and bias; autograd drops surplus ones."""
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -51,15 +53,17 @@ class ChunkedLoss(torch.autograd.Function):
 def used_up(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Multiply the gradients from the forward pass by a factor, in place; they are used once.
 
-    Returns the gradients of hidden states, weight and bias, and None for five more arguments.
+    Returns the gradients of hidden states, weight and bias, and None for further arguments.
     """
     grads, ctx.grads = ctx.grads, None
     # Autograd casts them to the types of the inputs.
-    return (*(each if each is None else each.mul_(factor) for each in grads), *(None,) * 5)
+    return (*(each if each is None else each.mul_(factor) for each in grads), *(None,) * FURTHER)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Log-probability of each target, (labelled,) in fp32.
+    """Log-probability of each target, (labelled,) in fp32; with `entropy`, two such tensors.
+
+    The second is the entropy of each distribution in nats, without gradient.
 
     The gradient of a hidden state is that of its own log-probability, (onehot(target) - softmax) W,
     times a factor that is known in the backward pass. If the head is frozen, the forward pass
@@ -79,24 +83,34 @@ class ChunkedLogProbs(torch.autograd.Function):
         cap: float | None,
         chunk: int,  # rows of logits that are in memory
         tile: int,  # rows of logits that are converted to gradients at a time
-    ) -> torch.Tensor:
+        entropy: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.dtype, ctx.settings = compute_dtype(weight), (scale, cap, chunk, tile)
         ctx.frozen = not any(ctx.needs_input_grad[1:3])
         wanted = ctx.needs_input_grad[0] and ctx.frozen, False, False
-        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        found = hidden.new_empty((1 + entropy, len(hidden)), dtype=torch.float32)
         with torch.autocast(weight.device.type, enabled=False):
             grads = Gradients(hidden, weight, bias, wanted, tile, ctx.dtype)
             for part, logits in grads.chunks(chunk):
-                found[part] = -grads.count(part, logits, targets[part], scale, cap)
+                found[:, part] = grads.count(
+                    part, logits, targets[part], scale, cap, entropy=entropy
+                )
                 del logits
         if ctx.frozen:
             ctx.grads = grads.of(hidden, weight, bias)
         else:
             ctx.save_for_backward(hidden, weight, bias, targets)
-        return found
+        logps = -found[0]
+        if not entropy:
+            return logps
+        entropies = found[1].clone()
+        ctx.mark_non_differentiable(entropies)
+        return logps, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         if ctx.frozen:
             return used_up(ctx, -grad[:, None])
         hidden, weight, bias, targets = ctx.saved_tensors
@@ -106,7 +120,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             for part, logits in grads.chunks(chunk):
                 grads.count(part, logits, targets[part], scale, cap, -grad[part])
                 del logits
-        return (*grads.of(hidden, weight, bias), *(None,) * 5)
+        return (*grads.of(hidden, weight, bias), *(None,) * FURTHER)
 
 
 class Gradients:
@@ -145,18 +159,21 @@ class Gradients:
         scale: float,
         cap: float | None,
         weights: torch.Tensor | None = None,  # (chunk,)
+        entropy: bool = False,
     ) -> torch.Tensor:
         """Add the gradients of a chunk, and return its losses, (chunk,) in fp32.
 
-        Overwrites `logits`, (chunk, vocabulary). `weights` multiply the gradient of each row.
+        With `entropy`, the entropies follow: (2, chunk). Overwrites `logits`, (chunk, vocabulary).
+        `weights` multiply the gradient of each row.
         """
-        losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        shape = (2, len(logits)) if entropy else (len(logits),)
+        losses = torch.empty(shape, dtype=torch.float32, device=logits.device)
         if self.narrow:  # probabilities of a large vocabulary underflow in fp16
             logits = logits.float()
         for start in range(0, len(logits), self.rows):
             tile = slice(start, start + self.rows)
             given = logits[tile], targets[tile], self.added
-            losses[tile] = tile_loss(*given, scale, cap, self.any)
+            losses[..., tile] = tile_loss(*given, scale, cap, self.any, entropy)
         if weights is None:
             self.add(part, logits)
         else:
@@ -212,8 +229,11 @@ def tile_loss(
     scale: float,
     cap: float | None,
     wanted: bool,
+    entropy: bool = False,
 ) -> torch.Tensor:
     """Loss of each of some rows of logits (tile, vocabulary), (tile,) in fp32.
+
+    With `entropy`, the entropies in nats follow, (2, tile), and `logits` are used up.
 
     If `wanted`, the gradient of the loss is written into `logits`. At the target it is computed by
     `expm1`, which is accurate for probabilities near 1.
@@ -232,9 +252,14 @@ def tile_loss(
     shares = F.log_softmax(wide, -1)
     of_target = shares.gather(1, rows)
     losses = -of_target[:, 0]
-    if not wanted:
+    if not (wanted or entropy):
         return losses
     by_logits, at_target = shares.exp_(), of_target.expm1()
+    if entropy:  # the logarithm of the sum of powers, minus the mean logit
+        of_sum = wide.gather(1, rows)[:, 0] + losses
+        losses = torch.stack([losses, of_sum - wide.mul_(by_logits).sum(-1)])
+    if not wanted:
+        return losses
     if slope is not None:
         by_logits *= slope
         at_target *= slope.gather(1, rows)

@@ -147,12 +147,12 @@ class TaughtHead(LabelledHead):
         input: torch.Tensor,
         targets: torch.Tensor | None = None,
         logps: bool = False,
-        means: bool = False,
+        statistics: bool = False,
         taught: Target | None = None,
         shares: Any = None,
     ) -> torch.Tensor:
         if taught is None or targets is None:
-            return super().forward(input, targets, logps, means)
+            return super().forward(input, targets, logps, statistics)
         given = (input, self.weight, self.bias, targets)
         return ChunkedDivergence.apply(*given, self.scale, self.cap, taught, shares)
 

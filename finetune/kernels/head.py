@@ -112,15 +112,16 @@ class WithLoss:
         targets: torch.Tensor | None = None,
         real_tokens: int = 0,
         logps: bool = False,
-        means: bool = False,
+        statistics: bool = False,
         **inputs: Any,
     ) -> Any:
         """The model's own forward pass or, with `places`, the summed cross-entropy.
 
         The sum is a scalar in fp32. With `logps`, the result is the log-probability of each target,
-        (labelled,) in fp32; with `means` too, the mean over the vocabulary of each token's logits
-        follows, (2 * labelled,), without gradient: see `LabelledHead.means`. In training with a
-        balance loss, `Balance.sum` is appended: the result is (2,), or longer by 1.
+        (labelled,) in fp32; with `statistics` too, the mean over the vocabulary of each token's
+        logits (see `LabelledHead.means`) and the entropy of each distribution in nats follow,
+        (3 * labelled,), without gradient. In training with a balance loss, `Balance.sum` is
+        appended: the result is (2,), or longer by 1.
 
         Args:
             places: (labelled,) int64, flat indices into (rows, length) of positions to predict
@@ -137,11 +138,11 @@ class WithLoss:
             given = {name: value for name, value in inputs.items() if value is not None}
             output = self.base_model(*args, **given)
             hidden = output.last_hidden_state.flatten(0, 1)  # (rows * length, hidden)
-            loss = self.loss_of_hidden(hidden[places], targets, logps, means)
+            loss = self.loss_of_hidden(hidden[places], targets, logps, statistics)
         else:
             output = super().forward(*args, **inputs)
             labelled = output.logits.flatten(0, 1)[places]  # (labelled, vocabulary)
-            loss = _from_logits(self._tempered(labelled.float()), targets, logps, means)
+            loss = _from_logits(self._tempered(labelled.float()), targets, logps, statistics)
         if not balanced:
             return loss
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
@@ -155,17 +156,17 @@ class WithLoss:
         hidden: torch.Tensor,  # (labelled, hidden)
         targets: torch.Tensor,  # (labelled,)
         logps: bool,
-        means: bool = False,
+        statistics: bool = False,
     ) -> torch.Tensor:
         """The summed cross-entropy of hidden states or, with `logps`, each log-probability."""
         head = self.get_output_embeddings()
         if self.loss_in_chunks:
-            return head(hidden, targets, logps, means)
+            return head(hidden, targets, logps, statistics)
         logits = head(hidden).float()
         scale, cap = self.logits_of_labelled or (1.0, None)
         logits = logits * scale if scale != 1.0 else logits
         logits = (logits / cap).tanh() * cap if cap is not None else logits
-        return _from_logits(self._tempered(logits), targets, logps, means)
+        return _from_logits(self._tempered(logits), targets, logps, statistics)
 
     def _tempered(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits divided by the temperature, without a copy if that is 1."""
@@ -173,13 +174,16 @@ class WithLoss:
 
 
 def _from_logits(
-    logits: torch.Tensor, targets: torch.Tensor, logps: bool, means: bool
+    logits: torch.Tensor, targets: torch.Tensor, logps: bool, statistics: bool
 ) -> torch.Tensor:
     """The summed cross-entropy of (labelled, vocabulary) logits, or each log-probability."""
     loss = F.cross_entropy(logits.float(), targets, reduction="none" if logps else "sum")
-    if means:
-        return torch.cat([-loss, logits.detach().float().mean(-1)])
-    return -loss if logps else loss
+    if not statistics:
+        return -loss if logps else loss
+    given = logits.detach()
+    tiles = given.split(max(1, TILE_ENTRIES // given.shape[1]))
+    entropies = [-(log := each.float().log_softmax(-1)).exp().mul_(log).sum(-1) for each in tiles]
+    return torch.cat([-loss, given.float().mean(-1), *entropies])
 
 
 class LabelledHead(nn.Linear):
@@ -195,7 +199,7 @@ class LabelledHead(nn.Linear):
         input: torch.Tensor,
         targets: torch.Tensor | None = None,
         logps: bool = False,
-        means: bool = False,
+        statistics: bool = False,
     ) -> torch.Tensor:
         if targets is None:
             return super().forward(input)
@@ -203,9 +207,12 @@ class LabelledHead(nn.Linear):
         entries = self.entries or (of_cpu if input.is_cpu else of_gpu)
         rows = tuple(max(1, each // len(self.weight)) for each in entries)
         given = (input, self.weight, self.bias, targets)
+        settings = self.scale, self.cap, *rows
+        if statistics:
+            found, entropies = ChunkedLogProbs.apply(*given, *settings, True)
+            return torch.cat([found, self.means(input), entropies])
         kind = ChunkedLogProbs if logps else ChunkedLoss
-        found = kind.apply(*given, self.scale, self.cap, *rows)
-        return torch.cat([found, self.means(input)]) if means else found
+        return kind.apply(*given, *settings)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def means(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import completed_by, mean_logit, optim_of, preference_advice
+from finetune.methods.pairs import completed_by, optim_of, preference_advice, token_mean
 from finetune.recipe import STRICT, Kind, Optim, Recipe, Text
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class KTO(Recipe):
     metrics: ClassVar[tuple[str, ...]] = (
         "kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
         "lengths/chosen", "lengths/rejected", "logits/chosen", "logits/rejected", "token_loss",
+        "entropy",
     )  # fmt: skip
 
     optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
@@ -114,7 +115,7 @@ class KTO(Recipe):
 
         from finetune.methods.losses import Loss, sequence_values
 
-        logps, logits, balance = sequence_values(model, batch)  # (documents,)
+        logps, logits, entropies, balance = sequence_values(model, batch)  # (documents,)
         gains, kl = logps - batch.columns["reference"], max(0.0, batch.kl)
         wanted = batch.columns["wanted"] > 0
         margins = torch.where(wanted, gains - kl, kl - gains)
@@ -130,7 +131,8 @@ class KTO(Recipe):
             }
             for side, chosen in sides:
                 of_side = logits.where(chosen, math.nan)
-                metrics[f"logits/{side}"] = mean_logit(of_side, batch.document_labels)
+                metrics[f"logits/{side}"] = token_mean(of_side, batch.document_labels)
+            metrics["entropy"] = token_mean(entropies, batch.document_labels)
             metrics["token_loss"] = -logps.sum(), batch.trained_tokens
             metrics["kl"] = torch.full_like(terms, kl).sum(), len(terms)
         return Loss(terms.sum().float(), metrics, balance)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -69,13 +70,13 @@ def token_logps(
             "method: its loss reads the log-probability of each token of a document, and no "
             "process has all tokens of one under this backend; use fsdp_full_shard"
         )
-    return _token_values(model, batch, means=False)
+    return _token_values(model, batch, statistics=False)
 
 
 def _token_values(
-    model: torch.nn.Module, batch: MicroBatch, means: bool
+    model: torch.nn.Module, batch: MicroBatch, statistics: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`token_logps`; with `means`, the mean logits of the tokens follow: (2 * trained_tokens,)."""
+    """`token_logps`; with `statistics`, mean logits and entropies follow: (3 * trained_tokens,)."""
     places, targets = labelled(batch)
     found = model(
         **batch.inputs(),
@@ -84,9 +85,9 @@ def _token_values(
         targets=targets,
         real_tokens=batch.real_tokens,
         logps=True,
-        means=means,
+        statistics=statistics,
     )
-    values = batch.trained_tokens * (1 + means)
+    values = batch.trained_tokens * (1 + 2 * statistics)
     assert len(found) in (values, values + 1)
     return (found, None) if len(found) == values else (found[:-1], found[-1])
 
@@ -99,21 +100,30 @@ def sequence_logps(
     Documents are in the order of the batch. Sums are in fp64: differences between two sums of a
     thousand nats matter at a hundredth, while fp32 resolves only a ten-thousandth at that size.
     """
-    logps, balance = _token_values(model, batch, means=False)
+    logps, balance = _token_values(model, batch, statistics=False)
     return _per_document(logps, batch), balance
 
 
-def sequence_values(
-    model: torch.nn.Module, batch: MicroBatch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`sequence_logps` with, second, the sums over trained tokens of their mean logit.
+class Values(NamedTuple):
+    """Sums over the trained tokens of each document, (documents,) in fp64."""
 
-    The mean is over the vocabulary; sums are (documents,) in fp64, without gradient, and NaN if the
-    head does not compute them: see `finetune.kernels.head.LabelledHead.means`.
-    """
-    values, balance = _token_values(model, batch, means=True)
-    logps, logits = values.chunk(2) if len(values) else (values, values)
-    return _per_document(logps, batch), _per_document(logits.detach(), batch), balance
+    logps: torch.Tensor
+    """Log-probabilities."""
+    logits: torch.Tensor
+    """Mean logits over the vocabulary, without gradient; NaN if the head does not compute them, see
+    `finetune.kernels.head.LabelledHead.means`."""
+    entropies: torch.Tensor
+    """Entropies of the predicted distributions in nats, without gradient."""
+    balance: torch.Tensor | None
+    """`Loss.balance`."""
+
+
+def sequence_values(model: torch.nn.Module, batch: MicroBatch) -> Values:
+    """`sequence_logps` with statistics of the predicted distributions."""
+    values, balance = _token_values(model, batch, statistics=True)
+    logps, *others = values.view(3, -1)
+    apart = (_per_document(each.detach(), batch) for each in others)
+    return Values(_per_document(logps, batch), *apart, balance)
 
 
 def _per_document(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

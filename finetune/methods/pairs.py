@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 METRICS = (
     "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected",
     "logps/chosen", "logps/rejected", "lengths/chosen", "lengths/rejected", "pairs/tied",
-    "nll_loss", "token_loss", "logits/chosen", "logits/rejected",
+    "nll_loss", "token_loss", "logits/chosen", "logits/rejected", "entropy",
 )  # fmt: skip
 """Metrics as in TRL, plus `pairs/tied` and `token_loss`, the mean over tokens of both answers.
 
@@ -65,15 +65,15 @@ def optim_of(defaults: Mapping[str, Any]) -> Any:
     return Field(default_factory=lambda: Optim(**defaults))
 
 
-def mean_logit(logits: "torch.Tensor", lengths: "torch.Tensor") -> "Sum":
-    """The mean logit of the tokens of some answers, as a sum.
+def token_mean(values: "torch.Tensor", lengths: "torch.Tensor") -> "Sum":
+    """A mean over the tokens of some answers, as a sum and a count.
 
     Args:
-        logits: (answers,), summed over the tokens of each; NaN for an answer that does not count.
+        values: (answers,), summed over the tokens of each; NaN for an answer that does not count.
         lengths: (answers,), the number of tokens of each.
     """
-    known = logits.isfinite()
-    return logits.where(known, 0.0).sum(), (lengths * known).sum()
+    known = values.isfinite()
+    return values.where(known, 0.0).sum(), (lengths * known).sum()
 
 
 def preference_advice(recipe: Recipe, high_lr: Mapping[str, float]) -> list[str]:
@@ -147,7 +147,7 @@ class PairMethod(Recipe):
 
         from finetune.methods.losses import Loss, sequence_values
 
-        logps, logits, balance = sequence_values(model, batch)  # (documents,)
+        logps, logits, entropies, balance = sequence_values(model, batch)  # (documents,)
         lengths = batch.document_labels.view(-1, 2)
         nll, whole = -logps.view(-1, 2)[:, 0] / lengths[:, 0], logps
         if self.of_means:
@@ -173,7 +173,8 @@ class PairMethod(Recipe):
         counted = {name: (each, len(terms)) for name, each in metrics.items()}
         counted["token_loss"] = -whole.detach().sum(), batch.trained_tokens
         for number, side in enumerate(("chosen", "rejected")):
-            counted[f"logits/{side}"] = mean_logit(logits[number::2], lengths[:, number])
+            counted[f"logits/{side}"] = token_mean(logits[number::2], lengths[:, number])
+        counted["entropy"] = token_mean(entropies, batch.document_labels)
         return Loss(terms.sum().float(), counted, balance)
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":

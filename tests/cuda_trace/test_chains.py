@@ -77,6 +77,10 @@ CHAINS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...
         lambda *given: chunked_loss.tile_loss.eager(*given, 0.5, 30.0, True),
         lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64), empty(VOCABULARY)), 7,
     ),
+    "head of log-probabilities with entropies": (
+        lambda *given: chunked_loss.tile_loss.eager(*given, None, 1.0, None, True, True),
+        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64)), 7,
+    ),
     "head of log-probabilities": (
         lambda *given: chunked_loss.tile_loss.eager(*given, None, 1.0, None, False),
         lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64)), 5,

@@ -188,20 +188,38 @@ static inline float powers(float *z, count whole, float scale, float *largest) {
     return sum;
 }
 
+/* `powers` with a scale of 1; `mean` is the mean of z - max z, each weighted with its power. */
+static inline float powers_and_mean(float *z, count whole, float *largest, float *mean) {
+    float top = -INFINITY, sum = 0, product = 0;
+    LARGEST(top)
+    for (count i = 0; i < whole; i++) top = z[i] > top ? z[i] : top;
+    BOTH_SUMS(sum, product)
+    for (count i = 0; i < whole; i++) {
+        float below = z[i] - top, power = exponential(below);
+        z[i] = power;
+        sum += power;
+        product += below < -87.0f ? 0.0f : power * below;
+    }
+    *largest = top;
+    *mean = product / sum;
+    return sum;
+}
+
 /* cap tanh(z / cap). */
 static inline float capped(float z, float cap) {
     return cap * (2.0f * sigmoid(2.0f * z / cap) - 1.0f);
 }
 
-/* The loss of each row goes to `losses`, its gradient to `logits` where it is wanted. `room` has
-   WHOLE(width) numbers for each thread; `bias` may be missing, and a cap of 0 is none. */
+/* The loss of each row goes to `losses`, the entropy of its shares to `entropies` unless that is
+   missing, and the gradient of the loss to `logits` where it is wanted. `room` has WHOLE(width)
+   numbers for each thread; `bias` may be missing, and a cap of 0 is none. */
 void tile_loss(number *logits, count logits_step, const int64_t *targets, const float *bias,
-               float *losses, float *room, count rows, count width, float scale, float cap,
-               int wanted, int threads) {
+               float *losses, float *entropies, float *room, count rows, count width, float scale,
+               float cap, int wanted, int threads) {
     EACH_ROW
     for (count row = 0; row < rows; row++) {
         number *z = logits + row * logits_step;
-        float *wide = room + omp_get_thread_num() * WHOLE(width), top;
+        float *wide = room + omp_get_thread_num() * WHOLE(width), top, mean, sum;
         LANES
         for (count i = 0; i < width; i++) wide[i] = scale * load(z[i]);
         if (bias) {
@@ -214,7 +232,13 @@ void tile_loss(number *logits, count logits_step, const int64_t *targets, const 
         }
         float at = wide[targets[row]];
         float slope_at = scale * (cap ? 1.0f - at / cap * (at / cap) : 1.0f);
-        float sum = powers(wide, filled(wide, width), 1.0f, &top);
+        count whole = filled(wide, width);
+        if (entropies) {
+            sum = powers_and_mean(wide, whole, &top, &mean);
+            entropies[row] = logf(sum) - mean;
+        } else {
+            sum = powers(wide, whole, 1.0f, &top);
+        }
         float of_target = at - top - logf(sum), share = scale / sum;
         losses[row] = -of_target;
         if (!wanted) continue;

@@ -23,7 +23,7 @@ SIGNATURES = {
     "rotated": (_P, _N, _P, _P, _P, _N, _N, _N, _I),
     "gated": (_P, _N, _P, _N, _P, _N, _N, _I, _I),
     "gated_gradients": (_P, _N, _P, _N, _P, _N, _P, _P, _N, _N, _I, _I),
-    "tile_loss": (_P, _N, _P, _P, _P, _P, _N, _N, _F, _F, _I, _I),
+    "tile_loss": (_P, _N, _P, _P, _P, _P, _P, _N, _N, _F, _F, _I, _I),
     "share_gradients": (_P, _P, _P, _P, _N, _N, _N, _N, _F, _I),
 }
 LANES = 16
@@ -166,18 +166,20 @@ def tile_loss(
     scale: float,
     cap: float | None,
     wanted: bool,
+    entropy: bool = False,
 ) -> torch.Tensor | None:
     if not _served(logits) or not logits.is_contiguous():
         return None
     rows, width = logits.shape
     targets, added = targets.contiguous(), None if bias is None else bias.float().contiguous()
-    losses, room = logits.new_empty(rows, dtype=torch.float32), _room(logits)
+    found, room = logits.new_empty((1 + entropy, rows), dtype=torch.float32), _room(logits)
     _functions(logits).tile_loss(
         logits.data_ptr(), logits.stride(0), targets.data_ptr(),
-        None if added is None else added.data_ptr(), losses.data_ptr(), room.data_ptr(),
-        rows, width, scale, cap or 0.0, wanted, torch.get_num_threads(),
+        None if added is None else added.data_ptr(), found[0].data_ptr(),
+        found[1].data_ptr() if entropy else None, room.data_ptr(), rows, width, scale, cap or 0.0,
+        wanted, torch.get_num_threads(),
     )  # fmt: skip
-    return losses
+    return found if entropy else found[0]
 
 
 def share_gradients(
