@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune as ft
-from finetune import catalog
+from finetune import backend, catalog
 from finetune.errors import FinetuneError
 from finetune.methods import METHODS, find_method
 from finetune.planner import plan
@@ -106,10 +106,12 @@ def test_a_recipe_is_proved_on_ddp(proved: Proved) -> None:
 
 @pytest.mark.slow
 def test_a_classifier_is_proved_end_to_end(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+    """On a backend of the user's own."""
     given = {"method": "classifier", "model": {"name": str(tiny.model)}, "labels": ["a", "b"]}
     recipe = write_recipe(tmp_path / "r.json", given)
-    words = ["--backends", "ddp", "--steps", 6, "--output", tmp_path / "proof"]
-    done = finetune("prove", recipe, *words)
+    shutil.copy(backend.find("ddp"), tmp_path / "mine.yaml")
+    words = ["--backends", "mine.yaml", "--steps", 6, "--output", "proof"]
+    done = finetune("prove", recipe, *words, cwd=tmp_path)
     assert done.status == 0, done.output
     record = json.loads((tmp_path / "proof/proof.json").read_text())
     assert record["proved"] is True
@@ -545,6 +547,8 @@ def other_than(recipe: Recipe) -> Recipe:
     ("words", "said"),
     [
         (["--backends", "ddpp"], "backend 'ddpp': unknown; did you mean 'ddp'?"),
+        (["--backends", "zero9.yaml"], "backend zero9.yaml: no such file"),
+        (["--backends", "ddp,ddp.yaml"], "are both named 'ddp', and a run is named after its"),
         (["--backends", ","], "--backends: got ',', expected comma-separated names, or all"),
         (["--kinds", "qlorra"], "--kinds: got 'qlorra', expected some of"),
         (["--steps", "3"], "--steps: got 3, expected at least 6"),
@@ -555,6 +559,7 @@ def test_a_mistake_is_reported_before_anything_is_started(
     proved: Proved, finetune: Finetune, tmp_path: Path, words: list[str], said: str
 ) -> None:
     (tmp_path / "mine.txt").write_text("keep")
+    shutil.copy(backend.find("ddp"), tmp_path)
     done = finetune("prove", proved.recipe, *words, cwd=tmp_path)
     assert done.status == 2, done.output
     assert said in done.stderr

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     parser.add_argument(
         "--backends",
-        help="comma-separated names, or all except those that divide a model; by default the "
-        "recipe's",
+        help="comma-separated names or files, or all except those that divide a model; by default "
+        "the recipe's",
     )
     parser.add_argument(
         "--processes", type=options.count, default=2, help="processes of each sharded run"

@@ -70,9 +70,10 @@ class Workshop:
         return Run(self.request.output / "runs" / written.kind / name)
 
     def trial(self, kind: Kind, where: Plan, run: Run, **how: bool | int) -> Trial:
+        path = where.backend.path
         return Trial(
             self.recipe(kind),
-            where.backend.name,
+            where.backend.name if path is None else str(path.resolve()),
             where.processes,
             self.request.precision,
             run,

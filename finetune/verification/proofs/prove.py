@@ -31,7 +31,7 @@ def prove(
     jobs: int = 1,
     console: Console | None = None,
 ) -> Proof:
-    """Prove that training is equivalent on `backends` (comma-separated names, or `all`).
+    """Prove that training is equivalent on `backends` (comma-separated names or files, or `all`).
 
     The arguments are those of `finetune prove`; `proof.json` and `proof.html` go to `output`.
 
@@ -61,19 +61,24 @@ def prove(
 
 
 def named_backends(words: str | None, recipe: Recipe, shape: Shape) -> tuple[str, ...]:
-    """Backends of `all` or comma-separated names; by default the recipe's (`ddp` for `single`)."""
+    """Backends of `all` or of names and files; by default the recipe's (`ddp` for `single`)."""
     if words == "all":
         # Backends that divide the model must be named.
         return tuple(name for name in known.names() if not known.load(name).axes.any)
     if words is None:
         several = shape.processes > 1 and recipe.backend == "single"
         return ("ddp" if several else recipe.backend,)
-    chosen = tuple(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
-    for name in chosen:
-        known.find(name)
-    if not chosen:
+    files = {known.find(word).resolve(): word for word in map(str.strip, words.split(",")) if word}
+    if not files:
         raise FinetuneError(f"--backends: got '{words}', expected comma-separated names, or all")
-    return chosen
+    for path, word in files.items():
+        others = [str(each) for each in files if each.stem == path.stem and each != path]
+        if others:
+            raise FinetuneError(
+                f"--backends: {word} and {others[0]} are both named '{path.stem}', and a run is "
+                "named after its backend; rename one of the files"
+            )
+    return tuple(files.values())
 
 
 def named_kinds(words: str) -> tuple[Kind, ...]:
