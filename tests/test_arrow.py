@@ -17,6 +17,7 @@ from test_prepare import CHAT, prepare, problems_of, recipe_of, texts, write_jso
 
 from finetune.data.files import READERS
 from finetune.data.sources import Source
+from finetune.methods.sft import SFT
 from finetune.recipe import Data
 
 
@@ -172,3 +173,33 @@ def test_texts_that_the_hub_library_notes_as_json_are_parsed(tmp_path: Path):
     }
     Dataset.from_list([row], features=features).to_parquet(tmp_path / "a.parquet")
     assert [each for _, each in READERS[".parquet"](tmp_path / "a.parquet")] == [row]
+
+
+def test_a_column_that_occurs_twice_is_refused(tmp_path: Path):
+    columns = [pyarrow.array([text]) for text in ("q", "a", "b")]
+    table = pyarrow.table(columns, names=["question", "answer", "answer"])
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path)
+    assert problems_of(recipe_of(str(path)), tmp_path / "cache") == [
+        f"{path}: it has the column 'answer' more than once"
+    ]
+
+
+def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path: Path):
+    kinds = pyarrow.schema(
+        [
+            ("question", pyarrow.string()),
+            ("answer", pyarrow.string()),
+            ("days", pyarrow.map_(pyarrow.date32(), pyarrow.string())),
+        ]
+    )
+    days = [(datetime.date(2020, 1, 2), "x")]
+    path = tmp_path / "a.parquet"
+    rows = [{"question": "q", "answer": answer, "days": days} for answer in ("Bye", None)]
+    write_table(path, rows, kinds)
+    recipe = SFT().with_data(Data(str(path), "question_answer", on_bad_row="drop"))
+    prepared = prepare(recipe, CHAT, tmp_path / "cache")
+    assert prepared.bad_rows is not None
+    assert json.loads(prepared.bad_rows.read_text())["value"] == {
+        "question": "q", "answer": None, "days": {"2020-01-02": "x"},
+    }  # fmt: skip

@@ -39,6 +39,7 @@ def call(name: str, identity: str, **arguments: Any) -> dict[str, Any]:
     }
 
 
+PART = {"type": "text", "text": "Hi"}
 SCHEMA = {"name": "weather", "description": "Weather", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": SCHEMA}
 
@@ -948,6 +949,65 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "preference",
         {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": "much"},
         "margin is 'much', expected a finite number",
+    ),
+    "arguments by another name": (
+        "messages",
+        {"messages": [assistant("") | {"tool_calls": [{"name": "f", "args": {"at": 1}}]}]},
+        "messages[0].tool_calls[0] has 'args' and no arguments; write them into 'arguments'",
+    ),
+    "arguments by the name of a schema": (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "function_call", "value": '{"name": "f", "parameters": {"at": 1}}'}
+            ]
+        },
+        "conversations[0] has 'parameters' and no arguments; write them into 'arguments'",
+    ),
+    "arguments next to the function": (
+        "messages",
+        {
+            "messages": [
+                assistant("")
+                | {"tool_calls": [{"function": {"name": "f"}, "arguments": {"at": 1}}]}
+            ]
+        },
+        "messages[0].tool_calls[0] has 'arguments' next to its function and no arguments; write "
+        "them into 'arguments' of the function",
+    ),
+    "a part of an answer that is not trained": (
+        "messages",
+        {"messages": [{"role": "assistant", "content": [PART | {"train": False}, PART]}]},
+        "messages[0] (assistant) has a part with train False, but a turn of the assistant is "
+        "trained as a whole or not at all, and other turns are not; set weight: 0 or 1 on the "
+        "message",
+    ),
+    "a part of a question that is trained": (
+        "messages",
+        {"messages": [{"role": "user", "content": [PART | {"weight": 0}, PART | {"weight": 1}]}]},
+        "messages[0] (user) has a part with weight 1, but a turn of the assistant is trained as a "
+        "whole or not at all, and other turns are not; set weight: 0 or 1 on the message",
+    ),
+    "zero as input": (
+        "alpaca",
+        {"instruction": "Is it even?", "input": 0, "output": "yes"},
+        "input is a number, expected text",
+    ),
+    "false as system prompt": (
+        "messages",
+        {"messages": [user("Hi"), assistant("Bye")], "system": False},
+        "system is true or false, expected text",
+    ),
+    "zero as history": (
+        "question_answer",
+        {"question": "Hi", "answer": "Bye", "history": 0},
+        "history is a number, expected a list",
+    ),
+    "false as tools next to bare text": (
+        "prompt_completion",
+        {"prompt": "Hi", "completion": "Bye", "tools": False},
+        "column 'tools' belongs to a conversation, but prompt and completion are bare text; write "
+        "it into the prompt, or give two lists of messages",
     ),
     "a label of words": (
         "kto",

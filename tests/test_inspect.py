@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -98,6 +99,24 @@ def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune: Finetune, rec
 
 def test_no_character_of_the_data_steers_a_terminal() -> None:
     assert visible("a\x1b[31mb\x00\x9b\tc\n") == "a\u241b[31mb\u2400\ufffd\tc\n"
+
+
+def test_names_that_are_not_utf8_end_no_inspection(
+    finetune: Finetune, tiny: Tiny, tmp_path: Path
+) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
+    (tmp_path / "data").mkdir()
+    file = os.fsdecode(os.fsencode(tmp_path) + b"/data/caf\xe9.jsonl")
+    Path(file).write_text(json.dumps({"messages": talk, "note\ud83d": 1}) + "\n")
+    fields = tiny.fields(data=[{"source": str(tmp_path / "data"), "format": "messages"}])
+    recipe = write_recipe(tmp_path / "r.json", fields | {"eval_data": []})
+    shown = finetune("inspect", recipe)
+    assert (shown.status, r"caf\udce9.jsonl row 1" in shown.stdout) == (0, True), shown.output
+    found = json.loads(finetune("inspect", recipe, "--json").stdout)
+    assert found["rows"][0][0]["place"] == f"{file} row 1"
+    assert found["counts"]["train"]["columns_unread"] == {"note\ud83d": 1}
+    page = finetune("inspect", recipe, "--html", tmp_path / "page.html")
+    assert (page.status, "caf?.jsonl" in (tmp_path / "page.html").read_text()) == (0, True)
 
 
 def test_inspection_errors_have_no_traceback(

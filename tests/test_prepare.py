@@ -112,6 +112,7 @@ def test_counts_describe_the_prepared_rows(tmp_path: Path):
         "bad": 0,
         "columns_unread": {},
         "outside": [],
+        "folders": [],
         "empty_turns": 0,
         "history_thoughts": 0,
         "unserved": 0,
@@ -229,6 +230,48 @@ def test_a_data_set_that_was_saved_to_disk_is_its_rows(tmp_path: Path):
         f"data.split: {tmp_path / 'd'} has no split 'tset'; did you mean 'test'?; it has test, "
         "train"
     ]
+
+
+def test_old_files_and_caches_next_to_a_saved_data_set_are_not_its_rows(tmp_path: Path):
+    from datasets import Dataset, load_from_disk
+
+    saved = tmp_path / "data" / "d"
+    Dataset.from_list(PAIRS).save_to_disk(saved, num_shards=3)
+    Dataset.from_list(PAIRS[:4]).save_to_disk(saved, num_shards=2)
+    load_from_disk(saved).map(lambda row: {"answer": "changed"})
+    assert len(list(saved.glob("*.arrow"))) == 6  # 3 of the first, 2 of the second, a cache
+    for source in (saved, saved.parent):
+        prepared = prepare(recipe_of(str(source)), CHAT, tmp_path / "cache")
+        assert answers(prepared.train) == SAID[:4]
+    (problem,) = problems_of(
+        SFT().with_data(Data(str(saved), "question_answer", subset="small")), tmp_path / "empty"
+    )
+    assert problem.startswith(f"data.subset: {saved} is a single saved split and has no subsets")
+    (saved / "data-00001-of-00002.arrow").unlink()
+    assert problems_of(recipe_of(str(saved)), tmp_path / "empty") == [
+        f"data.source: {saved}/state.json names data-00001-of-00002.arrow, which is missing"
+    ]
+
+
+def test_a_saved_data_set_with_a_mapping_of_indices_is_refused(tmp_path: Path):
+    from datasets import Dataset
+
+    Dataset.from_list(PAIRS).save_to_disk(tmp_path / "d")
+    state = json.loads((tmp_path / "d/state.json").read_text())
+    state["_indices_data_files"] = [{"filename": "indices.arrow"}]
+    (tmp_path / "d/state.json").write_text(json.dumps(state))
+    (problem,) = problems_of(recipe_of(str(tmp_path / "d")), tmp_path / "cache")
+    assert problem.startswith(f"data.source: {tmp_path}/d has a mapping of indices")
+
+
+def test_all_tokens_with_white_space_behind_the_last_turn_are_trained_to_end(tmp_path: Path):
+    source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
+    recipe = dataclasses.replace(recipe_of(source), train_on="all")
+    prepared = prepare(recipe, CHAT, tmp_path / "cache")
+    assert texts(prepared.train)[0].endswith("The answer is 0<|im_end|>\n")
+    assert prepared.counts["train"]["unended"] == 0
+    cut = dataclasses.replace(recipe.with_batch(max_length=6, overlong="truncate"))
+    assert prepare(cut, CHAT, tmp_path / "cache").counts["train"]["unended"] == len(PAIRS)
 
 
 # Mixtures, held-out rows.

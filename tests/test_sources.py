@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,42 @@ def test_what_describes_a_data_set_holds_no_rows(tmp_path: Path):
     assert source.unread == (tmp_path / "dataset_infos.json",)
 
 
+def test_links_are_followed_once_and_never_lost(tmp_path: Path):
+    inside, far = tmp_path / "data", tmp_path / "disk"
+    for folder in (inside, far):
+        folder.mkdir()
+    write_files(inside, ["a.jsonl"])
+    write_files(far, ["b.jsonl"])
+    (inside / "part2").symlink_to(far)
+    (inside / "part3").symlink_to(far)
+    (inside / "self").symlink_to(inside)
+    source = Data(str(inside), "text")
+    assert find_source(source).files == (inside / "a.jsonl", inside / "part2" / "b.jsonl")
+    (inside / "c.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    for each in (source, Data(str(inside / "*.jsonl"), "text")):
+        with pytest.raises(FinetuneError) as error:
+            find_source(each)
+        assert str(error.value) == (
+            f"data.source: {inside}/c.jsonl links to {tmp_path}/gone.jsonl, which does not exist; "
+            "mount or restore it, or remove the link"
+        )
+
+
+def test_folders_that_a_pattern_matches_are_named(tmp_path: Path):
+    (tmp_path / "d" / "sub").mkdir(parents=True)
+    (tmp_path / "d" / "empty").mkdir()
+    write_jsonl(tmp_path / "d" / "a.jsonl", PAIRS)
+    write_jsonl(tmp_path / "d" / "sub" / "b.jsonl", PAIRS[:1])
+    prepared = prepare(recipe_of(f"{tmp_path}/d/*"), CHAT, tmp_path / "cache")
+    assert answers(prepared.train) == SAID
+    assert describe(prepared.counts["train"])[-1] == (
+        f"not read, folders that the pattern matches (** reads their files): {tmp_path}/d/sub"
+    )
+    both = prepare(recipe_of(f"{tmp_path}/d/**"), CHAT, tmp_path / "cache")
+    assert answers(both.train) == [*SAID, SAID[0]]
+    assert both.counts["train"]["folders"] == []
+
+
 def test_a_file_of_two_splits_is_refused(tmp_path: Path):
     write_files(tmp_path, ["train-eval.jsonl", "train.jsonl"])
     with pytest.raises(FinetuneError, match="belongs to the splits train and test"):
@@ -323,17 +360,45 @@ def test_names_of_speakers_are_used_by_the_template_or_reported(tmp_path: Path):
 
 
 def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path: Path):
-    said: dict[str, Any] = {"role": "assistant", "content": "Bye", "mood": "good"}
+    part = {"type": "text", "text": "Bye", "citations": [1], "annotations": [], "weight": 1}
+    said: dict[str, Any] = {"role": "assistant", "content": [part, part], "mood": "good"}
     rows = [
         {"messages": [{"role": "user", "content": "Hi"}, said], "id": number, "note": note}
         for number, note in enumerate(["a", None, ""])
     ]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     counts = prepare(recipe_of(source, "messages"), CHAT, tmp_path / "cache").counts["train"]
-    assert counts["columns_unread"] == {"id": 3, "messages[].mood": 3, "note": 1}
+    cited = "messages[].content[].citations"
+    assert counts["columns_unread"] == {"id": 3, "messages[].mood": 3, cited: 3, "note": 1}
     assert describe(counts)[-1] == (
-        "columns that the format does not read: id (3 rows), messages[].mood (3 rows), note (1 row)"
+        "columns that the format does not read: id (3 rows), messages[].content[].citations "
+        "(3 rows), messages[].mood (3 rows), note (1 row)"
     )
+
+
+def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path: Path):
+    called = {"name": "find", "arguments": {"at": 1}, "result": "5", "empty": None}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Bye", "tool_calls": [call]},
+            ]
+        }
+        for call in ({"id": "a", "function": called, "mood": "good"}, called)
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    chatml = load_chat(small_tokenizer(), "chatml").template or ""
+    writing = re.sub(r"{{- '<tool_call>.* }}", "{{- call.function | tojson }}", chatml)
+    result, mood = (f"messages[].tool_calls[].{key}" for key in ("function.result", "mood"))
+    for template, unread in ((writing, {mood: 1}), (chatml, {result: 2, mood: 1})):
+        path = tmp_path / "template.jinja"
+        path.write_text(template)
+        chat = load_chat(small_tokenizer(), str(path))
+        prepared = prepare(recipe_of(source, "messages"), chat, tmp_path / "cache")
+        assert prepared.counts["train"]["columns_unread"] == unread
+        text = chat.tokenizer.decode(prepared.train.row(0)[0])
+        assert ('"result": "5"' in text) == (result not in unread)
 
 
 def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path: Path):

@@ -8,6 +8,7 @@ import argparse
 import atexit
 import contextlib
 import importlib
+import io
 import os
 import sys
 import threading
@@ -44,6 +45,8 @@ def main(words: Sequence[str] | None = None) -> int:
     quiet()
     if arguments.verb in OUTLAST_READERS:
         outlast_readers()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and texts may have unpaired surrogates
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return importlib.import_module(f"finetune.cli.{VERBS[arguments.verb]}").run(arguments)
     except FinetuneError as error:

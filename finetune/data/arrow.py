@@ -24,7 +24,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        yield from _numbered(table.iter_batches(batch_size=AT_ONCE))
+        yield from _numbered(path, table.iter_batches(batch_size=AT_ONCE))
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise FinetuneError(f"{path}: it is not a complete Parquet file: {error}") from None
 
@@ -35,7 +35,7 @@ def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
 
     try:
         with pyarrow.memory_map(str(path)) as source:
-            yield from _numbered(_batches(source))
+            yield from _numbered(path, _batches(source))
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise FinetuneError(f"{path}: it is not a complete Arrow file: {error}") from None
 
@@ -53,10 +53,13 @@ def _batches(source: Any) -> Iterator[Any]:
         yield from stream
 
 
-def _numbered(batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+def _numbered(path: Path, batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
     number = 0
     restored: dict[str, Restore] | None = None
     for batch in batches:
+        for name in batch.schema.names:
+            if batch.schema.names.count(name) > 1:
+                raise FinetuneError(f"{path}: it has the column '{name}' more than once")
         for column in batch.columns:
             _refuse_torn(column)
         restored = restorers(batch.schema) if restored is None else restored

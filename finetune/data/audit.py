@@ -322,6 +322,7 @@ DATED = (
 FILES = {
     "unread": "not read, unsupported file type",
     "outside": "not read, not in a split by their names",
+    "folders": "not read, folders that the pattern matches (** reads their files)",
     "without_rows": "without rows",
 }
 """Lists of files that are shown if they are not empty."""

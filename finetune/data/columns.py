@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from finetune.data.chat.messages import NOT_TEXT
-from finetune.data.values import Raw
+from finetune.data.values import Raw, is_given
 
 PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
 PROMPTS = (
@@ -33,13 +33,6 @@ TURNS = {
     ("from", "value"): ("sharegpt", "conversations"),
 }
 """Keys of a turn, with the format that reads them and the format's column."""
-
-
-def is_given(value: Any) -> bool:
-    """Whether a value is not empty; objects that contain only empty values are empty."""
-    if isinstance(value, Mapping):
-        return any(is_given(each) for each in value.values())
-    return value is not None and value not in ("", [], ())
 
 
 def verdict(value: Any) -> bool | None:

@@ -10,9 +10,8 @@ from typing import TypeGuard
 
 import numpy as np
 
-from finetune.data.chat.messages import KNOWN, LOST, Message
+from finetune.data.chat.messages import LOST, OF_CALLS, Message, further_keys
 from finetune.data.chat.render import Chat
-from finetune.data.columns import is_given
 from finetune.data.example import Example
 from finetune.data.formats import read_row, unread_columns
 from finetune.data.samples import (
@@ -179,14 +178,11 @@ class Encoder:
 
         Raises FinetuneError for a key that changes the meaning of the message.
         """
-        templates = (self.chat.template, self.chat.tool_template)
         unread = [
             (number, key)
             for number, message in enumerate(sample.messages)
-            for key in message.keys() - KNOWN
-            if is_given(message[key])
-            if not any(_mentions(template, key) for template in templates)
-            or not self.chat.reads_key(sample, number, key)
+            for key in further_keys(message)
+            if not self._is_read(sample, number, key)
         ]
         for number, key in unread:
             if key in LOST:
@@ -196,10 +192,26 @@ class Encoder:
                 )
         return {f"messages[].{key}" for _, key in unread}
 
+    def _is_read(self, sample: Conversation, number: int, key: str) -> bool:
+        """Whether the template reads one of the further keys of a message."""
+        templates = (self.chat.template, self.chat.tool_template)
+        # Templates write a complete call without a mention of its keys.
+        mentioned = key.startswith(OF_CALLS) or any(_mentions(each, key) for each in templates)
+        return mentioned and self.chat.reads_key(sample, number, key)
+
     @cached_property
     def _longest_token(self) -> int:
         """Number of characters of the longest token."""
         return max(len(token) for token in self.chat.tokenizer.get_vocab())
+
+    def _is_ended(self, ids: np.ndarray) -> bool:
+        """Whether trained tokens end with an end token, and white space that a template adds."""
+        for token in reversed(ids.tolist()):
+            if token in self.chat.end_tokens:
+                return True
+            if self.chat.tokenizer.decode([token]).strip():
+                return False
+        return False
 
     def _joined(
         self,
@@ -210,7 +222,6 @@ class Encoder:
         problems: list[tuple[str, str]],
         bad: list[BadRow],
     ) -> Encoded:
-        ends = self.chat.end_tokens
         documents = [document for row, *_ in rows for document in row]
         each = self.recipe.documents_per_row
         return Encoded(
@@ -223,7 +234,7 @@ class Encoder:
             trained_tokens=np.array([t.sum() for _, t in documents], dtype=np.int64),
             ended=np.array(
                 [
-                    self.recipe.scores is not None or not t.any() or int(ids[t][-1]) in ends
+                    self.recipe.scores is not None or not t.any() or self._is_ended(ids[t])
                     for ids, t in documents
                 ],
                 dtype=bool,

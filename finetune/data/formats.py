@@ -12,6 +12,7 @@ from finetune.data.chat.messages import (
     history_of,
     messages_of,
     sharegpt_turns,
+    unread_part_keys,
     with_call_ids,
 )
 from finetune.data.columns import (
@@ -19,7 +20,6 @@ from finetune.data.columns import (
     columns_hint,
     guess,
     ignored_meaning,
-    is_given,
     rename,
     verdict,
 )
@@ -44,7 +44,17 @@ from finetune.data.samples import (
     conversation_of,
     instruction_of,
 )
-from finetune.data.values import Raw, RowProblem, Unreadable, kind_of, list_of, shown, text_of
+from finetune.data.values import (
+    Raw,
+    RowProblem,
+    Unreadable,
+    is_given,
+    kind_of,
+    list_of,
+    shown,
+    text_if_given,
+    text_of,
+)
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.recipe import Kind
 
@@ -116,11 +126,13 @@ def read_row(name: str, row: Any) -> Sample | None:
 
 
 def unread_columns(name: str, row: Any) -> list[str]:
-    """Columns of a row that have a value but are not read by its format."""
+    """Columns of a row, and keys of parts of its turns, with a value that its format ignores."""
     if not isinstance(row, Mapping):
         return []
     _, read = _reads(name, tuple(column for column, value in row.items() if value is not None))
-    return [column for column, value in row.items() if column not in read and is_given(value)]
+    unread = [column for column, value in row.items() if column not in read and is_given(value)]
+    turns = (row[column] for column in read & row.keys() if isinstance(row[column], list))
+    return unread + sorted({key for each in turns for key in unread_part_keys(each)})
 
 
 @lru_cache(maxsize=1024)
@@ -181,8 +193,7 @@ def read_sharegpt(row: Raw) -> Conversation:
 
 
 def read_alpaca(row: Raw) -> Conversation:
-    given = text_of(row, "input") if row.get("input") else ""
-    prompt = instruction_of(text_of(row, "instruction"), given)
+    prompt = instruction_of(text_of(row, "instruction"), text_if_given(row, "input"))
     return _exchange(row, prompt, text_of(row, "output"))
 
 
@@ -193,7 +204,7 @@ def read_question_answer(row: Raw) -> Conversation:
 def read_prompt_completion(row: Raw) -> Conversation | Completion:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        lost = next((name for name in CONVERSATION if row.get(name)), None)
+        lost = next((name for name in CONVERSATION if is_given(row.get(name))), None)
         if lost is not None:
             raise RowProblem(
                 f"column '{lost}' belongs to a conversation, but prompt and completion are bare "
@@ -228,8 +239,7 @@ def read_self_instruct(row: Raw) -> Conversation | None:
         return None
     if not isinstance(instances[0], Mapping) or "output" not in instances[0]:
         raise RowProblem("instances[0] has no 'output'")
-    given = text_of(instances[0], "input") if instances[0].get("input") else ""
-    prompt = instruction_of(text_of(row, "instruction"), given)
+    prompt = instruction_of(text_of(row, "instruction"), text_if_given(instances[0], "input"))
     return _exchange(row, prompt, text_of(instances[0], "output"))
 
 

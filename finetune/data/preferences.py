@@ -23,7 +23,17 @@ from finetune.data.samples import (
     conversation_of,
     instruction_of,
 )
-from finetune.data.values import Raw, RowProblem, finite, kind_of, list_of, shown, text_of
+from finetune.data.values import (
+    Raw,
+    RowProblem,
+    finite,
+    is_given,
+    kind_of,
+    list_of,
+    shown,
+    text_if_given,
+    text_of,
+)
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -74,7 +84,7 @@ def read_sharegpt_preference(row: Raw) -> Preference:
 
 def read_alpaca_preference(row: Raw) -> Preference:
     """Read an instruction with two alternative outputs; earlier turns are in `history`."""
-    given = text_of(row, "input") if row.get("input") else ""
+    given = text_if_given(row, "input")
     history = history_of(row)
     question = instruction_of(text_of(row, "instruction"), given)
     prompt = Turns((*history, {"role": "user", "content": question}))
@@ -159,7 +169,7 @@ def _of_texts(row: Raw) -> Preference:
             "chosen and rejected are texts without a prompt, so it is unknown where the prompt "
             "ends; give it in a column 'prompt', or use format 'hh' for dialogues as text"
         )
-    lost = next((name for name in CONVERSATION if row.get(name)), None)
+    lost = next((name for name in CONVERSATION if is_given(row.get(name))), None)
     if lost is not None:
         raise RowProblem(
             f"column '{lost}' belongs to a conversation, but prompt, chosen and rejected are bare "

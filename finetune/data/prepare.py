@@ -51,7 +51,7 @@ from finetune.data.store import (
     save_rows,
 )
 from finetune.data.tally import Tally
-from finetune.data.values import Unreadable
+from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError
 from finetune.recipe import Data, Recipe
 from finetune.runs.manifest import differing, sealed, sha256
@@ -219,6 +219,7 @@ def _fill(
         )
         counts[name]["unread"] = [str(path) for each in parts for path in each.source.unread]
         counts[name]["outside"] = [str(path) for each in parts for path in each.source.outside]
+        counts[name]["folders"] = [str(path) for each in parts for path in each.source.folders]
         counts[name]["without_rows"] = [
             str(path)
             for each in parts
@@ -305,7 +306,7 @@ def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
             if isinstance(value, Unreadable):
                 value = value.text
             line = {"file": each.file, "row": each.number, "problem": each.problem, "value": value}
-            file.write(json.dumps(line, default=str) + "\n")
+            file.write(json_text(line) + "\n")
 
 
 def _origins(file: int, encoded: Encoded) -> np.ndarray:
@@ -388,7 +389,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
                 dataclasses.asdict(source.data),
                 _format_code(source.data.format),
                 _content(source),
-                [str(path) for path in (*source.unread, *source.outside)],
+                [str(path) for path in (*source.unread, *source.outside, *source.folders)],
             ]
             for source in sources
         ],

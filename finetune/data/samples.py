@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.data.chat.messages import Message, Turns
 from finetune.data.chat.tools import template_kwargs_of, tools_of
-from finetune.data.values import Raw, RowProblem, text_of
+from finetune.data.values import Raw, RowProblem, text_if_given
 from finetune.recipe import Kind
 
 CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs")
@@ -153,8 +153,8 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
 def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:
     """A conversation from turns and the row's other columns (`CONVERSATION`)."""
     messages, untrained = turns.messages, turns.untrained
-    if row.get("system"):
-        system = text_of(row, "system")
+    system = text_if_given(row, "system")
+    if system:
         if _repeats_system(system, messages):
             system = ""
         if system:

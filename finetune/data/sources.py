@@ -17,7 +17,7 @@ from finetune.data.formats import FORMATS, find_format
 from finetune.data.hub import hub_rows
 from finetune.data.samples import READ_AS
 from finetune.data.splits import choose, splits_of
-from finetune.data.values import Unreadable
+from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.planner.rules import method_problems, mixture_problems
 from finetune.recipe import Data, Recipe
@@ -33,8 +33,10 @@ WORDS = {
 }
 """Descriptions of the kinds of samples, for error messages."""
 
-ABOUT = ("config.json", "dataset_info.json", "dataset_infos.json")
-"""Names of metadata files of a hub data set, which have no rows."""
+ABOUT = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")
+"""Names of metadata files of a data set, which have no rows."""
+SAVED = "state.json"
+"""Metadata of a data set that `Dataset.save_to_disk` wrote, with the names of its files."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Source:
     """Files of a folder or glob that have an unsupported type."""
     outside: tuple[Path, ...] = ()
     """Files of a folder that belong to none of its splits."""
+    folders: tuple[Path, ...] = ()
+    """Folders that a glob matches without a file in them."""
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield rows in order, at most `first`.
@@ -103,7 +107,7 @@ def _renamed(row: Mapping[str, Any], columns: Mapping[str, str | None]) -> Any:
         return Unreadable(
             f"columns renames '{theirs}' to '{error.args[0]}', but the row also has a column of "
             f'that name; leave that one out: {{"{error.args[0]}": null}}',
-            json.dumps(row, default=str, ensure_ascii=False),
+            json_text(row),
         )
 
 
@@ -181,11 +185,13 @@ def _found(data: Data) -> Source:
         return _globbed(data)
     path = Path(data.source).expanduser()
     if (path / "dataset_dict.json").is_file():
+        _refuse_subset(data, "a saved data set")
         path = _saved_split(path, data.split)
-        return Source(data, tuple(sorted(path.glob("*.arrow"))))
-    if (path / "state.json").is_file():  # what `Dataset.save_to_disk` writes
+        return Source(data, _saved_files(path) or tuple(sorted(path.glob("*.arrow"))))
+    saved = _saved_files(path)
+    if saved is not None:
         _refuse_split(data, "a single saved split")
-        return Source(data, tuple(sorted(path.glob("*.arrow"))))
+        return Source(data, saved)
     if path.is_dir():
         return _folder(data, path)
     if path.is_file():
@@ -205,15 +211,20 @@ def _globbed(data: Data) -> Source:
     if not files:
         why = f"; {why_not_read(unread[0])}" if unread else ""
         what = f"matches {len(found)} paths, but no file that can be read{why}"
+        what += "; name a folder, or use ** for the files in folders" * any(map(Path.is_dir, found))
         raise FinetuneError(f"data.source: '{data.source}' {what if found else 'matches nothing'}")
     _refuse_split(data, "a pattern of files")
-    return Source(data, files, unread)
+    inside = {parent for file in (*files, *unread) for parent in file.parents}
+    folders = tuple(p for p in found if p.is_dir() and p not in inside and any(p.iterdir()))
+    return Source(data, files, unread, folders=folders)
 
 
 def _folder(data: Data, path: Path) -> Source:
-    inside = sorted(p for p in path.rglob("*") if not _hidden(p.relative_to(path)))
-    files, unread = _by_kind([p for p in inside if p.name not in ABOUT])
-    unread = tuple(sorted({*unread, *(p for p in inside if p.name in ABOUT and p.is_file())}))
+    inside = sorted(_files_in(path))
+    saved = {each: files for each in {p.parent for p in inside} if (files := _saved_files(each))}
+    rows = [p for p in inside if p.name not in ABOUT and p in saved.get(p.parent, (p,))]
+    files, unread = _by_kind(rows)
+    unread = tuple(sorted({*unread, *inside} - {*files}))
     if not files:
         why = f"; {why_not_read(unread[0])}" if unread else ""
         raise FinetuneError(f"data.source: the folder {path} has no file that can be read{why}")
@@ -234,6 +245,29 @@ def _saved_split(path: Path, split: str) -> Path:
     return path / split
 
 
+def _saved_files(path: Path) -> tuple[Path, ...] | None:
+    """The files of a data set that `Dataset.save_to_disk` wrote; None for any other folder.
+
+    Files of an earlier, larger data set and caches of `Dataset.map` may be in the same folder.
+    """
+    if not (path / SAVED).is_file():
+        return None
+    try:
+        state = json.loads((path / SAVED).read_text(encoding="utf-8"))
+        names = [each["filename"] for each in state["_data_files"]]
+    except (ValueError, LookupError, TypeError):
+        return None
+    if state.get("_indices_data_files"):
+        raise FinetuneError(
+            f"data.source: {path} has a mapping of indices, as older versions of `datasets` wrote; "
+            f"save it again: load_from_disk(...).flatten_indices().save_to_disk(...)"
+        )
+    missing = next((name for name in names if not (path / name).is_file()), None)
+    if missing is not None:
+        raise FinetuneError(f"data.source: {path / SAVED} names {missing}, which is missing")
+    return tuple(path / name for name in names)
+
+
 def _refuse_split(data: Data, what: str) -> None:
     """Refuse `split` and `subset` for a source that has neither."""
     if data.split != "train":
@@ -241,6 +275,10 @@ def _refuse_split(data: Data, what: str) -> None:
             f"data.split: {data.source} is {what}, and all of its rows are read, got "
             f"split='{data.split}'; leave it out, or name the file of that split"
         )
+    _refuse_subset(data, what)
+
+
+def _refuse_subset(data: Data, what: str) -> None:
     if data.subset is not None:
         raise FinetuneError(
             f"data.subset: {data.source} is {what} and has no subsets, got '{data.subset}'; leave "
@@ -248,17 +286,40 @@ def _refuse_split(data: Data, what: str) -> None:
         )
 
 
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder, also of linked folders in it, each once; no hidden ones."""
+
+    def fail(error: OSError) -> None:
+        raise FinetuneError(f"data.source: {error.filename}: {error.strerror}")
+
+    seen = {os.path.realpath(folder)}
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        yield from (Path(root, name) for name in names if not name.startswith("."))
+        there = sorted(name for name in folders if not name.startswith("."))
+        folders.clear()
+        for name in there:
+            real = os.path.realpath(os.path.join(root, name))
+            if real not in seen:
+                folders.append(name)
+                seen.add(real)
+
+
 def _by_kind(paths: list[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Divide paths into readable and other files; folders are ignored."""
+    """Divide paths into readable and other files; folders are ignored.
+
+    Raises FinetuneError for a link to a missing file.
+    """
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise FinetuneError(
+                f"data.source: {path} links to {os.readlink(path)}, which does not exist; mount or "
+                "restore it, or remove the link"
+            )
     files = [path for path in paths if path.is_file()]
     return (
         tuple(path for path in files if kind_of_file(path) is not None),
         tuple(path for path in files if kind_of_file(path) is None),
     )
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _path_hint(path: Path) -> str:

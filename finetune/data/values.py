@@ -40,6 +40,20 @@ parse_json: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_unrepeate
 """Parse JSON; raises ValueError, also for a repeated key, of which `json.loads` keeps one value."""
 
 
+def json_text(value: Any) -> str:
+    """The JSON of a row; what has no JSON form is written as text, keys included."""
+    try:
+        return json.dumps(value, default=str)
+    except TypeError:
+        return json.dumps(_with_text_keys(value), default=str)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(each) for key, each in value.items()}
+    return [_with_text_keys(each) for each in value] if isinstance(value, list) else value
+
+
 def json_of(text: str, where: str) -> Any:
     try:
         return parse_json(text)
@@ -49,12 +63,24 @@ def json_of(text: str, where: str) -> Any:
         raise RowProblem(f"{where} is JSON nested too deeply") from None
 
 
+def is_given(value: Any) -> bool:
+    """Whether a value is not empty; objects that contain only empty values are empty."""
+    if isinstance(value, Mapping):
+        return any(is_given(each) for each in value.values())
+    return value is not None and value not in ("", [], ())
+
+
 def text_of(row: Raw, column: str, where: str = "") -> str:
     value = row.get(column)
     if not isinstance(value, str):
         place = f"{where}.{column}" if where else column
         raise RowProblem(f"{place} is {kind_of(value)}, expected text")
     return value
+
+
+def text_if_given(row: Raw, column: str) -> str:
+    """The text of an optional column; empty without one. Zero and false are not text."""
+    return text_of(row, column) if is_given(row.get(column)) else ""
 
 
 def list_of(value: Any, where: str) -> list[Any]:

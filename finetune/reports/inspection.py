@@ -248,6 +248,6 @@ def write_page(inspection: Inspection, title: str, path: Path) -> None:
     page = environment.get_template("inspection.html.jinja")
     text = page.render(title=title, inspection=inspection, summary=summary)
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise FinetuneError(f"--html {path}: cannot be written ({error.strerror})") from None

@@ -3,11 +3,11 @@
 Content is text, arguments are objects, every tool call has an id, and no value is null.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from finetune.data.chat.tools import calls_of, sharegpt_calls
-from finetune.data.values import RowProblem, kind_of, list_of, text_of
+from finetune.data.chat.tools import calls_of, keys_of_call, sharegpt_calls, without_call_key
+from finetune.data.values import RowProblem, is_given, kind_of, list_of, text_of
 from finetune.errors import did_you_mean
 
 Message = dict[str, Any]
@@ -27,6 +27,8 @@ FLAGS = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss
 """Keys of a message that say whether it is trained: 0 or false makes it context only."""
 NOT_TEXT = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
 """Keys of a message, or of a part of its content, for content other than text."""
+PART_KEYS = frozenset(("type", "text", *NOT_TEXT, *FLAGS))
+"""Keys of a part of a message's content that are read or refused."""
 REFUSED = {
     **dict.fromkeys(NOT_TEXT, "only text is trained"),
     "refusal": "write what the assistant says into content",
@@ -44,6 +46,9 @@ LOST = {
 """Keys of a message that only some templates read, with what to do for the other templates."""
 KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING))
 """Keys of a message that are normalized; all other keys are passed to the template unchanged."""
+
+OF_CALLS = "tool_calls[]."
+"""Prefix of the names of keys in the tool calls of a message."""
 
 
 class Turns(NamedTuple):
@@ -99,7 +104,7 @@ def _message(raw: Any, where: str) -> Message:
     calls = calls_of(message, where)
     if calls and role != "assistant":
         raise RowProblem(f"{where} has {calling}, which only an assistant makes")
-    message["content"] = _content(message.get("content", "" if calls else None), where)
+    message["content"] = _content(message.get("content", "" if calls else None), where, role)
     if calls:
         message["tool_calls"] = calls
     _check_keys(message, where)
@@ -114,6 +119,23 @@ def _is_plain(raw: Any) -> bool:
         and type(raw.get("content")) is str
         and raw.get("role") in ROLES
     )
+
+
+def further_keys(message: Message) -> list[str]:
+    """Names of the keys with a value that only some templates read, those of tool calls too."""
+    found = [key for key in message.keys() - KNOWN if is_given(message[key])]
+    calls = message.get("tool_calls", ())
+    return found + [f"{OF_CALLS}{key}" for call in calls for key in keys_of_call(call)]
+
+
+def without_key(message: Message, key: str, text: str) -> Message:
+    """A message without one of its `further_keys`; another `text` replaces a text."""
+    if key.startswith(OF_CALLS):
+        calls = message["tool_calls"]
+        inside = key.removeprefix(OF_CALLS)
+        return {**message, "tool_calls": [without_call_key(call, inside) for call in calls]}
+    other = {name: value for name, value in message.items() if name != key}
+    return other | ({key: text} if isinstance(message[key], str) else {})
 
 
 def _check_keys(message: Message, where: str) -> None:
@@ -169,15 +191,15 @@ def _flag(value: Any, where: str) -> bool:
     )
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, role: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content:
-        return "".join(_part(part, where) for part in content)
+        return "".join(_part(part, where, role) for part in content)
     raise RowProblem(f"{where}.content is {kind_of(content)}, expected text")
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, role: str) -> str:
     """The text of a content part; refuses parts that are not text."""
     if not isinstance(part, Mapping):
         raise RowProblem(
@@ -187,10 +209,33 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type", "text")
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
         held = next((key for key in NOT_TEXT if part.get(key)), None)
+        _check_flags(part, where, role)
         if held is None:
             return part["text"]
         kind = held
     raise RowProblem(f"{where} has a part that is not text: {kind}")
+
+
+def unread_part_keys(turns: list[Any]) -> Iterator[str]:
+    """Yield names of the keys of content parts that are not read, such as `cache_control`."""
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            for key in part.keys() - PART_KEYS if isinstance(part, Mapping) else ():
+                if is_given(part[key]):
+                    yield f"messages[].content[].{key}"
+
+
+def _check_flags(part: Mapping[str, Any], where: str, role: str) -> None:
+    """Refuse a part that is flagged as context in a turn of the assistant, or trained elsewhere."""
+    for key in FLAGS:
+        value = part.get(key)
+        if value is not None and _flag(value, f"{where}.content[].{key}") != (role == "assistant"):
+            raise RowProblem(
+                f"{where} ({role}) has a part with {key} {value!r}, but a turn of the assistant is "
+                "trained as a whole or not at all, and other turns are not; set weight: 0 or 1 on "
+                "the message"
+            )
 
 
 def with_call_ids(messages: Iterable[Message]) -> tuple[Message, ...]:
@@ -242,7 +287,8 @@ def _sharegpt_message(turn: Any, where: str) -> Message:
 def history_of(row: Mapping[str, Any]) -> list[Message]:
     """Messages of the row's `history`: pairs of a user text and an assistant text, or nothing."""
     messages = list[Message]()
-    for index, pair in enumerate(list_of(row.get("history") or [], "history")):
+    earlier = row["history"] if is_given(row.get("history")) else []
+    for index, pair in enumerate(list_of(earlier, "history")):
         if not isinstance(pair, list | tuple) or [type(each) for each in pair] != [str, str]:
             raise RowProblem(f"history[{index}] is not a pair of texts: a question, an answer")
         for role, content in zip(("user", "assistant"), pair, strict=True):

@@ -3,8 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.data.values import RowProblem, json_of, kind_of, list_of, text_of
+from finetune.data.values import RowProblem, is_given, json_of, kind_of, list_of, text_of
 
+OTHER_NAMES = ("args", "parameters", "params", "kwargs", "input", "inputs", "arguments")
+"""Keys in which data of other APIs has the arguments of a call."""
+CALL_KEYS = frozenset(("id", "type", "index", "function"))
+"""Keys of a tool call that are normalized."""
+FUNCTION_KEYS = frozenset(("name", "arguments"))
+"""Keys of a called function that are normalized."""
 PLAIN = (str, bool, int, float, type(None))
 
 
@@ -46,6 +52,7 @@ def tool_call(raw: Any, where: str) -> dict[str, Any]:
     function = raw.get("function", raw) if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowProblem(f"{where} has no function name")
+    _check_arguments(raw, function, where)
     arguments = written = function.get("arguments")
     if isinstance(written, str):
         arguments = json_of(written, f"{where}.arguments") if written.strip() else {}
@@ -56,9 +63,44 @@ def tool_call(raw: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise RowProblem(f"{where}.arguments is {kind_of(arguments)}, expected an object")
     check_plain(arguments, f"{where}.arguments")
-    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    identity = raw.get("id") if isinstance(raw, Mapping) else None
-    return {"id": identity, **call} if identity else call
+    own = CALL_KEYS if function is raw else frozenset[str]()
+    called = _others(function, FUNCTION_KEYS | own)
+    around = {} if function is raw else _others(raw, CALL_KEYS)
+    named = {"name": function["name"], "arguments": arguments, **called}
+    call = {"type": "function", "function": named, **around}
+    return {"id": raw["id"], **call} if raw.get("id") else call
+
+
+def _check_arguments(raw: Mapping[str, Any], function: Mapping[str, Any], where: str) -> None:
+    """Refuse a call whose arguments have another name or another place."""
+    if is_given(function.get("arguments")):
+        return
+    there = [each for each in (function, raw) for name in OTHER_NAMES if is_given(each.get(name))]
+    if there:
+        name = next(name for name in OTHER_NAMES if is_given(there[0].get(name)))
+        place = "" if there[0] is function else " next to its function"
+        raise RowProblem(
+            f"{where} has '{name}'{place} and no arguments; write them into 'arguments'"
+            + (" of the function" if place else "")
+        )
+
+
+def _others(value: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Further keys, which only some templates read, without null values."""
+    return {key: each for key, each in value.items() if key not in known and each is not None}
+
+
+def keys_of_call(call: Mapping[str, Any]) -> list[str]:
+    """Keys of a normalized call that only some templates read, such as `function.result`."""
+    around, inside = call.keys() - CALL_KEYS, call["function"].keys() - FUNCTION_KEYS
+    found = [key for key in around if is_given(call[key])]
+    return found + [f"function.{key}" for key in inside if is_given(call["function"][key])]
+
+
+def without_call_key(call: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A call without one of its `keys_of_call`."""
+    function = {name: each for name, each in call["function"].items() if key != f"function.{name}"}
+    return {n: function if n == "function" else each for n, each in call.items() if n != key}
 
 
 def tools_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -66,9 +108,9 @@ def tools_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
     Each is converted to the `{"type": "function"}` form.
     """
-    if row.get("tools") and row.get("functions"):
+    if is_given(row.get("tools")) and is_given(row.get("functions")):
         raise RowProblem("the row has both 'tools' and 'functions'; keep one of them")
-    column = "functions" if row.get("functions") else "tools"
+    column = "functions" if is_given(row.get("functions")) else "tools"
     value = row.get(column)
     if isinstance(value, str):
         value = json_of(value, column) if value.strip() else None
@@ -112,7 +154,7 @@ def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
     value = row.get("chat_template_kwargs")
     if isinstance(value, str) and value.strip():
         value = json_of(value, "chat_template_kwargs")
-    if not value:
+    if value is None or value in ("", [], {}):
         return {}
     if not isinstance(value, Mapping):
         raise RowProblem(f"chat_template_kwargs is {kind_of(value)}, expected an object")

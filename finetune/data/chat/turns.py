@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.chat.call_forms import forms, writes_as_python
 from finetune.data.chat.chat_templates import TEMPLATE_ERRORS, check_variables
-from finetune.data.chat.messages import Message
+from finetune.data.chat.messages import Message, without_key
 from finetune.data.chat.parts import BESIDE_CALLS, has_thought, lost, lost_of_tool
 from finetune.data.chat.template_limits import limited
 from finetune.data.chat.template_spans import Marked, MarkedTemplate, Span
@@ -226,10 +226,9 @@ class Turns:
         message = sample.messages[number]
         shape = (key, message["role"], *sorted(message))
         if shape not in self._read_keys:
-            other = {name: value for name, value in message.items() if name != key}
-            other |= {key: PROBE} if isinstance(message[key], str) else {}
+            other = _replaced(sample, number, without_key(message, key, PROBE))
             try:
-                changed = self.mark(_replaced(sample, number, other)).text
+                changed = self.mark(other).text
                 self._read_keys[shape] = changed != self.mark(sample).text
             except FinetuneError:  # the template requires the key, or another value
                 self._read_keys[shape] = True
