@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finetune, Tiny, write_recipe
-from transformers import AutoConfig, AutoModelForCausalLM
+from families import SIZES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.verification.model_checks.subject import described
 from finetune.verification.proofs.shrink import fill_zeros, shrink
@@ -24,6 +25,13 @@ def examined(finetune: Finetune, *words: str | Path) -> tuple[int, dict[str, dic
     done = finetune("doctor", *words, "--json")
     assert done.status in (0, 1), done.output
     return done.status, {each["name"]: each for each in json.loads(done.stdout)["findings"]}
+
+
+def of_kind(kind: str, folder: Path, tiny: Tiny, **fields: Any) -> Path:
+    """Folder of a model's configuration with the tests' tokenizer."""
+    AutoConfig.for_model(kind, **(SIZES | fields)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.model).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("kind", [{"adapter": {"r": 4}}, {}], ids=["lora", "full"])
@@ -48,6 +56,38 @@ def test_a_model_alone_is_examined_with_lora(tiny: Tiny, finetune: Finetune) -> 
     assert answers == ["-" if name in ("quantised", "experts") else "yes" for name in QUESTIONS]
     assert "gradients                  4 tensors" in done.stdout  # A and B of two layers
     assert "note no data is named: rows are generated" in lines
+
+
+def test_adapters_that_no_gradient_reaches_are_named_and_all_others_stay(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    """Choosing tokens has no gradient; adapters on parameters are attached a second time."""
+    folder = of_kind(
+        "deepseek_v32", tmp_path, tiny, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_intermediate_size=24, first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4,
+        num_key_value_heads=4, index_n_heads=2, index_head_dim=8,
+    )  # fmt: skip
+    status, found = examined(finetune, folder)
+    assert status == 0, found
+    assert (
+        "no gradient of a text reaches it: model.layers.N.self_attn.indexer (2): 6 adapters"
+        in (found["adapted"]["why"])
+    )
+    # A and B: five of attention in two layers, three dense ones, three shared, two of experts.
+    assert found["gradients"]["why"].startswith(f"{2 * (2 * 5 + 3 + 3 + 2)} tensors")
+
+
+def test_a_model_that_cannot_recompute_is_no_failure_unless_asked(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    folder = of_kind("ctrl", tmp_path, tiny, n_embd=32, n_layer=2, n_head=4, dff=48)
+    status, found = examined(finetune, folder)
+    assert status == 0, found
+    assert found["activation checkpointing"]["passed"] is None
+    assert found["activation checkpointing"]["why"] == (
+        "transformers cannot recompute activations of ctrl"
+    )
 
 
 def test_a_refused_plan_is_a_no_and_the_rest_is_still_examined(

@@ -252,6 +252,30 @@ def test_types_without_sdpa_are_refused(kind: str) -> None:
     ]
 
 
+@pytest.mark.slow
+def test_types_without_checkpointing_are_those_of_transformers() -> None:
+    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    first = {kind: name if isinstance(name, str) else name[0] for kind, name in names.items()}
+    without = {
+        kind
+        for kind, name in first.items()
+        if not getattr(transformers, name).supports_gradient_checkpointing
+    }
+    assert without == set(limits.KEEPING)
+
+
+@pytest.mark.parametrize("how", [True, "attention", "offload"])
+def test_types_without_checkpointing_are_refused(how: Any) -> None:
+    recipe = of("ctrl")
+    model = dataclasses.replace(recipe.model, attention="sdpa")
+    assert refused(dataclasses.replace(recipe, model=model), "single") == []
+    model = dataclasses.replace(model, activation_checkpointing=how)
+    assert refused(dataclasses.replace(recipe, model=model), "single") == [
+        "model.activation_checkpointing: transformers cannot recompute activations of ctrl; "
+        "use false"
+    ]
+
+
 def test_the_command_refuses_with_status_2_and_without_a_traceback(
     finetune: Finetune, tmp_path: Path
 ) -> None:

@@ -96,6 +96,20 @@ def test_what_no_gradient_reaches_is_found_without_numbers(kind: str, adapted: b
     assert bool(found) == (kind in ("gemma3", "xlnet", *(past_adapters if adapted else ())))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_with_adapters_stay_parameters(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT registers an adapted tensor anew after each forward pass, also after one that fails."""
+    model = adapt(build("llama"), target_modules=[], target_parameters=["q_proj.weight"])
+    before = [name for name, _ in model.named_parameters()]
+    if fails:
+        monkeypatch.setattr(model.base_model.model.model.norm, "forward", torch.bincount)
+    unreached(model)
+    assert [name for name, _ in model.named_parameters()] == before
+    assert sum(".q_proj.base_layer.weight" in name for name in before) == 2
+
+
 def test_an_expert_without_a_token_is_not_left_out() -> None:
     """Experts that are modules of their own; the second kind is never called."""
 

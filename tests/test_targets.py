@@ -156,6 +156,31 @@ def test_layers_and_exclusions_hold_for_tensors_too() -> None:
     assert {name.split(".")[3] for name in reached(without)} == {"self_attn"}
 
 
+def test_adapters_that_peft_would_lose_when_it_loads_them_are_refused(tmp_path: Path) -> None:
+    """A rule of transformers 5.23 for Laguna's checkpoints also matches its new names."""
+    fields = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16,
+        "shared_expert_intermediate_size": 24,
+    }  # fmt: skip
+    base = build("laguna", **fields)
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(FinetuneError) as error:
+        adapted("laguna", base)
+    (problem,) = error.value.problems
+    assert problem.startswith(
+        "adapter.targets: PEFT would not load adapters on "
+        "model.layers.1.mlp.shared_experts.gate_proj and 2 more modules"
+    )
+    names = tuple(problem.rsplit("[", 1)[1].rstrip("]").split(","))
+    base = build("laguna", **fields)
+    model = adapted("laguna", base, exclude_modules=names)
+    model.save_pretrained(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert reached(loaded) == reached(model)
+    assert torch.allclose(logits(loaded), logits(model), atol=1e-5)
+
+
 def test_a_router_is_adapted_where_it_is_named() -> None:
     model = adapted("qwen2_moe", target_parameters=("mlp.gate.weight",))
     assert {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"} <= reached(model)

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_adapter_state_dict_for_transformers,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,11 +81,46 @@ def _with_adapter(
         with warnings.catch_warnings():
             # PEFT 0.21 matches patterns with the names of modules only, not of parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
-            return with_whole_widths(get_peft_model(model, chosen))
+            adapted = with_whole_widths(get_peft_model(model, chosen))
     except ValueError as error:
         raise FinetuneError(
             f"adapter.targets: {first_line(error)}{_linear_modules(model)}"
         ) from None
+    lost = lost_when_loaded(adapted)
+    if lost:
+        every = [name for name, _ in model.named_modules() if name]
+        more = f" and {len(lost) - 1} more modules" if lost[1:] else ""
+        raise FinetuneError(
+            f"adapter.targets: PEFT would not load adapters on {lost[0]}{more} from a result, "
+            f"because it changes their names by the rules of {model.config.model_type}'s "
+            "checkpoints; use adapter.exclude_modules="
+            f"[{','.join(sorted(targets.shortest(lost, every, words=2)))}]"
+        )
+    return adapted
+
+
+def lost_when_loaded(model: PeftModel) -> list[str]:
+    """Names of modules whose adapters PEFT would leave at their initial values when it loads them.
+
+    PEFT 0.21 applies the renaming rules for a model type's checkpoints to the keys of an adapter
+    too. These are regular expressions, and some also match the new name (Laguna's `shared_expert.`
+    matches `shared_experts`).
+    """
+    keys = {
+        name.replace(".default.", "."): torch.empty(0)
+        for name, _ in model.named_parameters()
+        if ".lora_" in name
+    }
+    loaded = convert_peft_adapter_state_dict_for_transformers(
+        model, model.peft_config["default"], keys
+    )
+    found = {_inside(key).replace(".default.", ".") for key in loaded}
+    lost = (_inside(key).split(".lora_")[0] for key in keys if _inside(key) not in found)
+    return list(dict.fromkeys(name.replace(".base_layer", "") for name in lost))
+
+
+def _inside(key: str) -> str:
+    return key.removeprefix("base_model.model.")
 
 
 def with_whole_widths(model: PeftModel) -> PeftModel:

@@ -133,7 +133,23 @@ def _call(model: nn.Module, leaves: dict[str, torch.Tensor], ids: torch.Tensor) 
         for name, buffer in module.named_buffers(recurse=False):
             other[at + name] = _empty(buffer.shape, buffer.dtype, False)
     given = {"input_ids": ids, "use_cache": False}
-    return torch.func.functional_call(model, other, (), given, tie_weights=False)
+    with _restored(model):
+        return torch.func.functional_call(model, other, (), given, tie_weights=False)
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Generator[None]:
+    """Keep the parameters and buffers of each module as they were.
+
+    PEFT 0.21 registers a tensor that `target_parameters` names again after each forward pass, as a
+    buffer if a plain tensor replaced it. Such a weight could not be adapted a second time.
+    """
+    before = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters, module._buffers = parameters, buffers
 
 
 def logits_of(output: Any) -> torch.Tensor:

@@ -33,6 +33,10 @@ MAMBA_TARGETS = {
 """Targets to use for these model types instead of `all-linear`."""
 TRANSPOSED = ("gpt2", "openai-gpt")
 """Model types whose linear layers are `Conv1D` of transformers."""
+KEEPING = (
+    "cpmant", "ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt", "reformer", "xlm", "xlnet",
+)  # fmt: skip
+"""Model types without activation checkpointing in transformers 5.23."""
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MOST_LAYERS = 10_000
 """Layers of a model that is built at all; published models have at most a few hundred."""
@@ -72,6 +76,7 @@ def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     field = "model.config" if recipe.model.config is not None else "model.name"
     yield from (f"{field}: {each}" for each in too_many_layers(fields))
     yield from architecture(recipe, fields)
+    yield from _recomputation(recipe, fields)
     yield from adapter(recipe, fields)
     yield from router_loss(recipe, fields)
     rates = dropout(fields)
@@ -144,6 +149,15 @@ def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
         reason = _not_causal(kind)
         if reason:
             yield f"{field}: {kind} {reason}; use a causal language model such as Qwen3 or Llama"
+
+
+def _recomputation(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    kind = fields.get("model_type")
+    if recipe.model.activation_checkpointing and kind in KEEPING:
+        yield (
+            f"model.activation_checkpointing: transformers cannot recompute activations of {kind}; "
+            "use false"
+        )
 
 
 def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:

@@ -130,11 +130,12 @@ class Examination:
         self.values = twins.values(network)
         self.config = network.peft_config["default"] if is_adapted else None
         self.layout = layout(self.recipe, base.config)
+        self.kind, self.recomputes = base.config.model_type, base.supports_gradient_checkpointing
         self.has_experts = targets.has_experts(base)
         self.balance = base.balance
         self.reach = targets.reach(network, base).line() if is_adapted else None
         self.packed = quantised_notes(base, kind)
-        self.left_out = [note for note in engine.notes if note.startswith("left out")]
+        self.left_out = [note for note in engine.notes if note.startswith("not trained")]
         rows = token_rows(network) or 0
         self.causality = soundness.causality(
             engine.model, rows, engine.device, side_by_side=self.layout.free
@@ -202,6 +203,8 @@ class Examination:
         return passed, why.replace("rows by themselves", "padded rows")
 
     def _checkpointing(self) -> tuple[bool | None, str]:
+        if not self.recomputes and not self.recipe.model.activation_checkpointing:
+            return None, f"transformers cannot recompute activations of {self.kind}"
         model = dataclasses.replace(self.recipe.model, activation_checkpointing=True)
         passed, why = self._compared(dataclasses.replace(self.recipe, model=model))
         return passed, why.replace("rows by themselves", "a step that keeps activations")
