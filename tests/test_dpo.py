@@ -290,9 +290,38 @@ def test_a_new_adapter_starts_as_the_base_for_every_initialization(
 ) -> None:
     sections = {"adapter": {"r": 4, "init_lora_weights": init}, "reference": reference}
     first = steps_of(train(tmp_path / "run", fields(tiny, data, **sections, max_steps=1)))[0]
-    base = expected_first(tiny)
+    base = base_chosen(tiny)
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert first["logps/chosen"] == pytest.approx(base, rel=EXACT)
+
+
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens", "lm_head"]])
+def test_a_trained_head_is_off_while_the_base_is_the_reference(
+    tiny: Tiny, data: Path, tmp_path: Path, modules: list[str]
+) -> None:
+    base = untied(tiny, tmp_path / "base")
+    sections: dict[str, Any] = {
+        "model": {"name": str(base)},
+        "adapter": {"r": 4, "modules_to_save": modules},
+        "reference": "base",
+    }
+    steps = steps_of(train(tmp_path / "run", fields(tiny, data, **sections, max_steps=2)))
+    assert steps[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert steps[1]["rewards/margins"] > 0.1
+    for number, step in enumerate(steps):
+        reference = step["logps/chosen"] - step["rewards/chosen"] / BETA
+        assert reference == pytest.approx(base_chosen(tiny, number), rel=EXACT)
+
+
+def untied(tiny: Tiny, folder: Path) -> Path:
+    """The same model with a head of its own."""
+    model = plain(tiny)
+    model.config.tie_word_embeddings = False
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.model).save_pretrained(folder)
+    return folder
 
 
 def other_model(tiny: Tiny, folder: Path) -> Path:
@@ -366,11 +395,11 @@ def test_a_reference_with_another_vocabulary_or_none_is_refused(
         train(tmp_path / "run", fields(tiny, data, reference="strat"))
 
 
-def expected_first(tiny: Tiny) -> float:
-    """Mean log-probability of the chosen answers of the first step, by the base."""
+def base_chosen(tiny: Tiny, step: int = 0) -> float:
+    """Mean log-probability of the chosen answers of a step, by the base."""
     model, rows = plain(tiny), sequences(tiny)
     with torch.no_grad():
-        chosen = [logp(model, *rows[row][0]).item() for row in rows_of_step(0, ROWS, SIZE, SEED)]
+        chosen = [logp(model, *rows[row][0]).item() for row in rows_of_step(step, ROWS, SIZE, SEED)]
     return sum(chosen) / SIZE
 
 
@@ -495,7 +524,7 @@ def test_a_quantised_base_is_its_own_reference(tiny: Tiny, data: Path, tmp_path:
     whole = steps_of(train(tmp_path / "whole", given))
     assert whole[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert whole[-1]["rewards/margins"] > 0
-    full = expected_first(tiny)
+    full = base_chosen(tiny)
     assert 1e-6 < abs(whole[0]["logps/chosen"] / full - 1) < 0.1
     given["batch"] |= {"micro_rows": 2, "padding_free": False}
     assert_equal(steps_of(train(tmp_path / "cut", given)), whole)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
 from finetune.kernels.expert_products import compute_as_autocast
-from finetune.kernels.head import give_loss
+from finetune.kernels.head import LabelledHead, give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
@@ -245,11 +246,23 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
             head = "labelled"
         temperature = plan.recipe.loss_temperature
         give_loss(model, head == "chunked", balance, temperature, labelled=head == "labelled")
+        _give_loss_to_base_head(model)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     install_fused(model, plan)
     if "blocks" in chosen:
         compile_blocks(model)
+
+
+def _give_loss_to_base_head(model: PreTrainedModel) -> None:
+    """Make the base's head compute what its trained copy does, for when the adapter is disabled."""
+    both = model.get_output_embeddings()
+    if not isinstance(both, ModulesToSaveWrapper):
+        return
+    trained, base = both.modules_to_save[both.active_adapters[0]], both.original_module
+    if type(trained) is LabelledHead:
+        base.__class__ = LabelledHead
+        base.scale, base.cap = trained.scale, trained.cap
 
 
 def install_fused(model: PreTrainedModel, plan: Plan) -> None:
