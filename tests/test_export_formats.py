@@ -227,6 +227,28 @@ def test_the_loss_of_pairs_is_that_of_the_chosen_answers(tmp_path, method):
     assert found["loss"] == pytest.approx(found["trained_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("method", "format", "row"),
+    [
+        ("grpo", "prompts", {"answer": "blue"}),
+        ("kto", "kto", {"completion": [{"role": "assistant", "content": "blue"}], "label": False}),
+        ("dpo", "ranked_all", {"responses": ["blue", "red", "a house"], "ranks": [0, 1, 2]}),
+    ],
+)
+def test_the_rows_of_every_method_are_compared(tmp_path, method, format, row):
+    run, rows = run_with_rows(tmp_path), tmp_path / "rows_of_method.jsonl"
+    asked = [[{"role": "user", "content": f"{number} birds"}] for number in range(5)]
+    asked = asked if method != "dpo" else [each[0]["content"] for each in asked]
+    rows.write_text("".join(json.dumps({"prompt": each, **row}) + "\n" for each in asked))
+    recipe = json.loads(run.recipe.read_text()) | {"method": method}
+    del recipe["train_on"]
+    recipe["eval_data"] = [{"source": str(rows), "format": format}]
+    write_json(run.recipe, recipe)
+    found = json.loads((export(run, tmp_path / "out") / "export.json").read_text())["check"]
+    assert (found["rows"], found["prompts_equal"], found["answers_equal"]) == (5, 5, 5)
+    assert (found["loss"] is None) is (method == "grpo")
+
+
 def test_a_quantised_run_and_its_merges_have_the_losses_of_plain_libraries(tmp_path, capsys):
     """On held-out rows, in the check of the export and in `finetune eval` of one against another.
 

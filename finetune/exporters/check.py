@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.formats import read_row
-from finetune.data.samples import Completion, Conversation, Preference, Sample, as_kind
+from finetune.data.samples import Completion, Conversation, Sample, as_kind, sequences_of
+from finetune.data.samples import Prompt as Unanswered
 from finetune.data.sources import find_source
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, TrainingFailure
@@ -190,8 +191,8 @@ def _prompt(data_format: str, value: Any) -> tuple[Prompt, Sample] | None:
         sample = read_row(data_format, value)
     except RowProblem:
         return None
-    asked = sample.chosen if isinstance(sample, Preference) else sample
-    if isinstance(asked, Completion):
+    asked = sequences_of(sample)[0]
+    if isinstance(asked, Completion) or isinstance(sample, Unanswered):
         return asked, sample
     if not isinstance(asked, Conversation) or len(asked.messages) < 2:
         return None
