@@ -18,6 +18,7 @@ from finetune.data.prepare import Prepared, prepare
 from finetune.errors import FinetuneError
 from finetune.methods.dpo import DPO
 from finetune.methods.kto import KTO
+from finetune.methods.reward import RewardModel
 from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.recipe import Data, Model, Recipe
@@ -278,6 +279,16 @@ def test_a_format_that_a_method_cannot_use_is_refused_with_those_it_can(
         prepare(several, CHAT, tmp_path / "cache")
     told = [expected.replace("data.", f"data.{number}.", 1) for number in (0, 1)]
     assert list(refused.value.problems) == told
+
+
+@pytest.mark.parametrize("method", [DPO, RewardModel])
+def test_the_share_of_longer_chosen_answers_does_not_depend_on_the_method(
+    tmp_path: Path, method: type[Recipe]
+) -> None:
+    rows = [row("Why?", "a long answer", "short"), *(row(f"{n}?", "no", "not") for n in range(3))]
+    recipe = method().with_data(Data(str(write(tmp_path / "pairs.jsonl", rows)), "preference"))
+    found = prepare(recipe, CHAT, tmp_path / "cache")
+    assert found.counts["train"]["longer_chosen"] == 0.25
 
 
 def test_inspection_shows_both_answers_and_which_is_longer(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def count_rows(
         "unended": int(np.count_nonzero(~facts.ended[rows.members])),
         "duplicates": (len(different) - len(np.unique(facts.digests[different]))) // each,
         "documents_per_row": each,
-        "longer_chosen": _longer_chosen(rows, facts) if recipe.takes == "pairs" else None,
+        "longer_chosen": _longer_chosen(rows, facts, recipe) if recipe.takes == "pairs" else None,
         "wanted": _wanted(rows) if recipe.takes == "judged" else None,
         "scored": recipe.scores is not None,
         "labels": recipe.label_counts(rows),
@@ -116,9 +116,13 @@ def count_rows(
     }
 
 
-def _longer_chosen(rows: Rows, facts: Facts) -> float:
-    """Share of pairs whose chosen answer has more trained tokens than the rejected one."""
-    lengths = facts.trained[rows.members].reshape(-1, 2)
+def _longer_chosen(rows: Rows, facts: Facts, recipe: Recipe) -> float:
+    """Share of pairs whose chosen answer has more trained tokens than the rejected one.
+
+    If only the last token is scored, the complete sequences are compared.
+    """
+    tokens = facts.trained if recipe.scores is None else rows.documents.lengths
+    lengths = tokens[rows.members].reshape(-1, 2)
     return float((lengths[:, 0] > lengths[:, 1]).mean()) if len(lengths) else 0.0
 
 
