@@ -19,6 +19,7 @@ import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.exporters.export import export
+from finetune.models.starting_adapter import complete_adapter
 from finetune.recipe import LoRA, Recipe
 from finetune.runs.run import Run
 from finetune.training import preflight
@@ -283,6 +284,32 @@ def test_a_run_is_the_model_that_it_made(tiny: Tiny, tmp_path: Path) -> None:
             preflight.check_here(catalog.override(recipe_of(tiny), [pair]))
         (problem,) = error.value.problems
         assert words in problem, pair
+
+
+def test_a_run_may_be_the_teacher_or_the_reference(tiny: Tiny, tmp_path: Path) -> None:
+    """By its model; an adapter must be merged first, and an unfinished run is refused."""
+    full = train(tiny, tmp_path / "full", max_steps=1)
+    lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    shutil.copy(full.recipe, unfinished)
+
+    def resolved(method: str, run: Path) -> Any:
+        named = {"teacher": {"name": str(run)}} if method == "distill" else {"reference": str(run)}
+        return complete_adapter(recipe_of(tiny, method=method, **named))
+
+    assert resolved("distill", full.root).teacher.name == str(full.final)
+    assert resolved("dpo", full.root).reference == str(full.final)
+    assert resolved("dpo", full.final).reference == str(full.final)
+    for method, field in (("distill", "teacher.name"), ("dpo", "reference"), ("kto", "reference")):
+        with pytest.raises(FinetuneError) as error:
+            resolved(method, lora.root)
+        assert error.value.problems == (
+            f"{field}: {lora.root} is a run with an adapter, expected a complete model; merge it "
+            f"first: finetune export {lora.root} --merge --to FOLDER",
+        )
+        with pytest.raises(FinetuneError, match=f"^{field}: {unfinished} is a run without a"):
+            resolved(method, unfinished)
 
 
 def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny: Tiny, tmp_path: Path) -> None:

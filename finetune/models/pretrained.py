@@ -27,6 +27,7 @@ from finetune.models.quantization import (
 from finetune.models.soundness import DECODER_ONLY
 from finetune.planner import Plan, division, limits
 from finetune.planner.shapes import prequantised
+from finetune.planner.shapes.config_files import refuse_other_labels
 from finetune.recipe import Recipe
 
 
@@ -117,6 +118,8 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        if scores is not None:
+            refuse_other_labels(config.to_dict(), scores, f"model.name: '{model.name}'")
         unsharded = engine.without_partitioning() if whole else contextlib.nullcontext()
         with engine.loading(config) as words, unsharded:
             loaded = scoring.auto_class(scores).from_pretrained(

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from finetune.errors import FinetuneError
 from finetune.models import starting_run
+from finetune.planner.shapes.config_files import refuse_other_labels
 from finetune.recipe import LoRA, Recipe
-from finetune.runs.run import Run, write_json
+from finetune.runs.run import Run, read_object, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASKS = ("CAUSAL_LM", "SEQ_CLS")
@@ -211,6 +212,9 @@ def complete_adapter(recipe: Recipe) -> Recipe:
         return recipe
     folder = find(name)
     fields = read_config(folder, ("CAUSAL_LM" if recipe.scores is None else "SEQ_CLS",))
+    if recipe.scores is not None:
+        config = read_object(folder / "config.json")
+        refuse_other_labels(config, recipe.scores, f"model.adapter: '{name}'")
     if recipe.model.name is None:
         raise FinetuneError(
             f"model.name: none, and model.adapter={name} was trained on "

@@ -1,4 +1,4 @@
-"""Take the result of a finished run as the model that a recipe starts from.
+"""Take the results of finished runs as models: the start, the teacher and the reference.
 
 This module does not import torch, so a run that cannot be a start is refused quickly.
 """
@@ -6,9 +6,12 @@ This module does not import torch, so a run that cannot be a start is refused qu
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.methods.distill import Distill
 from finetune.recipe import Recipe
+from finetune.recipe.references import other_model
 from finetune.runs.run import Run
 
 
@@ -16,18 +19,20 @@ def resolved(recipe: Recipe) -> Recipe:
     """The recipe with the result of the run that `model.name` names; other names are unchanged.
 
     A run that trained all weights is replaced by its model, and one that trained an adapter by its
-    base and `model.adapter`, if the recipe trains an adapter.
+    base and `model.adapter`, if the recipe trains an adapter. A run that `teacher.name` or
+    `reference` names is replaced by its model.
 
     Raises:
-        FinetuneError: the run has no result, or has an adapter and the recipe trains all weights.
+        FinetuneError: a run has no result, or has an adapter where a complete model is needed.
     """
+    recipe = _others_resolved(recipe)
     model = recipe.model
     if model.name is None:
         return recipe
     run = Run(Path(model.name))
     if not run.recipe.is_file() or (run.root / "config.json").is_file():
         return recipe
-    if (run.final / "config.json").is_file():
+    if _is_model(run.final):
         return dataclasses.replace(recipe, model=dataclasses.replace(model, name=str(run.final)))
     if not (run.final / "adapter_config.json").is_file():
         raise FinetuneError(
@@ -49,6 +54,40 @@ def resolved(recipe: Recipe) -> Recipe:
         )
     started = dataclasses.replace(model, name=base, adapter=model.name)
     return dataclasses.replace(recipe, model=started)
+
+
+def _others_resolved(recipe: Recipe) -> Recipe:
+    """The recipe with the results of the runs that its teacher and its reference name."""
+    changes, teacher, other = dict[str, Any](), recipe.taught_by, other_model(recipe)
+    if isinstance(recipe, Distill) and recipe.teacher is not None and teacher is not None:
+        name = _model_of("teacher.name", str(teacher.name))
+        changes["teacher"] = dataclasses.replace(recipe.teacher, name=name)
+    if other is not None:
+        changes["reference"] = _model_of("reference", str(other.name))
+    return dataclasses.replace(recipe, **changes) if changes else recipe
+
+
+def _model_of(field: str, name: str) -> str:
+    """The folder of the model that a run trained; a name that is not a run is unchanged."""
+    run = Run(Path(name))
+    if not run.recipe.is_file() or (run.root / "config.json").is_file():
+        return name
+    if _is_model(run.final):
+        return str(run.final)
+    if (run.final / "adapter_config.json").is_file():
+        raise FinetuneError(
+            f"{field}: {name} is a run with an adapter, expected a complete model; merge it "
+            f"first: finetune export {name} --merge --to FOLDER"
+        )
+    raise FinetuneError(
+        f"{field}: {name} is a run without a result; finish it with --resume, or name a complete "
+        "model"
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a folder has a complete model; an adapter with a score head has a config too."""
+    return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
 
 
 def _base_of(run: Run) -> str:

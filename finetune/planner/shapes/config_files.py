@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from finetune.cache import hub_cache
+from finetune.errors import FinetuneError
+from finetune.recipe import Scores
 
 
 def config_paths(name: str, revision: str | None) -> list[Path]:
@@ -21,3 +23,36 @@ def has_score_head(fields: Mapping[str, Any]) -> bool:
     names = fields.get("architectures")
     named = cast(list[Any], names) if isinstance(names, list) else []
     return any(str(name).endswith("ForSequenceClassification") for name in named)
+
+
+def refuse_other_labels(fields: Mapping[str, Any], scores: Scores, what: str) -> None:
+    """Refuse a score head for another number of labels, or for the same ones in another order.
+
+    Args:
+        fields: A `config.json`; one without a score head or labels is accepted.
+        scores: Score head of the recipe.
+        what: Field and name of the model or adapter, for messages.
+
+    Raises:
+        FinetuneError: with the labels of the model and of the recipe.
+    """
+    named = fields.get("id2label")
+    if not has_score_head(fields) or not isinstance(named, Mapping):
+        return
+    labels = cast(Mapping[Any, Any], named)
+    found, wanted = [str(labels[n]) for n in sorted(labels, key=int)], list(scores.names)
+    if len(found) != len(wanted):
+        raise FinetuneError(
+            f"{what} has a score head for {len(found)} labels ({_listed(found)}), and the recipe "
+            f"has {len(wanted)} ({_listed(wanted)}); name the model that it was trained from, "
+            "which gets a new head"
+        )
+    if sorted(found) == sorted(wanted) and found != wanted:
+        raise FinetuneError(
+            f"{what} has a score head for the labels in the order {_listed(found)}, and the recipe "
+            f"has {_listed(wanted)}; set labels to that order"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
