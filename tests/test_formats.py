@@ -940,6 +940,22 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         {"chosen": "Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
         "chosen does not begin with an empty line and 'Human:'",
     ),
+    "tools beside a text that is a prompt": (
+        "prompts",
+        {"prompt": "2+2=", "tools": [{"name": "add"}]},
+        "column 'tools' belongs to a conversation, but prompt is bare text; write it into the "
+        'prompt, give a list of messages, or name the text a question: columns={"prompt": '
+        '"question"}',
+    ),
+    "dialogues that end with the human": (
+        "hh",
+        {
+            "chosen": "\n\nHuman: Hi\n\nAssistant: Go\n\nHuman: Thanks",
+            "rejected": "\n\nHuman: Hi\n\nAssistant: Go\n\nHuman: No",
+        },
+        "chosen and rejected end with a turn of the Human, expected an answer: cut the text behind "
+        "the last turn of the Assistant, or remove the row",
+    ),
     "ranks of other answers": (
         "ranked",
         {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1]},

@@ -13,7 +13,7 @@ from finetune.rewards.builtin import exact_match, json_fields, json_valid, lengt
 from finetune.rewards.process import RewardFailure, RewardProcess
 
 BAD = """
-import ctypes, os, sys, time
+import asyncio, ctypes, os, sys, time
 
 def raises(completions, **_):
     return [1 / (text != "boom") for text in completions]
@@ -76,6 +76,11 @@ def slow(completions, calls, **_):
 def nothing(completions, **_):
     return None
 
+def cancelled(completions, **_):
+    if "boom" in completions:
+        raise asyncio.CancelledError
+    return [1] * len(completions)
+
 def long(completions, **_):
     raise ValueError("z" * 5000)
 
@@ -136,6 +141,7 @@ def scored(name: str, skip: bool = False, timeout: float = 60.0, **arguments: An
         ("stops", "raises KeyboardInterrupt (bad_rewards.py:50)", [1, None, 1]),
         ("asks", "raises EOFError: EOF when reading a line (bad_rewards.py:54)", [1, None, 1]),
         ("exits", "raises SystemExit: no service (bad_rewards.py:26)", [1, None, 1]),
+        ("cancelled", "raises CancelledError (bad_rewards.py:67)", [1, None, 1]),
         ("crashes", "had its process killed by SIGSEGV", [1, None, 1]),
         ("killed", "had its process killed by SIGKILL, as when memory runs out", [1, None, 1]),
     ],

@@ -22,7 +22,7 @@ from finetune.methods.grpo import GRPO
 from finetune.methods.online import ADVANTAGE
 from finetune.planner import plan
 from finetune.runs.run import Run
-from finetune.training.sampled import Sampled, Watch, read
+from finetune.training.sampled import NO_EVALUATION, Sampled, Watch, read
 from finetune.verification.proofs import sampled as of_proofs
 from finetune.verification.proofs.matrix import FP32
 
@@ -268,6 +268,28 @@ def test_constant_rewards_and_endless_completions_are_warned_of_once() -> None:
     del usual["reward"]
     (told,) = watch.warnings(usual)
     assert told.startswith("reward: no completion of a sampling got a score")
+
+
+def test_an_evaluation_without_a_score_is_warned_of_once(
+    tiny: Tiny, data: Path, tmp_path: Path
+) -> None:
+    """The held-out rows lack the column that the reward reads; it is the last step that tells."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "the cat"}) + "\n")
+    with_answer = tmp_path / "with_answer.jsonl"
+    rows = [{"prompt": f"the dog {n}", "answer": "red"} for n in range(4)]
+    with_answer.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = fields(
+        tiny, with_answer, eval_data=[{"source": str(held_out), "format": "prompts"}],
+        eval_reward_funcs=["exact_match"], reward_funcs=["json_valid"], max_steps=2, eval_rows=None,
+        num_iterations=1, evaluation={"every": 1},
+    )  # fmt: skip
+    run = train(tmp_path / "run", given)
+    assert [each["best"] for each in run.read_metrics("eval")] == [False, False]
+    told = [
+        (e["step"], e["told"]) for e in run.read_metrics("warning") if "evaluation" in e["told"]
+    ]
+    assert told == [(1, NO_EVALUATION)]
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])

@@ -13,6 +13,7 @@ from peft import AutoPeftModelForSequenceClassification as AutoPeftModelForScore
 from safetensors.torch import load_file, save_file
 from test_backends import launch
 from test_dpo import pairs, steps_of, train
+from tiny_run import CHATML
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import finetune as ft
@@ -134,6 +135,54 @@ def test_a_reward_model_scores_completions_as_plain_transformers_does(
     mean = sum(each["rewards"]["judge"] for each in kept) / 8
     assert step["metrics"]["rewards/judge/mean"] == pytest.approx(mean)
     assert len({each["rewards"]["judge"] for each in kept}) > 4
+
+
+def test_a_reward_model_reads_the_tools_and_template_variables_of_a_prompt(
+    tiny: Tiny, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """As in its own training, where they are columns of the pairs."""
+    template = tmp_path / "tools.jinja"
+    template.write_text(
+        "{{ tone }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHATML
+    )
+    model = {"name": str(tiny.model), "chat_template": str(template)}
+    judge = train(tmp_path / "judge", fields(tiny, "reward", sources["reward"], model=model))
+    plain = AutoModelForSequenceClassification.from_pretrained(judge.final, num_labels=1).eval()
+    tokenizer = AutoTokenizer.from_pretrained(judge.final)
+    tool = {"type": "function", "function": {"name": "see", "parameters": {}}}
+    context: list[dict[str, Any]] = [
+        {"tools": [tool]},
+        {"chat_template_kwargs": {"tone": "red"}},
+        {},
+    ]
+    rows = [
+        {"messages": [{"role": "user", "content": f"the cat {n}"}], **context[n % 3]}
+        for n in range(6)
+    ]
+    given = {
+        "method": "grpo",
+        "model": model,
+        "data": [{"source": str(written(tmp_path / "p.jsonl", rows)), "format": "prompts"}],
+        "batch": {"rows": 12, "max_length": 128},
+        "reward_funcs": [str(judge.root)],
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "max_steps": 3,
+    }
+    run = train(tmp_path / "online", given)
+    asked = {row["messages"][0]["content"]: row for row in rows}
+    shown = [json.loads(line) for line in run.completions.read_text().splitlines()]
+    seen = set[int]()
+    for each in shown:
+        row = asked[each["prompt"]]
+        seen.add(context.index({k: v for k, v in row.items() if k != "messages"}))
+        said = [*row["messages"], {"role": "assistant", "content": each["completion"]}]
+        words = {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
+        text = tokenizer.apply_chat_template(said, tokenize=False, **words)
+        with torch.no_grad():
+            wanted = plain(**tokenizer(text, return_tensors="pt")).logits[0, 0].item()
+        assert each["reward"] == pytest.approx(wanted, abs=1e-5)
+    assert seen == {0, 1, 2}
 
 
 def test_a_folder_without_a_score_head_is_not_a_reward(tiny: Tiny, tmp_path: Path) -> None:
@@ -490,11 +539,39 @@ def test_resuming_goes_on_as_a_straight_run_does(
     assert steps_of(resumed) == steps_of(straight)
 
 
+@pytest.mark.parametrize("adapter", [None, {"r": 4}])
+def test_a_finished_run_goes_on_with_its_head_for_the_same_labels_only(
+    tiny: Tiny, sources: dict[str, Path], tmp_path: Path, adapter: Any
+) -> None:
+    def given(**sections: Any) -> dict[str, Any]:
+        return fields(tiny, "classifier", sources["classifier"], adapter=adapter, **sections)
+
+    run = train(tmp_path / "run", given())
+    unmoved = {"optim": {"lr": 1e-12}, "max_steps": 1}
+    on = train(tmp_path / "on", given(model={"name": str(run.root)}, **unmoved))
+    kind = AutoModelForSequenceClassification if adapter is None else AutoPeftModelForScores
+    before, after = (kind.from_pretrained(each.final, num_labels=3) for each in (run, on))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.allclose(before.eval()(ids).logits, after.eval()(ids).logits, atol=1e-6)
+    told = {
+        ("glad", "sad", "calm"): "for the labels in the order calm, glad, sad, and the recipe has",
+        ("calm", "glad", "sad", "mad"): r"for 3 labels \(calm, glad, sad\), and the recipe has 4",
+    }
+    for labels, message in told.items():
+        with pytest.raises(FinetuneError, match=message):
+            train(tmp_path / "other", given(model={"name": str(run.root)}, labels=labels))
+
+
 # What is refused.
 
 BAD_LABELS: dict[str, tuple[str, Any, str]] = {
     "another class": ("single_label_classification", "angry", "label is 'angry', expected one of"),
     "a number beyond": ("single_label_classification", 3, "label is 3, expected one of"),
+    "a vector": (
+        "multi_label_classification", [1, 0, 1], r"label is \[1, 0, 1\], in which a number is",
+    ),
+    "digits": ("single_label_classification", "1" * 5000, "label is '1{20,}"),
     "no list": ("multi_label_classification", "calm", "label is text, expected a list"),
     "another class in a list": (
         "multi_label_classification", ["calm", 7], r"label\[1\] is 7, expected one of",

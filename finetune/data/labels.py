@@ -6,6 +6,8 @@ from typing import Any
 from finetune.data.samples import Conversation, Labelled, Plain
 from finetune.data.values import Raw, RowProblem, finite, kind_of, list_of, shown
 
+LONGEST = 20
+"""Digits of a text that is too long for the number of a class."""
 SEQUENCES = ("messages", "prompt_completion", "text")
 """Formats whose rows may have a label, the most specific first."""
 
@@ -58,9 +60,16 @@ def classes_of(value: Any, names: Sequence[str]) -> tuple[int, ...]:
     """Sorted indices of the classes in a list, without duplicates.
 
     Raises:
-        RowProblem: the value is not a list, or an entry is not a class.
+        RowProblem: the value is not a list, an entry is not a class, or a number is repeated, as
+            in a vector with a 0 or 1 for each class.
     """
     listed = list_of(value, "label")
+    numbers = [each for each in listed if isinstance(each, int | float)]
+    if len(set(numbers)) < len(numbers):
+        raise RowProblem(
+            f"label is {listed!s:.60}, in which a number is repeated: a list with a 0 or 1 for "
+            "each class is not read; list the names or numbers of the classes that apply"
+        )
     return tuple(sorted({class_of(e, names, f"label[{i}]") for i, e in enumerate(listed)}))
 
 
@@ -82,5 +91,5 @@ def number_of(value: Any) -> float:
 
 def _whole(value: Any) -> int | None:
     if isinstance(value, str) and value.strip().isdecimal():
-        return int(value)
+        return int(value) if len(value) < LONGEST else None
     return value if isinstance(value, int) else None

@@ -107,6 +107,11 @@ def read_hh(row: Raw) -> Preference | None:
     shared = chosen[:-1]
     if rejected[:-1] != shared or not shared or chosen[-1]["role"] != rejected[-1]["role"]:
         return None
+    if chosen[-1]["role"] == "user":
+        raise RowProblem(
+            "chosen and rejected end with a turn of the Human, expected an answer: cut the text "
+            "behind the last turn of the Assistant, or remove the row"
+        )
     return _joined(row, Turns(shared), answers)
 
 

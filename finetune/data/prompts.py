@@ -35,6 +35,7 @@ def read_prompt(row: Raw) -> Prompt:
         if not row[name].strip():
             raise RowProblem(f"{name} is empty")
         if name != "question":
+            _refuse_conversation_columns(row, name)
             return Prompt(Completion(row[name], ""), columns)
     asked = [{"role": "user", "content": row[name]}] if name == "question" else row[name]
     turns = messages_of(asked, name)
@@ -51,6 +52,24 @@ def read_prompt(row: Raw) -> Prompt:
         raise RowProblem(f"{name} has no message that the assistant could answer")
     conversation = conversation_of(row, Turns(messages), len(messages))
     return Prompt(conversation, columns)
+
+
+def _refuse_conversation_columns(row: Raw, name: str) -> None:
+    lost = next((each for each in CONVERSATION if row.get(each)), None)
+    if lost is not None:
+        raise RowProblem(
+            f"column '{lost}' belongs to a conversation, but {name} is bare text; write it into "
+            f'the prompt, give a list of messages, or name the text a question: columns={{"{name}":'
+            ' "question"}'
+        )
+
+
+def context_columns(asked: Conversation | Completion) -> dict[str, Any]:
+    """What a conversation's template reads beside its messages, by the names of the columns."""
+    if isinstance(asked, Completion):
+        return {}
+    found = {"tools": list(asked.tools), "chat_template_kwargs": dict(asked.template_kwargs)}
+    return {name: value for name, value in found.items() if value}
 
 
 def answered(sample: Prompt) -> Conversation | Completion:
@@ -80,7 +99,8 @@ def columns_as_json(sample: Prompt) -> str:
     asked = sample.asked
     prompt: Any = asked.prompt if isinstance(asked, Completion) else list(asked.messages)
     try:
-        return json.dumps({"prompt": prompt, **sample.columns}, ensure_ascii=False)
+        found = {"prompt": prompt, **context_columns(asked), **sample.columns}
+        return json.dumps(found, ensure_ascii=False)
     except (TypeError, ValueError):
         wrong = [name for name, value in sample.columns.items() if not is_json(value)]
         kinds = ", ".join(f"'{name}' ({kind_of(sample.columns[name])})" for name in wrong)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.prompts import ANSWER, RESERVED, is_json
+from finetune.data.prompts import ANSWER, RESERVED, context_columns, is_json
 from finetune.data.samples import CONVERSATION, Completion
 from finetune.errors import FinetuneError
 from finetune.evaluation.answers import Answer
@@ -88,6 +88,9 @@ def columns_of(asked: Sequence[Asked]) -> dict[str, list[Any]]:
     kept = [name for name in named if name not in (*PROMPTS, *CONVERSATION, *RESERVED)]
     found = {name: [each.row.get(name) for each in asked] for name in kept}
     found = {name: values for name, values in found.items() if is_json(values)}
+    context = [context_columns(each.question) for each in asked]
+    for name in dict.fromkeys(name for each in context for name in each):
+        found[name] = [each.get(name) for each in context]
     return {ANSWER: [each.expected for each in asked], **found}
 
 

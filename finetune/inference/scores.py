@@ -19,7 +19,12 @@ AT_ONCE = 16
 
 
 def reward_model(
-    prompts: Sequence[Any], completions: Sequence[Any], model: str, **_: Any
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    model: str,
+    tools: Sequence[Any] | None = None,
+    chat_template_kwargs: Sequence[Any] | None = None,
+    **_: Any,
 ) -> list[float]:
     """The score of each conversation, or text, at its last token.
 
@@ -27,9 +32,12 @@ def reward_model(
         prompts: Messages or texts.
         completions: Completion of each prompt; its end token is part of the sequence.
         model: Run, or folder with a full model that gives a single score.
+        tools: Schemas of the tools of each conversation, or None.
+        chat_template_kwargs: Variables of the chat template of each conversation, or None.
     """
-    scorer = _scorer(model)
-    return scorer([_sequence(*each) for each in zip(prompts, completions, strict=True)])
+    scorer, none = _scorer(model), [None] * len(prompts)
+    given = prompts, completions, tools or none, chat_template_kwargs or none
+    return scorer([_sequence(*each) for each in zip(*given, strict=True)])
 
 
 def prepare(model: str) -> None:
@@ -37,11 +45,15 @@ def prepare(model: str) -> None:
     _scorer(model)
 
 
-def _sequence(prompt: Any, completion: Any) -> Conversation | Completion:
+def _sequence(
+    prompt: Any, completion: Any, tools: Any, template_kwargs: Any
+) -> Conversation | Completion:
     if isinstance(prompt, str):
         return Completion(prompt, text_of(completion))
     answer = {"role": "assistant", "content": text_of(completion)}
-    return Conversation((*prompt, answer))
+    return Conversation(
+        (*prompt, answer), tools=tuple(tools or ()), template_kwargs=template_kwargs or {}
+    )
 
 
 @functools.cache

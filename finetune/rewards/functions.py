@@ -112,6 +112,10 @@ def refuse_other_model(reward: Reward) -> None:
             raise FinetuneError(f"{prefix}: a run without a checkpoint; train it first")
         return
     fields = read_object(folder / "config.json")
+    if (folder / "adapter_config.json").is_file():
+        raise FinetuneError(
+            f"{prefix}: an adapter without its base; name its run, or its export with --merge"
+        )
     if not has_score_head(fields):
         raise FinetuneError(
             f"{prefix}: neither a run nor a folder with a complete reward model (architectures in "

@@ -51,7 +51,7 @@ def serve() -> None:
             answer(scores=_scores(rewards[number], functions[number], request["columns"]))
         except FinetuneError as error:
             answer(problem="fails: " + "; ".join(error.problems))
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # by a user's function
+        except BaseException as error:  # by a user's function, such as CancelledError
             place = traceback.extract_tb(error.__traceback__)[-1]
             cause = ": ".join(filter(None, (type(error).__name__, _shown(str, error))))
             answer(problem=f"raises {cause} ({os.path.basename(place.filename)}:{place.lineno})")

@@ -376,6 +376,7 @@ class Rollouts:
         scores = self._scored(self.eval_rewards, rows, prompts, completions)
         reward = records.total(scores, rewards)
         found = {"reward": records.mean(reward)}
+        self.warnings += self.watch.warnings_of_evaluation(found["reward"])
         found |= records.lengths(completions)
         del found["entropy"]
         for name, each in zip(records.names(rewards), scores, strict=True):

@@ -18,6 +18,11 @@ from finetune.rewards import Reward, names
 NO_SPREAD = 1e-12
 """Standard deviation of a group's rewards below which the group gives no learning signal."""
 
+NO_EVALUATION = (
+    "reward: no completion of the evaluation got a score, because every reward returned None, so "
+    "no checkpoint is the best: check that the held-out rows have the columns that the rewards read"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
@@ -187,6 +192,13 @@ class Watch:
         new = [by_kind[kind] for kind in by_kind if kind not in self._reported]
         self._reported |= by_kind.keys()
         return new
+
+    def warnings_of_evaluation(self, reward: float) -> list[str]:
+        """The warning after the first evaluation whose mean reward is NaN: nothing is scored."""
+        if np.isfinite(reward) or NO_EVALUATION in self._reported:
+            return []
+        self._reported.add(NO_EVALUATION)
+        return [NO_EVALUATION]
 
 
 # --- files of the run ----------------------------------------------------------------------------

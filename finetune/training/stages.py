@@ -336,6 +336,7 @@ class Training:
         else:
             with self._saving_if_sampling_fails():
                 result = self.rollouts.evaluate(self.data.eval)
+            self._warn()
         if self.answering is not None:
             result = result.with_metrics(self.answering.measure(self.engine))
         judged, best = result.judged_by(self.recipe.evaluation.best), self.progress.best_loss
