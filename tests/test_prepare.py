@@ -734,6 +734,11 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         b'[{"question": "a", "answer": "b"}]',
         "{path}: it contains a JSON list, expected one row per line; rename it to end in .json",
     ),
+    "a list of turns on a line": (
+        "a.jsonl",
+        b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]',
+        "{path} row 1: is a list, expected an object with columns",
+    ),
     "a list over lines under the name of JSON lines": (
         "a.jsonl",
         b'[\n{"question": "a", "answer": "b"}\n]',

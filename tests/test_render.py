@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import SPECIAL, small_tokenizer
 from tokenizers import decoders, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.chat.render import Chat, Row, load_chat
@@ -312,6 +313,24 @@ def test_text_is_trained_completely_with_its_end(adds_bos: bool):
     row = chat.render(Text("Hello there"), "assistant")
     bos = ["<s>"] if adds_bos else []
     assert trained_pieces(chat, row) == [[*bos, "Hello", " there", "</s>"]]
+
+
+def test_what_a_tokenizer_adds_before_texts_is_added_without_a_bos():
+    """As in GLM-4, whose texts begin with `[gMASK]<sop>`."""
+    tokenizer = small_tokenizer(special=["[gMASK]", "<sop>", *SPECIAL])
+    prefix = [(each, tokenizer.convert_tokens_to_ids(each)) for each in ("[gMASK]", "<sop>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[gMASK] <sop> $A", special_tokens=prefix
+    )
+    tokenizer.bos_token = None
+    chat = load_chat(tokenizer, "chatml")
+    expected = tokenizer("Hello there")["input_ids"]
+    row = chat.render(Text("Hello there"), "assistant")
+    assert row.ids == [*expected, tokenizer.eos_token_id]
+    assert chat.render(Text("[gMASK]<sop>Hello there"), "assistant").ids == row.ids
+    assert chat.render(Completion("Hello", " there"), "completion").ids == row.ids
+    assert chat.prompt(Completion("Hello there", "")) == expected
+    assert "no_bos" in chat.render(TWO_TURNS, "assistant").notes
 
 
 def test_a_text_that_has_its_bos_and_its_end_gets_no_second_one():

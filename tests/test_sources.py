@@ -401,6 +401,13 @@ def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path: Path):
         assert ('"result": "5"' in text) == (result not in unread)
 
 
+def test_a_column_without_a_name_is_shown_in_quotes(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_text(",question,answer\n0,Hi,Bye\n")
+    counts = prepare(recipe_of(str(path)), CHAT, tmp_path / "cache").counts["train"]
+    assert describe(counts)[-1] == "columns that the format does not read: '' (1 row)"
+
+
 def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path: Path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "Add two numbers", "code": "a + b"}])
     counts = prepare(recipe_of(source, "text"), CHAT, tmp_path / "cache").counts["train"]

@@ -288,7 +288,7 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
 def _shown(name: str) -> str:
     """A name in printable form, at most 60 characters of it."""
     name = name if len(name) <= 60 else f"{name[:57]}..."
-    return name if name.isprintable() else ascii(name)
+    return name if name.strip() and name.isprintable() else ascii(name)
 
 
 UNUSUAL = {
@@ -311,7 +311,7 @@ UNUSUAL = {
     "call_ids": "with tool call ids that the template refuses, replaced",
     "markup_asked": "with special tokens of the template in the text of their prompts",
     "markup_said": "with special tokens of the template in the text of their answers",
-    "no_bos": "without the BOS that the tokenizer adds",
+    "no_bos": "without the BOS or prefix that the tokenizer adds",
     "two_bos": "that begin with two BOS",
 }
 """Counts that are shown if they are not zero."""

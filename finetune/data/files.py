@@ -40,10 +40,15 @@ def read_jsonl(path: Path) -> Iterator[NumberedRow]:
             if is_first:
                 _check_shape(path, text)
             row = Unreadable(str(problem), text[:EXCERPT])
-        if is_first and isinstance(row, list) and any(isinstance(each, dict) for each in row):
+        if is_first and isinstance(row, list) and any(map(_is_row, row)):
             _check_shape(path, "[")
         is_first = False
         yield number, row
+
+
+def _is_row(value: Any) -> bool:
+    """Whether a value of a list may be a row; turns of a conversation are not rows."""
+    return isinstance(value, dict) and value.keys().isdisjoint(("role", "from"))
 
 
 def _check_shape(path: Path, first: str) -> None:

@@ -97,6 +97,16 @@ def adds_bos(tokenizer: "PreTrainedTokenizerFast") -> bool:
     return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
 
 
+def added_before(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Token ids that the tokenizer adds before every text, mostly its BOS; empty if none."""
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    if not alone:  # a vocabulary without this letter
+        return [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    ids = tokenizer("a")["input_ids"]
+    starts = (at for at in range(len(ids)) if ids[at : at + len(alone)] == alone)
+    return list(ids[: next(starts, 0)])
+
+
 def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
     vocabulary = tokenizer.get_added_vocab()
     needed = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}[name]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from finetune.data.chat.chat_templates import BUILT_IN, adds_bos, choose
+from finetune.data.chat.chat_templates import BUILT_IN, added_before, choose
 from finetune.data.chat.template_spans import Span
 from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
 from finetune.data.samples import (
@@ -162,9 +162,8 @@ class Chat:
         )
 
     def _opened(self, ids: list[int]) -> list[int]:
-        """Prepend the BOS if the tokenizer adds one and the ids do not begin with it."""
-        bos = self._bos
-        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+        """Prepend what the tokenizer adds before a text if the ids do not begin with it."""
+        return ids if ids[: len(self._prefix)] == self._prefix else [*self._prefix, *ids]
 
     def _closed(self, ids: list[int]) -> list[int]:
         eos = self._eos
@@ -176,19 +175,16 @@ class Chat:
         return ids if ids[-1:] == [eos] else [*ids, eos]
 
     @cached_property
-    def _bos(self) -> int | None:
-        """The BOS that the tokenizer adds to every text; None if it adds none."""
-        bos = cast("int | None", self.tokenizer.bos_token_id)
-        return bos if adds_bos(self.tokenizer) else None
+    def _prefix(self) -> list[int]:
+        """What the tokenizer adds before every text: its BOS, or tokens such as `[gMASK]<sop>`."""
+        return added_before(self.tokenizer)
 
     def _bos_notes(self, ids: list[int]) -> frozenset[str]:
         """A note if a row lacks the BOS that the tokenizer adds to texts, or has it twice."""
         bos = cast("int | None", self.tokenizer.bos_token_id)
-        if bos is None:
-            return frozenset()
-        if ids[:2] == [bos, bos]:
+        if bos is not None and ids[:2] == [bos, bos]:
             return frozenset({"two_bos"})
-        return frozenset({"no_bos"} if self._bos is not None and ids[:1] != [bos] else ())
+        return frozenset({"no_bos"} if ids[: len(self._prefix)] != self._prefix else ())
 
     @cached_property
     def _eos(self) -> int | None:
