@@ -102,6 +102,6 @@ def _wrong_values(ids: np.ndarray, logps: np.ndarray, labels: int, vocabulary: i
         some = slice(part[0], part[-1] + 1)
         if ids[some].min() < 0 or ids[some].max() >= vocabulary:
             return [f"{IDS} has ids beyond the {vocabulary} tokens of the vocabulary"]
-        if not (logps[some] <= TOLERANCE).all():  # also NaN
-            return [f"{LOGPS} has log-probabilities that are above 0 or not a number"]
+        if not (np.isfinite(logps[some]) & (logps[some] <= TOLERANCE)).all():
+            return [f"{LOGPS} has log-probabilities that are above 0 or not finite"]
     return []

@@ -73,7 +73,7 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
             best = logps.topk(top_k, -1)
             end = at + len(logps)
             others = logps.scatter(1, best.indices, -math.inf).logsumexp(1, keepdim=True)
-            kept = torch.cat([best.values, others.clamp(min=LEAST)], 1)
+            kept = torch.cat([best.values, others], 1).clamp(min=LEAST)
             columns[LOGPS][at:end] = kept.cpu().numpy()
             columns[IDS][at:end] = best.indices.cpu().numpy()
             at = end

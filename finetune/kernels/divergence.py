@@ -21,7 +21,7 @@ from finetune.planner.kernels import GPU_TAUGHT_ENTRIES, TAUGHT_ENTRIES
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 LEAST = -100.0
-"""Lower bound of a student's log-probabilities compared with a stored teacher's."""
+"""Lower bound of a stored teacher's log-probabilities, and of a student's compared with them."""
 
 
 @dataclasses.dataclass(frozen=True)
