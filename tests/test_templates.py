@@ -286,6 +286,12 @@ def test_arguments_and_tools_are_looked_for_by_their_parts():
     assert "the description of get_weather, the parameter city of get_weather" in refusal(
         chat_of(bare), tools
     )
+    function = dict(TOOL["function"])
+    for key in ("input_schema", "inputSchema"):  # of Anthropic and MCP
+        other = {**function, key: function["parameters"]}
+        del other["parameters"]
+        given = dataclasses.replace(WEATHER, tools=({"type": "function", "function": other},))
+        assert "the parameter city of get_weather" in refusal(chat_of(bare), given)
     whole = "{% for t in tools or [] %}{{ t | tojson(indent=4) }}\n{% endfor %}" + CALLS
     assert len(said(chat_of(whole), tools)) == 2
 

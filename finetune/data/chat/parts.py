@@ -24,6 +24,8 @@ THOUGHT = re.compile(
 )
 """Marks that delimit thoughts inside a message's content."""
 CUT = "\0"
+SCHEMAS = ("parameters", "input_schema", "inputSchema")
+"""Keys of a tool's parameters: those of OpenAI, Anthropic and MCP."""
 BESIDE_CALLS = "the text of message {} next to its tool calls"
 
 
@@ -68,7 +70,7 @@ def lost_of_tool(tool: Mapping[str, Any], text: str) -> list[str]:
     function = tool["function"]
     squeezed = _squeezed(text)
     name = function.get("name", "")
-    parameters = function.get("parameters")
+    parameters = next((function[key] for key in SCHEMAS if function.get(key)), None)
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not any(form in squeezed for form in _forms(name)):
         return [name]
