@@ -10,7 +10,10 @@ from conftest import Finetune, Tiny, write_recipe
 from families import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune.verification.model_checks.subject import described
+from finetune.methods.sft import SFT
+from finetune.recipe import Model
+from finetune.verification.model_checks.subject import described, small
+from finetune.verification.proofs.fixtures import write_tokenizer
 from finetune.verification.proofs.shrink import fill_zeros, shrink
 
 QUESTIONS = [
@@ -88,6 +91,20 @@ def test_a_model_that_cannot_recompute_is_no_failure_unless_asked(
     assert found["activation checkpointing"]["why"] == (
         "transformers cannot recompute activations of ctrl"
     )
+
+
+@pytest.mark.parametrize("kind", ["modernbert-decoder", "gemma4_unified"])
+def test_a_type_that_needs_a_pad_token_is_shrunk_with_one(kind: str, tmp_path: Path) -> None:
+    """Its place is the config, or the part of it for texts; the tokenizer here has no pad token."""
+    write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    (tmp_path / "shrunk").mkdir()
+    subject = small(SFT(Model(str(tmp_path))).with_lora(), tmp_path / "shrunk", tmp_path / "cache")
+    config = AutoConfig.from_pretrained(subject.recipe.model.name).get_text_config(decoder=True)
+    assert config.pad_token_id == tokenizer.eos_token_id
 
 
 def test_a_refused_plan_is_a_no_and_the_rest_is_still_examined(

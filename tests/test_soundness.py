@@ -96,6 +96,21 @@ def test_what_no_gradient_reaches_is_found_without_numbers(kind: str, adapted: b
     assert bool(found) == (kind in ("gemma3", "xlnet", *(past_adapters if adapted else ())))
 
 
+@pytest.mark.parametrize("zero_experts", [0, 500])
+def test_experts_that_no_token_chose_are_not_left_out(zero_experts: int) -> None:
+    """Nearly all tokens choose experts without weights; a choice needs real values to be made."""
+    fields = {
+        "num_layers": 1, "num_hidden_layers": 2, "ffn_hidden_size": 96, "n_routed_experts": 2,
+        "expert_ffn_hidden_size": 24, "zero_expert_num": zero_experts, "moe_topk": 2,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 16,
+    }  # fmt: skip
+    model = model_of("longcat_flash", **SIZES | fields)
+    assert unreached(model) == []
+    parts = ["experts.gate_up_proj", "experts.down_proj"]
+    assert unreached(adapt(model, target_modules=["o_proj"], target_parameters=parts)) == []
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_with_adapters_stay_parameters(
     fails: bool, monkeypatch: pytest.MonkeyPatch

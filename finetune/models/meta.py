@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributions import Distribution
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -115,7 +116,23 @@ def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
         for handle in handles:
             handle.remove()
     left = set(wanted) - reached
-    return {name for name in left if not _may_get_a_token(name, model, entered)}
+    used = {_experts_of(name, model) for name in reached}
+    idle = {name for name in left if _experts_of(name, model) in entered - used}
+    return {name for name in left - idle if not _may_get_a_token(name, model, entered)}
+
+
+def _experts_of(name: str, model: nn.Module) -> nn.Module | None:
+    """The module of all experts of a layer that a parameter, or the layer it adapts, is part of.
+
+    If none of its tensors is used, all tokens may have chosen experts without weights (LongCat).
+    """
+    parts = name.split(".")[:-1]
+    paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    for module in map(model.get_submodule, paths):
+        base = module.get_base_layer() if isinstance(module, LoraLayer) else module
+        if "Experts" in type(base).__name__:
+            return base
+    return None
 
 
 def _call(model: nn.Module, leaves: dict[str, torch.Tensor], ids: torch.Tensor) -> Any:

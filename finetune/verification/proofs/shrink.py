@@ -32,7 +32,8 @@ MOST: dict[str, int] = {
     "shared_intermediate_size": WIDTH, "intermediate_size_mlp": 128, "num_experts": 4,
     "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "top_k_experts": 2,
-    "n_group": 1, "topk_group": 1,
+    "n_group": 1, "topk_group": 1, "zero_expert_num": 2, "expert_ffn_hidden_size": WIDTH,
+    "moe_topk": 2,
     "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
     "expert_layer_offset": 1, "first_k_dense_replace": 1, "moe_latent_size": WIDTH,
     # latent attention

@@ -170,12 +170,11 @@ def _model(
         return dataclasses.replace(
             model, name=str(Path(model.name).resolve()), attention=_attention(model)
         )
-    fields = shrink(_config(model, notes), len(tokenizer), recipe.batch.max_length)
-    fields |= {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    config = _config(model, notes)
+    fields = shrink(config, len(tokenizer), recipe.batch.max_length)
+    for part, given in ((fields, config), (fields.get("text_config"), config.get("text_config"))):
+        if isinstance(part, dict) and isinstance(given, dict):
+            part |= _special(tokenizer, given)
     home = folder / "model"
     tokenizer.save_pretrained(home)
     common = dataclasses.replace(model, attention=_attention(model), revision=None)
@@ -188,6 +187,17 @@ def _model(
     fill_zeros(network)
     network.save_pretrained(home)
     return dataclasses.replace(common, name=str(home.resolve()), tokenizer=None)
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]) -> dict[str, int | None]:
+    """The special tokens of a config; the end token in place of others that its type needs."""
+    end = tokenizer.eos_token_id
+    own = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    needed = {name for name in own if config.get(name) is not None}
+    filled = {
+        name: end if token is None and name in needed else token for name, token in own.items()
+    }
+    return filled | {"eos_token_id": end}
 
 
 def _with_teacher(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> Recipe:
