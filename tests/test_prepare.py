@@ -121,6 +121,7 @@ def test_counts_describe_the_prepared_rows(tmp_path: Path):
         "markup_said": 0,
         "no_bos": 0,
         "two_bos": 0,
+        "unasked": 0,
         "fixed_date": False,
         "first": {},
         "documents": 6,

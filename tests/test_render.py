@@ -331,6 +331,8 @@ def test_what_a_tokenizer_adds_before_texts_is_added_without_a_bos():
     assert chat.render(Completion("Hello", " there"), "completion").ids == row.ids
     assert chat.prompt(Completion("Hello there", "")) == expected
     assert "no_bos" in chat.render(TWO_TURNS, "assistant").notes
+    assert chat.render(Completion("", "there"), "completion").notes == {"unasked"}
+    assert not chat.render(Completion("Hello", " there"), "completion").notes
 
 
 def test_a_text_that_has_its_bos_and_its_end_gets_no_second_one():

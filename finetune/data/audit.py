@@ -313,6 +313,7 @@ UNUSUAL = {
     "markup_said": "with special tokens of the template in the text of their answers",
     "no_bos": "without the BOS or prefix that the tokenizer adds",
     "two_bos": "that begin with two BOS",
+    "unasked": "with an empty prompt and no BOS: the first token of the answer is not trained",
 }
 """Counts that are shown if they are not zero."""
 

@@ -44,6 +44,8 @@ class Tally:
     """Samples without the BOS that the tokenizer adds to a text."""
     two_bos: int = 0
     """Samples that begin with two BOS."""
+    unasked: int = 0
+    """Answers to an empty prompt, whose first token nothing predicts."""
     overlong: int = 0
     """Samples longer than the maximum length, however they were handled."""
     longest_sample: int = 0
@@ -76,6 +78,6 @@ class Tally:
 COUNTED = (
     "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "tied", "split",
     "overlong", "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids",
-    "markup_asked", "markup_said", "no_bos", "two_bos",
+    "markup_asked", "markup_said", "no_bos", "two_bos", "unasked",
 )  # fmt: skip
 """Fields of a tally that are summed over all sources."""

@@ -136,7 +136,7 @@ class Chat:
         answer = self._closed(completion)
         start = self._opened(prompt)
         given = [train_on == "all"] * len(start)
-        notes = self._bos_notes(start)
+        notes = self._bos_notes(start) if start else frozenset({"unasked"})
         return Row([*start, *answer], [*given, *[True] * len(answer)], notes)
 
     def _split(self, sample: Completion) -> tuple[list[int], list[int]]:
