@@ -331,7 +331,12 @@ def test_what_a_tokenizer_adds_before_texts_is_added_without_a_bos():
     assert chat.render(Completion("Hello", " there"), "completion").ids == row.ids
     assert chat.prompt(Completion("Hello there", "")) == expected
     assert "no_bos" in chat.render(TWO_TURNS, "assistant").notes
-    assert chat.render(Completion("", "there"), "completion").notes == {"unasked"}
+    assert not chat.render(Completion("", "there"), "completion").notes
+
+
+def test_an_answer_to_nothing_is_noted():
+    chat = Chat(small_tokenizer(), None)
+    assert chat.render(Completion("", "Hello"), "completion").notes == {"unasked"}
     assert not chat.render(Completion("Hello", " there"), "completion").notes
 
 
