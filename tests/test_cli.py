@@ -343,6 +343,23 @@ def test_a_folder_without_a_model_and_a_file_for_a_folder_are_reported(
     ]
 
 
+def test_weight_files_that_an_index_names_and_that_are_missing_are_reported(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00003.safetensors")
+    names = {str(n): f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(model={"name": str(model)}))
+    told = (
+        f"model.name: {model} lacks {names['2']} and 1 more, which its index of the weights names; "
+        "copy the folder again"
+    )
+    assert errors(finetune("train", recipe)) == [told]
+    assert f"not here     {told}" in finetune("plan", recipe).stdout.splitlines()
+
+
 # What is told once the files are read.
 
 BAD_DATA: dict[str, tuple[bytes, str]] = {

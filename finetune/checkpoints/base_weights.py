@@ -35,7 +35,7 @@ def fingerprint(model: Model) -> str | None:
     if model.name is None:
         return None
     folders = (config.parent for config in config_paths(model.name, model.revision))
-    found = next(filter(None, map(_files, folders)), None)
+    found = next(filter(None, map(weight_files, folders)), None)
     return None if found is None else _hash_of_files(found)
 
 
@@ -55,8 +55,8 @@ def refuse_other_base(checkpoint: Path, model: Model) -> None:
         )
 
 
-def _files(folder: Path) -> list[Path]:
-    """The weight files that transformers loads from a folder."""
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files that transformers loads from a folder, also those that are missing."""
     for name in NAMES:
         if (folder / name).is_file():
             return [folder / name]
