@@ -172,9 +172,25 @@ def from_fields(fields: Any, where: str = "recipe") -> Recipe:
         raise FinetuneError(f"{where}: method: got {method!r}, expected one of {known}")
     kind = find_method(method, f"{where}: method")
     try:
-        return TypeAdapter(kind).validate_python(fields)
+        made = TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:
         raise FinetuneError(*problems(error, kind, where)) from None
+    if flags := [*_flags_as_numbers(fields, made)]:
+        raise FinetuneError(*(f"{where}: {flag}" for flag in flags))
+    return made
+
+
+def _flags_as_numbers(given: Any, made: Any, *path: str) -> Iterator[str]:
+    """Problems of values that are true or false where a number is expected; pydantic reads 1."""
+    if isinstance(given, bool) and isinstance(made, int | float) and not isinstance(made, bool):
+        yield f"{'.'.join(path)}: Input should be a number, got {given}"
+    elif isinstance(given, dict):
+        for name, value in given.items():
+            inside = made.get(name) if isinstance(made, dict) else getattr(made, str(name), None)
+            yield from _flags_as_numbers(value, inside, *path, str(name))
+    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
+        for number, (value, inside) in enumerate(zip(given, made, strict=False)):
+            yield from _flags_as_numbers(value, inside, *path, str(number))
 
 
 def override(recipe: Recipe, pairs: Sequence[str]) -> Recipe:

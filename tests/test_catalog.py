@@ -147,6 +147,8 @@ def test_a_recipe_of_another_method_is_another_value() -> None:
         ("adapter.init_lora_weights=true", "adapter.init_lora_weights", True),
         ("adapter.init_lora_weights=pissa", "adapter.init_lora_weights", "pissa"),
         ("adapter.targets=[q_proj, v_proj]", "adapter.targets", ("q_proj", "v_proj")),
+        ("adapter.targets=q_proj,v_proj", "adapter.targets", ("q_proj", "v_proj")),
+        ("adapter.targets=attn.q, mlp.up", "adapter.targets", ("attn.q", "mlp.up")),
         ("adapter.targets=[qv]_proj", "adapter.targets", "[qv]_proj"),
         ("adapter.targets=(q|v)_proj", "adapter.targets", "(q|v)_proj"),
         ("adapter.targets=('q_proj',)", "adapter.targets", ("q_proj",)),
@@ -258,6 +260,12 @@ def test_every_default_can_be_typed_as_it_is_shown() -> None:
         (
             "adapter.modules_to_save=none",
             "override: adapter.modules_to_save: Input should be a valid tuple, got None",
+        ),
+        ("max_steps=true", "override: max_steps: Input should be a number, got True"),
+        ("data.0.first=true", "override: data.0.first: Input should be a number, got True"),
+        (
+            "adapter.rank_pattern={q_proj: true}",
+            "override: adapter.rank_pattern.q_proj: Input should be a number, got True",
         ),
         ("optim.lr=nan", "override: optim.lr: Input should be a finite number, got nan"),
         ("data.1.source=a", "data.1.source: there is no such place in the recipe"),

@@ -189,6 +189,18 @@ def test_every_name_that_matches_no_module_is_refused_with_the_plan() -> None:
     assert pattern == "adapter.rank_pattern: no module matches 'q_pro'; did you mean 'q_proj'?"
 
 
+@pytest.mark.parametrize("field", ["targets", "exclude_modules"])
+def test_a_regular_expression_that_matches_no_path_is_refused(field: str) -> None:
+    """PEFT matches it with the complete path of a module."""
+    recipe = of("llama", **SMALL)
+    assert misnamed(recipe.with_lora(**{field: "[qv]_proj"})) == [
+        f"adapter.{field}: the regular expression '[qv]_proj' matches no module; it must match a "
+        "complete path such as model.layers.0.self_attn.q_proj, or give names: "
+        f"adapter.{field}=[q_proj,v_proj]"
+    ]
+    assert misnamed(recipe.with_lora(**{field: r".*\.[qv]_proj"})) == []
+
+
 def test_names_of_any_module_of_a_model_pass() -> None:
     names = {"targets": ("q_proj", "lm_head", "1.self_attn.v_proj"), "modules_to_save": ("norm",)}
     assert misnamed(of("llama", **SMALL).with_lora(**names)) == []

@@ -144,10 +144,18 @@ def misnamed(model: PreTrainedModel, adapter: LoRA) -> list[str]:
 def _misnamed(model: PreTrainedModel, adapter: LoRA) -> Iterator[str]:
     modules = [name for name, _ in model.named_modules() if name]
     older = targets.rewritten_names(model)
-    parameters = [name for name, _ in model.named_parameters()] if adapter.target_parameters else []
+    tensors = [name for name, _ in model.named_parameters()]
+    parameters = tensors if adapter.target_parameters else []
     last = {name.rsplit(".", 1)[-1] for name in modules}
     for field in ("targets", "modules_to_save", "exclude_modules"):
         given = getattr(adapter, field)
+        is_pattern = isinstance(given, str) and given != targets.ALL
+        if is_pattern and not any(re.fullmatch(given, name) for name in (*modules, *tensors)):
+            yield (
+                f"adapter.{field}: the regular expression '{given}' matches no module; it must "
+                f"match a complete path such as {_linear(model)[0]}, or give names: "
+                f"adapter.{field}=[q_proj,v_proj]"
+            )
         for word in () if isinstance(given, str) else given:
             if field == "targets" and word.rsplit(".", 1)[-1] in older:
                 continue  # experts were modules of this name in transformers 4
@@ -165,8 +173,12 @@ def _misnamed(model: PreTrainedModel, adapter: LoRA) -> Iterator[str]:
 
 
 def _linear_modules(model: nn.Module) -> str:
-    linear = (name for name, each in model.named_modules() if isinstance(each, nn.Linear))
-    return f"; linear modules here: {', '.join(sorted({n.rsplit('.', 1)[-1] for n in linear}))}"
+    names = sorted({name.rsplit(".", 1)[-1] for name in _linear(model)})
+    return f"; linear modules here: {', '.join(names)}"
+
+
+def _linear(model: nn.Module) -> list[str]:
+    return [name for name, each in model.named_modules() if isinstance(each, targets.LINEAR)]
 
 
 def draw_adapter(model: nn.Module, adapter: LoRA, seed: int) -> None:

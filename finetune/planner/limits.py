@@ -232,8 +232,10 @@ def names_only_matrices(given: LoRA, fields: Mapping[str, Any]) -> bool:
         return False  # a family without formulas
     known = {matrix.leaf for matrix in shape.matrices}
     known |= {TABLES.get(shape.kind, "embed_tokens"), shape.head.rsplit(".", 1)[-1]}
-    listed = (given.targets, given.exclude_modules, given.modules_to_save)
-    names = [name for each in listed if not isinstance(each, str) for name in each]
+    asked = () if given.targets == "all-linear" else given.targets
+    names: list[str] = []
+    for each in (asked, given.exclude_modules, given.modules_to_save):
+        names += [each] if isinstance(each, str) else each  # a regular expression is none of them
     return known.issuperset((*names, *given.rank_pattern, *given.alpha_pattern))
 
 

@@ -15,16 +15,18 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def one_name(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """Turn a single word such as `q_proj` into a tuple of names.
+def split_names(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Turn a word such as `q_proj`, or names with commas between them, into a tuple of names.
 
     PEFT would read a string as a regular expression that must match the complete module path.
     """
-    return (names,) if isinstance(names, str) and re.fullmatch(r"\w+", names) else names
+    if not isinstance(names, str) or not re.fullmatch(r"\w+|[\w.]+(\s*,\s*[\w.]+)+", names):
+        return names
+    return tuple(name.strip() for name in names.split(","))
 
 
-Names = Annotated[str | tuple[str, ...], AfterValidator(one_name)]
-"""Module names, or a regular expression; a single word is a name."""
+Names = Annotated[str | tuple[str, ...], AfterValidator(split_names)]
+"""Module names, also as words with commas between them, or a regular expression."""
 AnswerMetric = Literal["exact", "number", "labels", "f1", "rouge", "bleu", "chrf", "json", "tools"]
 """Answer metrics that need only the rows of the data."""
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]

@@ -6,6 +6,7 @@ Does not import torch, so that a misspelled path is reported without waiting sec
 import dataclasses
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -96,8 +97,8 @@ def misnamed(recipe: Recipe) -> list[str]:
 
     try:
         return adapters.misnamed(blank.from_fields(recipe, fields), adapter)
-    except FinetuneError:
-        return []  # reported when the model is loaded
+    except (FinetuneError, re.error):
+        return []  # reported by the plan, or when the model is loaded
 
 
 def _rewards(recipe: Recipe) -> list[str]:

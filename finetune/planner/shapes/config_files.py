@@ -40,6 +40,8 @@ def refuse_other_labels(fields: Mapping[str, Any], scores: Scores, what: str) ->
     if not has_score_head(fields) or not isinstance(named, Mapping):
         return
     labels = cast(Mapping[Any, Any], named)
+    if not all(str(number).isdecimal() for number in labels):
+        return  # transformers reports it
     found, wanted = [str(labels[n]) for n in sorted(labels, key=int)], list(scores.names)
     if len(found) != len(wanted):
         raise FinetuneError(
