@@ -178,7 +178,7 @@ def test_a_misspelt_module_is_refused_before_the_model_is_loaded(
 
 
 def test_every_name_that_matches_no_module_is_refused_with_the_plan() -> None:
-    """In a family without formulas, and beside the plan's own problems."""
+    """For a model type without formulas, together with the problems that the plan finds."""
     recipe = of("exaone4", **SMALL).with_batch(rows=3, micro_rows=2)
     names = {"targets": ("q_proj", "v_porj"), "rank_pattern": {"q_pro": 4, r"layers\.0\..*": 2}}
     with pytest.raises(FinetuneError) as told:

@@ -6,6 +6,7 @@ Does not import torch, so that a misspelled path is reported without waiting sec
 import dataclasses
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -95,9 +96,13 @@ def misnamed(recipe: Recipe) -> list[str]:
     from finetune.models import adapters, blank  # imports torch
 
     try:
-        return adapters.misnamed(blank.from_fields(recipe, fields), adapter)
-    except Exception:  # by the library, or by a wrong pattern: reported by the plan, or on loading
+        model = blank.from_fields(recipe, fields)
+    except Exception:  # any error of the model's code; reported when the model is loaded
         return []
+    try:
+        return adapters.misnamed(model, adapter)
+    except re.error:
+        return []  # reported by the plan
 
 
 def _rewards(recipe: Recipe) -> list[str]:
