@@ -27,9 +27,12 @@ import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from finetune.process import interpreter
+
+if TYPE_CHECKING:
+    import psutil
 
 TRAINING = (
     "finetune.cli.main", "finetune.training.worker", "finetune.exporters.export",
@@ -94,6 +97,21 @@ class Warm:
         assert self._server.stdout is not None
         if not any(line == f"{READY}\n" for line in self._server.stdout):
             raise OSError(f"{self.python}: ended with status {self._server.wait()}")
+
+    def family(self) -> list["psutil.Process"]:
+        """All running processes that belong to this interpreter, with their descendants.
+
+        A fork keeps the command line of the server, and a process that asked for one has that of
+        `python`: both name the folder.
+        """
+        import psutil
+
+        found: dict[psutil.Process, None] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if not {str(self._folder), self.python}.isdisjoint(process.cmdline()):
+                    found |= dict.fromkeys((*process.children(recursive=True), process))
+        return list(found)
 
     def close(self) -> None:
         """Stop starting processes; those already started continue."""

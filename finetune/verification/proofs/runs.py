@@ -26,6 +26,8 @@ LIMIT_SECONDS = 1800
 SHOWN_LINES = 40
 POLL_SECONDS = 0.01
 KILL_TRIES = 3
+SUSPEND_SECONDS = 5
+"""Seconds for a suspended process to stop; one that waits for a disk may take longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +87,22 @@ class Launches:
         """Kill all launches with their child processes, and refuse further ones."""
         with self._lock:
             self.closed = True
-            for process in self._running:
-                if process.poll() is None:
-                    for each in reversed(family_of(process.pid)):
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            each.suspend()  # so that none starts a process missing from the list
-                    end(family_of(process.pid))
+            end(self._suspended())
+
+    def _suspended(self) -> list[psutil.Process]:
+        """All processes of the launches, suspended, so that none starts another one."""
+        found: set[psutil.Process] = set()
+        until = time.monotonic() + SUSPEND_SECONDS
+        while True:
+            running = [each.pid for each in self._running if each.poll() is None]
+            now = {each for pid in running for each in family_of(pid)}
+            now |= set(self._warm.family() if self._warm is not None else [])
+            for process in now - found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            if now <= found and (all(map(_is_still, found)) or time.monotonic() > until):
+                return list(found)
+            found |= now
 
 
 def carry_out(trial: Trial, log: Path, launches: Launches) -> None:
@@ -166,6 +178,13 @@ def family_of(pid: int) -> list[psutil.Process]:
                 family += family_of(asked) if asked is not None else []
             family.append(process)
     return family
+
+
+def _is_still(process: psutil.Process) -> bool:
+    """Whether a process is stopped or has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    return True
 
 
 def end(family: list[psutil.Process]) -> None:
