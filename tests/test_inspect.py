@@ -188,7 +188,7 @@ def test_ignored_dropped_and_leaked_rows_are_shown_by_inspect_and_at_a_start(
     )
     shown = [
         "columns that the format does not read: id (48 rows)",
-        f"1 bad rows dropped (first: {data} row 49)",
+        f"1 bad rows dropped (first: {data} row 49: broken JSON",
         f"1 also in the training data (first: {tiny.data} row 1, as {data} row 1)",
     ]
     loaded = catalog.load(recipe)

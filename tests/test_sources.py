@@ -435,7 +435,8 @@ def test_bad_rows_are_dropped_on_request_and_listed(tmp_path: Path):
         4,
         {"assistant": 6, "user": 6},
     )
-    assert describe(counts)[1] == f"4 bad rows dropped (first: {path} row 1)"
+    why = 'broken JSON at column 14: Unterminated string starting at near \'{"question": "a\''
+    assert describe(counts)[1] == f"4 bad rows dropped (first: {path} row 1: {why})"
     assert prepared.bad_rows is not None
     listed = [json.loads(line) for line in prepared.bad_rows.read_text().splitlines()]
     assert [(each["file"], each["row"]) for each in listed] == [
@@ -460,7 +461,8 @@ def test_rows_that_are_all_bad_leave_none(tmp_path: Path):
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
     (problem,) = problems_of(recipe, tmp_path / "cache")
     assert problem.endswith(
-        f"0 skipped by format 'text', 2 dropped as bad rows, the first: {source} row 1)"
+        f"0 skipped by format 'text', 2 dropped as bad rows, the first: {source} row 1: format "
+        "'text' needs 'text', the row has 'a')"
     )
 
 
@@ -469,8 +471,8 @@ def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path: Path):
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
     assert list(mistakes(counts)) == [
-        f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1; if this "
-        "is intended, set data_checks=report"
+        f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1: format "
+        "'text' needs 'text', the row has 'a'; if this is intended, set data_checks=report"
     ]
 
 

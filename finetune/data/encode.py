@@ -113,8 +113,9 @@ class Encoder:
                 except (RowProblem, FinetuneError) as error:
                     reasons = error.problems if isinstance(error, FinetuneError) else (str(error),)
                     if chunk.drops_bad_rows:
-                        tally.note("bad", place)
-                        bad.append(BadRow(chunk.file, number, "; ".join(reasons), value))
+                        why = "; ".join(reasons)
+                        tally.note("bad", f"{place}: {why}")
+                        bad.append(BadRow(chunk.file, number, why, value))
                     else:
                         problems.extend((place, problem) for problem in reasons)
                     continue
