@@ -665,6 +665,18 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         "messages[0] has 'train_detail', which is not read: a turn is trained as a whole or not "
         "at all; use weight: 0 or 1",
     ),
+    "an answer labelled as unwanted": (
+        "messages",
+        {"messages": [assistant("Hi") | {"label": False}]},
+        "messages[0] has label False, and an unwanted answer would be trained; use weight: 0 "
+        "(context only), or format 'kto', which reads a label of each row",
+    ),
+    "an answer tagged as unwanted": (
+        "sharegpt",
+        {"conversations": [{"from": "gpt", "value": "Hi", "kto_tag": "false"}]},
+        "conversations[0] has kto_tag 'false', and an unwanted answer would be trained; use "
+        "weight: 0 (context only), or format 'kto', which reads a label of each row",
+    ),
     "an image with an empty text": (
         "messages",
         {"messages": [{"role": "user", "content": [{"type": "image", "text": "", "url": "x"}]}]},

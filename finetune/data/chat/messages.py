@@ -38,6 +38,8 @@ REFUSED = {
     "mask": "use weight: 0 (context only) or 1 (trained)",
 }
 """Keys of a message that are not supported, with what to do instead."""
+VERDICTS = ("label", "kto_tag")
+"""Keys of a message that say whether its answer is wanted, as in rows of format 'kto'."""
 LOST = {
     "tools": "write the functions into the row's column 'tools'",
     "functions": "write the functions into the row's column 'tools'",
@@ -143,6 +145,12 @@ def _check_keys(message: Message, where: str) -> None:
     for key in message.keys() & REFUSED.keys():
         if message.pop(key) not in ("", [], {}, False):
             raise RowProblem(f"{where} has '{key}', which is not read: {REFUSED[key]}")
+    for key in message.keys() & VERDICTS:
+        if message[key] in (False, 0) or str(message[key]).strip().lower() in ("false", "0"):
+            raise RowProblem(
+                f"{where} has {key} {message[key]!r}, and an unwanted answer would be trained; use "
+                "weight: 0 (context only), or format 'kto', which reads a label of each row"
+            )
 
 
 def _with_reasoning(message: Message, where: str) -> Message:
