@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import RECIPE, evaluated, whole_run, write_run
+from records import RECIPE, evaluated, trained, whole_run, write_run
 
 from finetune.cli import main as cli
 from finetune.runs.metrics import Evaluated
@@ -58,6 +58,24 @@ def test_runs_are_compared_side_by_side(
     for look in ("smooth colour-0", "smooth colour-1", "dots colour-0", "dots colour-1"):
         assert f'<polyline class="{look}"' in page
     assert "other rows" not in page
+
+
+def test_rewards_of_online_runs_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = whole_run()[0]
+    for name, rewards in (("one", (0.125, 0.25)), ("two", (0.5, 0.0)), ("tuned", ())):
+        steps = [trained(n, metrics={"reward": each}) for n, each in enumerate(rewards, 1)]
+        write_run(tmp_path / name, [start, *(steps or (trained(1), trained(2)))])
+    assert cli.main(["compare", "one", "two", "tuned"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["training", "reward", "0.2500", "0.0000", "-"] in table
+    assert "training reward" in (tmp_path / "comparison.html").read_text()
+    assert cli.main(["compare", "tuned", "tuned/../two"]) == 0
+    assert ["training", "reward", "-", "0.0000"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
 
 
 def test_answers_to_other_rows_are_marked(

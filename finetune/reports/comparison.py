@@ -109,6 +109,9 @@ def _result_rows(histories: Sequence[History]) -> Iterator[list[str]]:
     """Rows of the table of results."""
     rates = [throughput(history.trained) for history in histories]
     yield ["steps", *(f"{history.step:,}" for history in histories)]
+    rewards = [h.trained[-1].metrics.get("reward") if h.trained else None for h in histories]
+    if any(reward is not None for reward in rewards):
+        yield ["training reward", *(_loss(reward) for reward in rewards)]
     yield ["training loss", *(_loss(h.trained[-1].loss if h.trained else None) for h in histories)]
     yield ["best eval loss", *(_loss(h.best.loss if h.best else None) for h in histories)]
     yield ["at step", *(f"{h.best.step:,}" if h.best else ABSENT for h in histories)]
@@ -155,7 +158,9 @@ def _value(results: Mapping[str, Any] | None, measure: str) -> str:
 
 def _charts(names: Sequence[str], histories: Sequence[History]) -> list[Chart]:
     """Charts in which the curves of all runs are overlaid."""
+    rewards = [[(r.step, r.metrics.get("reward", math.nan)) for r in h.trained] for h in histories]
     kinds: list[tuple[str, list[list[Point]]]] = [
+        ("training reward", [smooth(points) for points in rewards]),
         ("training loss", [smooth([(r.step, r.loss) for r in h.trained]) for h in histories]),
         ("evaluation loss", [[(r.step, r.loss) for r in h.evaluated] for h in histories]),
     ]
@@ -166,7 +171,7 @@ def _charts(names: Sequence[str], histories: Sequence[History]) -> list[Chart]:
     charts = list[Chart]()
     for kind, each in kinds:
         curves = [
-            Curve(name, points, "smooth" if kind == "training loss" else "dots", number)
+            Curve(name, points, "smooth" if kind.startswith("training ") else "dots", number)
             for number, (name, points) in enumerate(zip(names, each, strict=True))
             if finite(points)
         ]
