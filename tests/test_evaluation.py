@@ -224,6 +224,25 @@ def test_prompts_are_asked_with_their_answers_and_labels_are_not(tmp_path):
         of_source(ft.Data(str(labels), "labelled"))
 
 
+def test_every_instance_and_pair_of_a_row_is_asked_or_counted_as_trained(tmp_path):
+    tasks, ranked = tmp_path / "tasks.jsonl", tmp_path / "ranked.jsonl"
+    instances = [{"input": "2 2", "output": "4"}, {"input": "3 3", "output": "6"}]
+    tasks.write_text(json.dumps({"instruction": "Add", "instances": instances}) + "\n")
+    row = {"prompt": "2+2=", "responses": ["5", "4", "3"], "ranks": [1, 0, 2]}
+    ranked.write_text(json.dumps(row) + "\n")
+    found = of_source(ft.Data(str(tasks), "self_instruct", first=1))
+    assert [each.expected for each in found] == ["4", "6"]
+    other = Run(tmp_path / "run")
+    source = {"source": str(tasks), "format": "self_instruct"}
+    write_json(other.recipe, {"method": "sft", "data": [source]})
+    assert overlap(other, found) == Overlap(rows=2, prompts=2, first="tasks.jsonl row 1")
+    asked = of_source(ft.Data(str(ranked), "ranked_all"))
+    assert [each.expected for each in asked] == ["4"]
+    source = {"source": str(ranked), "format": "ranked_all"}
+    write_json(other.recipe, {"method": "dpo", "data": [source]})
+    assert overlap(other, asked) == Overlap(rows=1, prompts=1, first="ranked.jsonl row 1")
+
+
 def test_a_limit_takes_rows_of_the_whole_length():
     assert spread(list("abcdefgh"), 4) == list("aceg")
     assert spread(list("abc"), 4) == list("abc")

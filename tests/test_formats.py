@@ -19,7 +19,7 @@ from finetune.data.formats import (
     fitting_formats,
     read_row,
 )
-from finetune.data.samples import Judged, Labelled, Pairs, Preference, Prompt
+from finetune.data.samples import Conversations, Judged, Labelled, Pairs, Preference, Prompt
 from finetune.errors import FinetuneError
 
 
@@ -92,8 +92,11 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
                     "role": "assistant",
                     "content": None,
                     "tool_calls": [
-                        {"function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
-                        {"id": "abc", "name": "time", "arguments": {}},
+                        {
+                            "index": 0,
+                            "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                        },
+                        {"index": 1, "id": "abc", "name": "time", "arguments": {}},
                     ],
                 },
                 {"role": "tool", "content": "rain"},
@@ -182,8 +185,30 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
     "text": ("text", {"text": "Once upon a time"}, Text("Once upon a time")),
     "self_instruct": (
         "self_instruct",
-        {"instruction": "Add", "instances": [{"input": "2 2", "output": "4"}, {"output": "5"}]},
+        {"instruction": "Add", "instances": [{"input": "2 2", "output": "4"}]},
         Conversation((user("Add\n\n2 2"), assistant("4"))),
+    ),
+    "self_instruct with two instances": (
+        "self_instruct",
+        {
+            "instruction": "Add",
+            "instances": [{"input": "2 2", "output": "4"}, {"output": "5"}],
+            "system": "Be brief",
+        },
+        Conversations(
+            (
+                Conversation(
+                    (
+                        {"role": "system", "content": "Be brief"},
+                        user("Add\n\n2 2"),
+                        assistant("4"),
+                    )
+                ),
+                Conversation(
+                    ({"role": "system", "content": "Be brief"}, user("Add"), assistant("5"))
+                ),
+            )
+        ),
     ),
     "self_instruct without an instance": (
         "self_instruct",
@@ -1002,6 +1027,45 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
         },
         "messages[0].tool_calls[0] has 'arguments' next to its function and no arguments; write "
         "them into 'arguments' of the function",
+    ),
+    "calls in another order than their index": (
+        "messages",
+        {
+            "messages": [
+                user("Oslo?"),
+                assistant("")
+                | {
+                    "tool_calls": [
+                        {"index": 1, "id": "b", "function": {"name": "time", "arguments": "{}"}},
+                        {"index": 0, "id": "a", "function": {"name": "weather", "arguments": "{}"}},
+                    ]
+                },
+            ]
+        },
+        "messages[1].tool_calls[0].index is 1, expected 0, its position in the list; put the calls "
+        "in the order of their index, each once, or leave index out",
+    ),
+    "a call whose index occurs twice": (
+        "messages",
+        {
+            "messages": [
+                user("Oslo?"),
+                assistant("")
+                | {"tool_calls": [{"index": 0, "name": "f"}, {"index": 0, "name": "g"}]},
+            ]
+        },
+        "messages[1].tool_calls[1].index is 0, expected 1, its position in the list; put the calls "
+        "in the order of their index, each once, or leave index out",
+    ),
+    "a second instance without an answer": (
+        "self_instruct",
+        {"instruction": "Add", "instances": [{"output": "4"}, {"input": "2 3"}]},
+        "instances[1] has no 'output'",
+    ),
+    "an instance with a number as answer": (
+        "self_instruct",
+        {"instruction": "Add", "instances": [{"output": "4"}, {"output": 5}]},
+        "instances[1].output is a number, expected text",
     ),
     "a part of an answer that is not trained": (
         "messages",

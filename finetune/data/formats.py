@@ -38,6 +38,7 @@ from finetune.data.samples import (
     CONVERSATION,
     Completion,
     Conversation,
+    Conversations,
     Judged,
     Sample,
     Text,
@@ -232,15 +233,19 @@ def read_text(row: Raw) -> Text:
     return Text(text_of(row, "text"))
 
 
-def read_self_instruct(row: Raw) -> Conversation | None:
-    """Read the first instance of a task; None (the row is skipped) without instances."""
-    instances = list_of(row["instances"], "instances")
-    if not instances:
-        return None
-    if not isinstance(instances[0], Mapping) or "output" not in instances[0]:
-        raise RowProblem("instances[0] has no 'output'")
-    prompt = instruction_of(text_of(row, "instruction"), text_if_given(instances[0], "input"))
-    return _exchange(row, prompt, text_of(instances[0], "output"))
+def read_self_instruct(row: Raw) -> Conversation | Conversations | None:
+    """Read each instance of a task; None (the row is skipped) without instances."""
+    found, instruction = list[Conversation](), text_of(row, "instruction")
+    for index, each in enumerate(list_of(row["instances"], "instances")):
+        if not isinstance(each, Mapping) or "output" not in each:
+            raise RowProblem(f"instances[{index}] has no 'output'")
+        place = f"instances[{index}]"
+        given = text_of(each, "input", place) if is_given(each.get("input")) else ""
+        prompt = instruction_of(instruction, given)
+        found.append(_exchange(row, prompt, text_of(each, "output", place)))
+    if len(found) > 1:
+        return Conversations(tuple(found))
+    return found[0] if found else None
 
 
 def read_oasst(row: Raw) -> Conversation | None:

@@ -51,6 +51,13 @@ Plain = Conversation | Completion | Text
 
 
 @dataclass(frozen=True)
+class Conversations:
+    """Several conversations of one row."""
+
+    conversations: tuple[Conversation, ...]
+
+
+@dataclass(frozen=True)
 class Preference:
     """One prompt with two answers, as two sequences that both begin with the prompt."""
 
@@ -96,7 +103,7 @@ class Prompt:
     """The row's other columns; those with JSON types are passed to the reward."""
 
 
-Sample = Plain | Preference | Pairs | Judged | Labelled | Prompt
+Sample = Plain | Conversations | Preference | Pairs | Judged | Labelled | Prompt
 
 READ_AS: dict[Kind, tuple[Kind, ...]] = {
     "text": ("text", "judged"),
@@ -123,12 +130,23 @@ def as_kind(sample: Sample, kind: Kind) -> tuple[Sample, ...]:
                 "its answers are compared with each other, and the method needs each to be wanted "
                 "or not; use format 'ranked', which takes the best and the worst"
             )
-        case Pairs():
-            return sample.pairs
+        case Pairs() | Conversations():
+            return samples_of(sample)
         case Judged() if kind == "text":
             return (sample.answer,) if sample.wanted else ()
         case Preference() if kind == "judged":
             return Judged(sample.chosen, True), Judged(sample.rejected, False)
+        case _:
+            return (sample,)
+
+
+def samples_of(sample: Sample) -> tuple[Sample, ...]:
+    """The samples that one row gave: several pairs or conversations, or one of any kind."""
+    match sample:
+        case Pairs():
+            return sample.pairs
+        case Conversations():
+            return sample.conversations
         case _:
             return (sample,)
 
@@ -140,6 +158,8 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
             return sample.chosen, sample.rejected
         case Pairs():
             return tuple(each for pair in sample.pairs for each in (pair.chosen, pair.rejected))
+        case Conversations():
+            return sample.conversations
         case Judged():
             return (sample.answer,)
         case Labelled():

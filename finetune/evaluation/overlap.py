@@ -16,6 +16,7 @@ from finetune.data.samples import (
     Preference,
     Prompt,
     Sample,
+    samples_of,
 )
 from finetune.data.sources import find_sources
 from finetune.data.values import RowProblem
@@ -119,4 +120,4 @@ def _trained(run: Run, recipe: Recipe) -> Iterator[Sample]:
             except RowProblem:
                 continue
             if sample is not None:
-                yield sample
+                yield from samples_of(sample)

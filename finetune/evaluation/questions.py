@@ -17,6 +17,7 @@ from finetune.data.samples import (
     Completion,
     Conversation,
     Labelled,
+    Pairs,
     Preference,
     Prompt,
     Sample,
@@ -113,12 +114,7 @@ def of_source(data: Data) -> list[Asked]:
     find_format(data.format)
     found: list[Asked] = []
     for row in find_source(data).rows():
-        asked = _read(data, row)
-        if asked is None:
-            continue
-        found.append(asked)
-        if data.first is not None and len(found) >= data.first:
-            break
+        found += _read(data, row)
     if not found:
         raise FinetuneError(f"{data.source}: it has no rows with questions")
     return found
@@ -161,9 +157,7 @@ def _left_out(recipe: Recipe, numbers: dict[str, set[int]]) -> Iterator[Asked]:
         for row in source.rows():
             if row.number in wanted.get(row.file, ()):
                 wanted[row.file].discard(row.number)
-                asked = _read(source.data, row)
-                if asked is not None:
-                    yield asked
+                yield from _read(source.data, row)
 
 
 def held_out(run: Run, recipe: Recipe) -> dict[str, set[int]]:
@@ -191,8 +185,11 @@ def left_out_of(prepared: Prepared) -> dict[str, set[int]]:
     return wanted
 
 
-def _read(data: Data, row: SourceRow) -> Asked | None:
-    """A row to evaluate on; None if the row is skipped."""
+def _read(data: Data, row: SourceRow) -> list[Asked]:
+    """The questions of a row, mostly one; none if the row is skipped.
+
+    Several pairs of one row are asked once, with the first chosen answer.
+    """
     try:
         sample = read_row(data.format, row.value)
         if isinstance(sample, Labelled):
@@ -204,19 +201,19 @@ def _read(data: Data, row: SourceRow) -> Asked | None:
             sample = answered(sample)
     except RowProblem as problem:
         if data.on_bad_row == "drop":
-            return None
+            return []
         raise FinetuneError(f"{row.place}: {problem}") from None
     if sample is None:
-        return None
-    if not isinstance(sample, Preference):
-        sample = next(iter(as_kind(sample, "text")), None)  # only desirable answers
-        if sample is None:
-            return None
-    asked = Asked(sample, data.source, row.place, row.value)
-    problem = None if asked.is_text else reference_problem(asked.question)
-    if problem is not None:
-        raise FinetuneError(f"{row.place}: {problem}")
-    return asked
+        return []
+    samples = as_kind(sample, "text")  # only desirable answers
+    if isinstance(sample, Pairs):
+        samples = samples[:1]
+    found = [Asked(each, data.source, row.place, row.value) for each in samples]
+    for asked in found:
+        problem = None if asked.is_text else reference_problem(asked.question)
+        if problem is not None:
+            raise FinetuneError(f"{row.place}: {problem}")
+    return found
 
 
 def reference_problem(question: Question) -> str | None:

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.data.values import RowProblem, is_given, json_of, kind_of, list_of, text_of
+from finetune.data.values import (
+    RowProblem,
+    is_given,
+    json_of,
+    kind_of,
+    list_of,
+    shown,
+    text_of,
+)
 
 OTHER_NAMES = ("args", "parameters", "params", "kwargs", "input", "inputs", "arguments")
 """Keys in which data of other APIs has the arguments of a call."""
@@ -37,18 +45,24 @@ def calls_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if calls and call:
         raise RowProblem(f"{where} has both tool_calls and function_call; keep one of them")
     if call:
-        return [tool_call(call, f"{where}.function_call")]
+        return [tool_call(call, f"{where}.function_call", 0)]
     if isinstance(calls, str) and calls.lstrip().startswith("["):
         calls = json_of(calls, f"{where}.tool_calls")
     if not calls:
         return []
     return [
-        tool_call(each, f"{where}.tool_calls[{index}]")
-        for index, each in enumerate(list_of(calls, f"{where}.tool_calls"))
+        tool_call(each, f"{where}.tool_calls[{position}]", position)
+        for position, each in enumerate(list_of(calls, f"{where}.tool_calls"))
     ]
 
 
-def tool_call(raw: Any, where: str) -> dict[str, Any]:
+def tool_call(raw: Any, where: str, position: int) -> dict[str, Any]:
+    """Normalize a call.
+
+    Raises RowProblem if it has another `index` than its position: calls are then missing, or in
+    another order.
+    """
+    _check_index(raw, where, position)
     function = raw.get("function", raw) if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowProblem(f"{where} has no function name")
@@ -69,6 +83,15 @@ def tool_call(raw: Any, where: str) -> dict[str, Any]:
     named = {"name": function["name"], "arguments": arguments, **called}
     call = {"type": "function", "function": named, **around}
     return {"id": raw["id"], **call} if raw.get("id") else call
+
+
+def _check_index(raw: Any, where: str, position: int) -> None:
+    index = raw.get("index") if isinstance(raw, Mapping) else None
+    if index is not None and (isinstance(index, bool) or index != position):
+        raise RowProblem(
+            f"{where}.index is {shown(index)}, expected {position}, its position in the list; put "
+            "the calls in the order of their index, each once, or leave index out"
+        )
 
 
 def _check_arguments(raw: Mapping[str, Any], function: Mapping[str, Any], where: str) -> None:
@@ -146,7 +169,8 @@ def check_plain(value: Any, where: str) -> None:
 def sharegpt_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Calls of a ShareGPT turn from `function_call`, whose value is JSON text."""
     value = json_of(text_of(turn, "value", where), where)
-    return [tool_call(each, where) for each in (value if isinstance(value, list) else [value])]
+    calls = value if isinstance(value, list) else [value]
+    return [tool_call(each, where, position) for position, each in enumerate(calls)]
 
 
 def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
