@@ -229,6 +229,35 @@ def test_thoughts_left_out_of_earlier_turns_only_are_noted():
     assert chat.render(INLINE, "assistant").notes == set()
 
 
+def test_a_mark_of_thoughts_inside_a_sentence_is_not_the_end_of_a_thought():
+    prose = says("The mark </think> ends it")
+    moving = CHATML.replace(
+        "{{ m.content }}",
+        "{% if '</think>' in m.content %}<think>{{ m.content.split('</think>')[0] }}</think>\n"
+        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}",
+    )
+    asks = user("Which mark?")
+    for template in (moving, CUTTING, CUTTING_HISTORY):
+        for after in ([], [user("Bye"), says("Bye")]):
+            if template == CUTTING_HISTORY and not after:
+                continue
+            message = refusal(chat_of(template), sample_of(asks, prose, *after))
+            assert message == (
+                "chat template: it takes '</think>' in message 1 (assistant: 'The mark </think> "
+                "ends it') for a mark of a thought, and moves or leaves out the text at it; begin "
+                "a thought with its opening mark and end it at an end of a line, write the mark in "
+                "another way, or set model.chat_template to another one"
+            )
+    assert said(chat_of(CHATML), sample_of(asks, prose)) == ["The mark </think> ends it<|im_end|>"]
+    twice = says("<think>\nfast\n</think>\n\nThe mark </think> ends it")
+    sample = sample_of(asks, twice, user("Bye"), says("Bye"))
+    assert "it takes '</think>' in message 1" in refusal(chat_of(CUTTING_HISTORY), sample)
+    open_in_the_prompt = sample_of(asks, says("fast\n</think>\n\nHello"))
+    assert said(chat_of(moving), open_in_the_prompt) == [
+        "<think>fast\n</think>\n\n\nHello<|im_end|>"
+    ]
+
+
 def test_thoughts_in_other_tags_and_with_other_white_space_are_found():
     moved = CHATML.replace(
         "{{ m.content }}",

@@ -3,6 +3,7 @@
 A method declares the kind of samples that it takes (`READ_AS`).
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,6 +169,18 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
             return (sample.asked,)
         case _:
             return (sample,)
+
+
+def cut_to(sample: Conversation, messages: int) -> Conversation:
+    """The first messages of a conversation."""
+    return dataclasses.replace(sample, messages=sample.messages[:messages])
+
+
+def with_message(sample: Conversation, number: int, message: Message) -> Conversation:
+    """A conversation with another message in one place."""
+    messages = list(sample.messages)
+    messages[number] = message
+    return dataclasses.replace(sample, messages=tuple(messages))
 
 
 def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:

@@ -24,8 +24,12 @@ THOUGHT = re.compile(
 )
 """Marks that delimit thoughts inside a message's content."""
 CUT = "\0"
+HINTS = ("think", "THINK", "thought", "reasoning", "channel|>")
+"""Texts of which every mark of `THOUGHT` contains one."""
 SCHEMAS = ("parameters", "input_schema", "inputSchema")
 """Keys of a tool's parameters: those of OpenAI, Anthropic and MCP."""
+SHORT = 12
+"""Maximum length, in characters, of a text that may occur in a chat by chance."""
 BESIDE_CALLS = "the text of message {} next to its tool calls"
 
 
@@ -88,6 +92,35 @@ def has_thought(message: Message) -> bool:
     return bool(message.get("reasoning_content")) or bool(THOUGHT.search(message["content"]))
 
 
+def stray_marks(content: str) -> list[tuple[int, int]]:
+    """Spans of the marks in a content that delimit no thought, but are part of its prose.
+
+    A mark that opens a thought needs one that closes it, and the other way round. A thought whose
+    opening is part of the generation prompt ends with the first closing mark, at an end of a line.
+    """
+    if not any(hint in content for hint in HINTS):
+        return []
+    stray, opened, closed = list[tuple[int, int]](), list[tuple[int, int]](), False
+    for mark in THOUGHT.finditer(content):
+        if not _closes(mark[0]):
+            stray += opened
+            opened = [mark.span()]
+        elif opened or (not closed and not _is_inside_a_line(content, *mark.span())):
+            opened, closed = [], True
+        else:
+            stray.append(mark.span())
+    return stray + opened
+
+
+def _closes(mark: str) -> bool:
+    return "/" in mark or "end_" in mark or mark == "<channel|>"
+
+
+def _is_inside_a_line(text: str, start: int, end: int) -> bool:
+    before, after = text[:start].rpartition("\n")[2], text[end:].partition("\n")[0]
+    return bool(before.strip()) and bool(after.strip())
+
+
 def _find(part: Part, text: str) -> tuple[int, str]:
     """Position of the first form of a part that is in a text, or -1, and the form."""
     for form in part.forms:
@@ -118,7 +151,7 @@ def _pieces(content: str, what: str) -> Iterator[Part]:
     """Yield the thoughts in a content and the texts around them."""
     last, opened = 0, False
     for mark in THOUGHT.finditer(content):
-        closes = "/" in mark[0] or "end_" in mark[0] or mark[0] == "<channel|>"
+        closes = _closes(mark[0])
         # Text before a closing mark is a thought, with or without an opening mark.
         name = "the thoughts of message {}" if closes else what
         yield Part(name, _forms(content[last : mark.start()]))
@@ -163,3 +196,20 @@ def _forms(text: str) -> tuple[str, ...]:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+def holds_some(content: str, text: str) -> bool:
+    """Whether a text contains the beginning or the end of a content."""
+    content = content.strip()
+    return len(content) > SHORT and (content[:SHORT] in text or content[-SHORT:] in text)
+
+
+def without_space(text: str, start: int, end: int) -> int:
+    """The end of a span without trailing white space."""
+    return start + len(text[start:end].rstrip())
+
+
+def excerpt(text: str) -> str:
+    """The repr of a text, shortened in the middle to 160 characters for error messages."""
+    shown = repr(text)
+    return shown if len(shown) <= 160 else f"{shown[:80]} ... {shown[-80:]}"

@@ -6,7 +6,6 @@ exactly, an error shows both texts. A template that leaves out parts of a messag
 """
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,10 +16,20 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.chat.call_forms import forms, writes_as_python
 from finetune.data.chat.chat_templates import TEMPLATE_ERRORS, check_variables
 from finetune.data.chat.messages import Message, without_key
-from finetune.data.chat.parts import BESIDE_CALLS, has_thought, lost, lost_of_tool
+from finetune.data.chat.parts import (
+    BESIDE_CALLS,
+    SHORT,
+    excerpt,
+    has_thought,
+    holds_some,
+    lost,
+    lost_of_tool,
+    stray_marks,
+    without_space,
+)
 from finetune.data.chat.template_limits import limited
 from finetune.data.chat.template_spans import Marked, MarkedTemplate, Span
-from finetune.data.samples import Conversation
+from finetune.data.samples import Conversation, cut_to, with_message
 from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:
@@ -32,8 +41,6 @@ QUESTION: Message = {"role": "user", "content": "Hello"}
 ANSWER: Message = {"role": "assistant", "content": PROBE}
 COMPARED = 16
 """Conversations of each shape that are compared with the output of transformers."""
-SHORT = 12
-"""Maximum length, in characters, of a text that may occur in a chat by chance."""
 EXCEEDED = 2
 """Conversations that may exceed the limits of time or memory before a template is given up."""
 THOUGHTS = "the thoughts of message {}"
@@ -182,6 +189,7 @@ class Turns:
         written = marked.written(number)
         if message["role"] == "assistant":
             written = written.removeprefix(self._usual_header)
+            self._check_marks(rendered, number)
         missing = lost(message, written)
         is_short = "tool_calls" in message and len(message["content"].strip()) <= SHORT
         if is_short and not self._writes(rendered.sample, number):
@@ -200,13 +208,31 @@ class Turns:
             rendered.notes.add("history_thoughts")
             return
         what = " and ".join(part.format(number) for part in missing)
-        if missing == ["message {}"] and _holds_some(message["content"], text):
+        if missing == ["message {}"] and holds_some(message["content"], text):
             what = f"a part of {what}"
         raise FinetuneError(
             f"chat template: it leaves out {what} ({message['role']}: "
             f"{excerpt(message['content'])}); take it out of the data, or set "
             "model.chat_template to a template that writes it"
         )
+
+    def _check_marks(self, rendered: Rendered, number: int) -> None:
+        """Refuse a template that divides an answer at a mark of thoughts in its prose."""
+        content = rendered.sample.messages[number]["content"]
+        for start, end in stray_marks(content):
+            mark, text = content[start:end], rendered.marked.text
+            plain = {**rendered.sample.messages[number]}
+            plain["content"] = content[:start] + PROBE + content[end:]
+            if (
+                self.mark(with_message(rendered.sample, number, plain)).text.replace(PROBE, mark)
+                != text
+            ):
+                raise FinetuneError(
+                    f"chat template: it takes {mark!r} in message {number} (assistant: "
+                    f"{excerpt(content)}) for a mark of a thought, and moves or leaves out the "
+                    "text at it; begin a thought with its opening mark and end it at an end of a "
+                    "line, write the mark in another way, or set model.chat_template to another one"
+                )
 
     def _writes(self, sample: Conversation, number: int) -> bool:
         """Whether the template writes the content of a message, which could occur by chance."""
@@ -215,7 +241,7 @@ class Turns:
         if not content or (len(content) > SHORT and not any(content in each for each in others)):
             return True
         message = {**sample.messages[number], "content": PROBE}
-        return PROBE in self.mark(_replaced(sample, number, message)).text
+        return PROBE in self.mark(with_message(sample, number, message)).text
 
     def reads(self, sample: Conversation, number: int, key: str) -> bool:
         """Whether a key of a message changes what the template writes.
@@ -226,7 +252,7 @@ class Turns:
         message = sample.messages[number]
         shape = (key, message["role"], *sorted(message))
         if shape not in self._read_keys:
-            other = _replaced(sample, number, without_key(message, key, PROBE))
+            other = with_message(sample, number, without_key(message, key, PROBE))
             try:
                 changed = self.mark(other).text
                 self._read_keys[shape] = changed != self.mark(sample).text
@@ -250,7 +276,7 @@ class Turns:
         )
         if not self._keeps_last.get(kind):
             try:
-                marked = self.mark(_cut(sample, number + 1))
+                marked = self.mark(cut_to(sample, number + 1))
             except FinetuneError:
                 return False
             self._keeps_last[kind] = not lost(message, marked.written(number) or marked.text)
@@ -267,7 +293,7 @@ class Turns:
         start, end = written[0]
         if not self._marks.has_generation:
             start += self._header_length(rendered, number)
-            return [(start, _without_space(marked.text, start, end))]
+            return [(start, without_space(marked.text, start, end))]
         inside = [span for span in marked.generations if start <= span[0] and span[1] <= end]
         if not inside:
             raise FinetuneError(
@@ -275,7 +301,7 @@ class Turns:
                 f"{excerpt(marked.text[start:end])}"
             )
         last_start, last_end = inside[-1]
-        return [*inside[:-1], (last_start, _without_space(marked.text, last_start, last_end))]
+        return [*inside[:-1], (last_start, without_space(marked.text, last_start, last_end))]
 
     def _found_by_prompt(self, rendered: Rendered, number: int) -> Span:
         """Find the span of a turn that is not written by a loop over the messages.
@@ -291,8 +317,8 @@ class Turns:
             else (f"no loop over the messages writes message {number}")
         )
         try:
-            prompt = self.mark(_cut(sample, number), add_generation_prompt=True).text
-            ended = self.mark(_cut(sample, number + 1)).text
+            prompt = self.mark(cut_to(sample, number), add_generation_prompt=True).text
+            ended = self.mark(cut_to(sample, number + 1)).text
             last = number + 1 == len(sample.messages)
             following = self.mark(sample, add_generation_prompt=True).text if last else text
         except FinetuneError as error:
@@ -332,7 +358,7 @@ class Turns:
             return 0
         if turn.startswith(header):
             return len(header)
-        other = self.mark(_replaced(sample, number, ANSWER)).written(number)
+        other = self.mark(with_message(sample, number, ANSWER)).written(number)
         common = os.path.commonprefix([header, turn, other])  # noqa: RUF071, of characters
         for token in self._end_tokens.finditer(header):
             if token.start() < len(common) < token.end():
@@ -351,7 +377,7 @@ class Turns:
         if number == 0:
             return self.header
         try:
-            found = self._prompt_header(_cut(sample, number))
+            found = self._prompt_header(cut_to(sample, number))
         except FinetuneError:  # some templates render no conversation that ends there
             return self.header
         return self.header if found is None else found
@@ -418,30 +444,3 @@ class Turns:
 def _indices_by_role(sample: Conversation, roles: tuple[str, ...], but: int = -1) -> list[int]:
     """Indices of the messages with some roles, except message `but`."""
     return [n for n, m in enumerate(sample.messages) if m["role"] in roles and n != but]
-
-
-def _cut(sample: Conversation, messages: int) -> Conversation:
-    return dataclasses.replace(sample, messages=sample.messages[:messages])
-
-
-def _replaced(sample: Conversation, number: int, message: Message) -> Conversation:
-    messages = list(sample.messages)
-    messages[number] = message
-    return dataclasses.replace(sample, messages=tuple(messages))
-
-
-def _holds_some(content: str, text: str) -> bool:
-    """Whether a text contains the beginning or the end of a content."""
-    content = content.strip()
-    return len(content) > SHORT and (content[:SHORT] in text or content[-SHORT:] in text)
-
-
-def _without_space(text: str, start: int, end: int) -> int:
-    """The end of a span without trailing white space."""
-    return start + len(text[start:end].rstrip())
-
-
-def excerpt(text: str) -> str:
-    """The repr of a text, shortened in the middle to 160 characters for error messages."""
-    shown = repr(text)
-    return shown if len(shown) <= 160 else f"{shown[:80]} ... {shown[-80:]}"
