@@ -242,7 +242,7 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path
             {"trainable_token_indices": ["<x>"]},
             'model.add_tokens: the adapter does not train the rows of "<y>" in model.embed_tokens, '
             "which would stay the mean of the others; set "
-            'adapter.trainable_token_indices=["<y>"] to train these rows, '
+            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
             "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
         ),
         (

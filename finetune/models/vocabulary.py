@@ -4,6 +4,7 @@ A token has an id, and the tables of the model (embedding and head) have a row f
 may be larger: spare rows are harmless, but a token without a row cannot be looked up.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -276,7 +277,9 @@ def refuse_untrained(
         left = sorted(wanted - set(chosen.get(name, ())))
         if not whole and left:
             words = ", ".join(f'"{tokenizer.convert_ids_to_tokens(id)}"' for id in left)
-            raise FinetuneError(untrained(words, name, tuple(tables(model))))
+            given = adapter.trainable_token_indices
+            others = () if isinstance(given, dict) else given
+            raise FinetuneError(untrained(words, name, tuple(tables(model)), others))
 
 
 def refuse_more_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
@@ -295,11 +298,14 @@ def refuse_more_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows:
         )
 
 
-def untrained(words: str, table: str, names: tuple[str, ...]) -> str:
-    """The error message for rows that would not be trained."""
+def untrained(
+    words: str, table: str, names: tuple[str, ...], given: Sequence[str | int] = ()
+) -> str:
+    """The error message for rows that would not be trained; `given` are those that are."""
+    listed = ", ".join([*(json.dumps(each, ensure_ascii=False) for each in given), words])
     saved = ", ".join(name.rsplit(".", 1)[-1] for name in names)
     return (
         f"model.add_tokens: the adapter does not train the rows of {words} in {table}, which would "
-        f"stay the mean of the others; set adapter.trainable_token_indices=[{words}] to train "
+        f"stay the mean of the others; set adapter.trainable_token_indices=[{listed}] to train "
         f"these rows, adapter.modules_to_save=[{saved}] to train all rows, or adapter=null"
     )
