@@ -252,10 +252,13 @@ def test_a_mark_of_thoughts_inside_a_sentence_is_not_the_end_of_a_thought():
     twice = says("<think>\nfast\n</think>\n\nThe mark </think> ends it")
     sample = sample_of(asks, twice, user("Bye"), says("Bye"))
     assert "it takes '</think>' in message 1" in refusal(chat_of(CUTTING_HISTORY), sample)
-    open_in_the_prompt = sample_of(asks, says("fast\n</think>\n\nHello"))
-    assert said(chat_of(moving), open_in_the_prompt) == [
-        "<think>fast\n</think>\n\n\nHello<|im_end|>"
-    ]
+    for thought, answer in (
+        ("fast\n", "\n\nHello"), ("It is 4.", "It is 4"), ("Two. ", " Two"), ("so 4", "Four"),
+    ):  # fmt: skip
+        open_in_the_prompt = sample_of(asks, says(f"{thought}</think>{answer}"))
+        assert said(chat_of(moving), open_in_the_prompt) == [
+            f"<think>{thought}</think>\n{answer}<|im_end|>"
+        ]
 
 
 def test_thoughts_in_other_tags_and_with_other_white_space_are_found():

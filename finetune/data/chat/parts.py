@@ -28,6 +28,7 @@ HINTS = ("think", "THINK", "thought", "reasoning", "channel|>")
 """Texts of which every mark of `THOUGHT` contains one."""
 SCHEMAS = ("parameters", "input_schema", "inputSchema")
 """Keys of a tool's parameters: those of OpenAI, Anthropic and MCP."""
+SENTENCE_ENDS = ".!?\u3002\uff01\uff1f"
 SHORT = 12
 """Maximum length, in characters, of a text that may occur in a chat by chance."""
 BESIDE_CALLS = "the text of message {} next to its tool calls"
@@ -96,7 +97,8 @@ def stray_marks(content: str) -> list[tuple[int, int]]:
     """Spans of the marks in a content that delimit no thought, but are part of its prose.
 
     A mark that opens a thought needs one that closes it, and the other way round. A thought whose
-    opening is part of the generation prompt ends with the first closing mark, at an end of a line.
+    opening is part of the generation prompt ends with the first closing mark, at the end of a line
+    or a sentence, or without white space around it.
     """
     if not any(hint in content for hint in HINTS):
         return []
@@ -105,7 +107,7 @@ def stray_marks(content: str) -> list[tuple[int, int]]:
         if not _closes(mark[0]):
             stray += opened
             opened = [mark.span()]
-        elif opened or (not closed and not _is_inside_a_line(content, *mark.span())):
+        elif opened or (not closed and not _is_inside_a_sentence(content, *mark.span())):
             opened, closed = [], True
         else:
             stray.append(mark.span())
@@ -116,9 +118,12 @@ def _closes(mark: str) -> bool:
     return "/" in mark or "end_" in mark or mark == "<channel|>"
 
 
-def _is_inside_a_line(text: str, start: int, end: int) -> bool:
+def _is_inside_a_sentence(text: str, start: int, end: int) -> bool:
     before, after = text[:start].rpartition("\n")[2], text[end:].partition("\n")[0]
-    return bool(before.strip()) and bool(after.strip())
+    if not before.strip() or not after.strip():
+        return False
+    touches = before[-1].isalnum() and after[0].isalnum()
+    return not touches and before.rstrip()[-1] not in SENTENCE_ENDS
 
 
 def _find(part: Part, text: str) -> tuple[int, str]:
