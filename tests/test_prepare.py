@@ -786,6 +786,13 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         "{path}: it contains one JSON value, expected a list of rows; extract the list 'data' "
         "(jq .data)",
     ),
+    "TSV with an unpaired quote": (
+        "a.tsv",
+        b'question\tanswer\n"a\nb"\t2\n"Hello\tworld\nHi\tthere\nBye"\tsee you\n',
+        "{path} row 2: a quote at the start of a cell joins 3 lines, each of which is a row of its "
+        "own by its tabs; write a quote that belongs to the text twice within quotes: "
+        '"""Hello"" she said"',
+    ),
     "TSV with commas": (
         "a.tsv",
         b"question,answer\na,b\n",

@@ -6,7 +6,7 @@ A row that cannot be read is yielded as `Unreadable` if the rows after it are st
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,32 @@ def _list_inside(value: Any) -> str:
     return f"; extract the list '{lists[0]}' (jq .{lists[0]})" if len(lists) == 1 else ""
 
 
+JOINED = (
+    "a quote at the start of a cell joins {lines} lines, each of which is a row of its own by its "
+    'tabs; write a quote that belongs to the text twice within quotes: """Hello"" she said"'
+)
+"""A record of a TSV file that an unpaired quote made of several rows."""
+
+
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[NumberedRow]:
     """Read a CSV file with a header; fields may have any length."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.DictReader(lines(path), strict=True, delimiter=delimiter)
+    taken = list[str]()
+    reader = csv.DictReader(_noted(lines(path), taken), strict=True, delimiter=delimiter)
     number = 0
     try:
         _check_header(path, list(reader.fieldnames or ()), delimiter)
+        columns = len(reader.fieldnames or ())
+        taken.clear()
         for row in reader:
             number += 1
+            joined = [line for line in taken if line.strip("\r\n")]
+            taken.clear()
+            several = delimiter == "\t" and columns > 1 and len(joined) > 1
+            if several and all(line.count(delimiter) == columns - 1 for line in joined):
+                problem = JOINED.format(lines=len(joined))
+                yield number, Unreadable(problem, "".join(joined)[:EXCERPT])
+                continue
             surplus = row.get(None)  # the csv module stores cells without a column here
             if surplus:
                 text = json.dumps({str(name): value for name, value in row.items()})
@@ -113,6 +130,13 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[NumberedRow]:
     except csv.Error as error:
         kind = "CSV" if delimiter == "," else "TSV"
         raise FinetuneError(f"{path} row {number + 1}: broken {kind}: {error}") from None
+
+
+def _noted(values: Iterable[str], taken: list[str]) -> Iterator[str]:
+    """Yield values and append them to `taken`."""
+    for value in values:
+        taken.append(value)
+        yield value
 
 
 def _check_header(path: Path, names: list[str], delimiter: str) -> None:
