@@ -31,14 +31,17 @@ from transformers import (
 
 import finetune as ft
 from finetune import backend as backends
+from finetune.checkpoints.base_weights import codes_in
 from finetune.errors import FinetuneError
 from finetune.exporters.export import export
 from finetune.inference.generate import load
 from finetune.inference.load import base_model
 from finetune.models.load_checks import unread
 from finetune.models.quantization import keep_unpacked
+from finetune.models.starting_adapter import complete_adapter
 from finetune.planner import plan
 from finetune.recipe import LoRA, Recipe
+from finetune.training.preflight import missing_files
 
 BITSANDBYTES = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
@@ -104,6 +107,67 @@ def test_fsdp_refuses_bits_packed_in_integers(tmp_path):
         })
     )  # fmt: skip
     plan(recipe(folder, "nf4"), backends.load("fsdp_full_shard"), 2)
+
+
+CODES = {
+    "I8": lambda weight: (weight * 100).round().to(torch.int8),
+    "F8_E4M3": lambda weight: weight.to(torch.float8_e4m3fn),
+    "U8": lambda weight: torch.zeros(len(weight), weight.shape[1] // 2, dtype=torch.uint8),
+    "I32": lambda weight: torch.zeros(len(weight), weight.shape[1] // 8, dtype=torch.int32),
+}
+"""Codes of a weight by their name in a header: two and eight in one integer are four bits each."""
+
+
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("shard", ["5GB", "100KB"])
+def test_codes_that_config_json_does_not_mention_are_refused(tmp_path, dtype, shard):
+    """transformers reads the codes as weights, without their scales and without a warning."""
+    folder = tmp_path / "model"
+    tiny_llama().save_pretrained(folder, max_shard_size=shard)
+    byte_tokenizer().save_pretrained(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    assert (len(files) > 1) == (shard == "100KB")
+    for path in files:
+        stored = load_file(path)
+        coded = {name: CODES[dtype](each) for name, each in stored.items() if "down_proj" in name}
+        save_file(stored | coded, path, metadata={"format": "pt"})
+    wanted = (
+        f"model.name: {folder}: the tensor model.layers.0.mlp.down_proj.weight is stored as "
+        f"{dtype} (and 1 more like it), and config.json has no quantization_config, so that its "
+        "codes would be read as weights; use the model that it was made from, or copy the "
+        "config.json that was saved with these files"
+    )
+    assert wanted in missing_files(recipe(folder))
+    with pytest.raises(FinetuneError) as caught:
+        base_model(recipe(folder))
+    assert caught.value.problems == (wanted,)
+
+
+def test_integers_that_are_not_weights_are_read(tmp_path):
+    """Files of older libraries hold masks and positions, which are not quantized weights."""
+    tensors = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-128, dtype=torch.int8),
+        "model.embeddings.position_ids": torch.arange(8)[None],
+        "model.embeddings.token_type_ids": torch.zeros(1, 8, dtype=torch.int64),
+        "model.layers.0.ffn.gate.tid2eid": torch.zeros(8, 2, dtype=torch.int32),
+        "model.norm.num_batches_tracked": torch.tensor(3),
+        "model.layers.0.mlp.down_proj.weight": torch.ones(4, 4, dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert codes_in([tmp_path / "model.safetensors"]) is None
+
+
+def test_an_adapter_in_codes_is_refused(tmp_path):
+    base = save_base(tiny_llama(), tmp_path / "base")
+    trained_adapter(tiny_llama()).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    stored = {name: each.to(torch.float8_e4m3fn) for name, each in load_file(path).items()}
+    save_file(stored, path)
+    asked = dataclasses.replace(recipe(base), adapter=None)
+    model = dataclasses.replace(asked.model, adapter=str(tmp_path / "adapter"))
+    with pytest.raises(FinetuneError, match=r"is stored as F8_E4M3 \(and 27 more like it\), whose"):
+        complete_adapter(dataclasses.replace(asked, model=model))
 
 
 # --- bitsandbytes ------------------------------------------------------------------------------

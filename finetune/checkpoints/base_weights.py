@@ -5,9 +5,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.planner.shapes.config_files import config_paths
+from finetune.planner.shapes.prequantised import stored_kind
 from finetune.recipe import Model
 from finetune.runs.manifest import read_manifest
 
@@ -68,6 +70,88 @@ def weight_files(folder: Path) -> list[Path]:
             except UNREADABLE:
                 return []  # transformers will report the problem
     return []
+
+
+def refuse_codes(field: str, model: str, revision: str | None = None) -> None:
+    """Refuse a model whose weights are codes that its `config.json` does not mention.
+
+    Raises:
+        FinetuneError: with the field, the model, and the first of these tensors.
+    """
+    problem = codes_read_as_weights(model, revision)
+    if problem is not None:
+        raise FinetuneError(f"{field}: {model}: {problem}")
+
+
+def codes_read_as_weights(model: str, revision: str | None = None) -> str | None:
+    """The problem of weights stored as codes, if `config.json` does not say so; otherwise None.
+
+    transformers 5.23 converts integers and 8-bit floats to the type of the model without their
+    scales, and without a warning. Pickles are not read.
+
+    Args:
+        model: Folder or hub id; a model that is not on this machine has no problem.
+        revision: Revision of a hub id.
+    """
+    folders = [path.parent for path in config_paths(model, revision) if path.is_file()]
+    if not folders or _is_declared(folders[0] / "config.json"):
+        return None
+    codes = codes_in(weight_files(folders[0]))
+    if codes is None:
+        return None
+    return (
+        f"{codes}, and config.json has no quantization_config, so that its codes would be read as "
+        "weights; use the model that it was made from, or copy the config.json that was saved with "
+        "these files"
+    )
+
+
+def codes_in(files: list[Path]) -> str | None:
+    """The first tensor in files that is stored as codes, and their number; None if none is."""
+    found = sorted(
+        (name, str(each["dtype"]))
+        for path in files
+        for name, each in tensor_headers(path).items()
+        if _is_code(name, str(each["dtype"]), len(each["shape"]))
+    )
+    if not found:
+        return None
+    more = f" (and {len(found) - 1} more like it)" if found[1:] else ""
+    return f"the tensor {found[0][0]} is stored as {found[0][1]}{more}"
+
+
+def _is_declared(config: Path) -> bool:
+    """Whether a `config.json` says how weights are quantized; also if it cannot be read."""
+    try:
+        return stored_kind(json.loads(config.read_text(encoding="utf-8"))) is not None
+    except UNREADABLE:
+        return True  # transformers will report the problem
+
+
+def tensor_headers(path: Path) -> dict[str, dict[str, Any]]:
+    """`dtype`, `shape` and `data_offsets` of each tensor in a safetensors file.
+
+    Empty for a pickle, and for a file that cannot be read, which the library that loads it reports.
+    """
+    if path.suffix != ".safetensors":
+        return {}
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            read = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))
+        return {name: each for name, each in read.items() if {"dtype", "shape"} <= each.keys()}
+    except UNREADABLE:
+        return {}
+
+
+def _is_code(name: str, dtype: str, axes: int) -> bool:
+    """Whether a tensor is part of a quantized weight, and not a table of indices or a mask."""
+    last = name.rpartition(".")[2]
+    if dtype.startswith(("F8", "F4", "F6")):
+        return True
+    if dtype in ("I8", "U8", "I16", "U16"):
+        return "mask" not in last and (last != "bias" or axes == 1)
+    return dtype in ("BOOL", "I32", "U32", "I64", "U64") and last.endswith(("weight", "_proj"))
 
 
 def _hash_of_files(files: list[Path]) -> str:

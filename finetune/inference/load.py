@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from finetune.checkpoints.base_weights import refuse_codes
 from finetune.checkpoints.pretrained import forget_stored_form
 from finetune.errors import FinetuneError
 from finetune.models.load_checks import reading, unfilled, unread, within_memory
@@ -223,6 +224,7 @@ def load_weights(
         if is_new:
             draw_head(model, scores, seed)
     unused, _ = unread(info, model)
+    refuse_codes("model.name", str(name), revision)
     problems = unfilled(info) + unused
     if problems:
         raise FinetuneError(*(f"{name}: {problem}" for problem in problems))

@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from finetune.checkpoints.base_weights import refuse_codes
 from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
@@ -162,6 +163,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3, only rank 0 sees shapes
         problems = engine.from_first(problems)
+    refuse_codes("model.name", str(model.name), model.revision)
     if problems:
         raise FinetuneError(
             f"model.name: the weights of '{model.name}' do not fit its config.json: "

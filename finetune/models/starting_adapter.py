@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from finetune.checkpoints.base_weights import codes_in
 from finetune.errors import FinetuneError
 from finetune.models import starting_run
 from finetune.planner.shapes.config_files import refuse_other_labels
@@ -133,6 +134,9 @@ def read_config(folder: Path, tasks: tuple[str, ...] = TASKS) -> dict[str, Any]:
         pickled = (folder / "adapter_model.bin").is_file()
         instead = "; adapter_model.bin is a pickle, which is not read: save it as safetensors"
         problems.append(f"it has no {WEIGHTS}{instead if pickled else ''}")
+    codes = codes_in([folder / WEIGHTS])
+    if codes is not None:
+        problems.append(f"{codes}, whose scales PEFT does not read; save it in floating point")
     if problems:
         raise FinetuneError(*(f"model.adapter: {folder}: {problem}" for problem in problems))
     return fields

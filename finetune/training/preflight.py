@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetune import backend as backends
 from finetune import catalog
-from finetune.checkpoints.base_weights import weight_files
+from finetune.checkpoints.base_weights import codes_read_as_weights, weight_files
 from finetune.data.formats import find_format
 from finetune.data.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
@@ -251,11 +251,12 @@ def _not_a_model(folder: Path) -> list[str]:
     if (folder / "config.json").is_file():
         missing = [each.name for each in weight_files(folder) if not each.is_file()]
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        codes = codes_read_as_weights(str(folder))
         return [
             f"model.name: {folder} lacks {name}{more}, which its index of the weights names; copy "
             "the folder again"
             for name in missing[:1]
-        ]
+        ] + [f"model.name: {folder}: {each}" for each in [codes] if each is not None]
     if (folder / "recipe.json").is_file():
         return []  # a run is resolved by `starting_run`
     return [f"model.name: the folder {folder} contains no model (no config.json)"]
