@@ -312,6 +312,27 @@ def test_a_run_may_be_the_teacher_or_the_reference(tiny: Tiny, tmp_path: Path) -
             resolved(method, unfinished)
 
 
+@pytest.mark.parametrize("method", ["reward", "classifier"])
+def test_a_run_with_a_score_head_is_no_language_model(
+    tiny: Tiny, tmp_path: Path, method: str
+) -> None:
+    run = tmp_path / "scores"
+    run.mkdir()
+    (run / "recipe.json").write_text(json.dumps({"method": method, "model": {"name": "my/base"}}))
+    why = (
+        f"{run} is a run of method '{method}', whose result has a score head and no language-model "
+        "head; name a run of another method, or the model that it was trained from: my/base"
+    )
+    for fields, field in (
+        ({"method": "dpo", "model": {"name": str(run)}}, "model.name"),
+        ({"method": "dpo", "reference": str(run)}, "reference"),
+        ({"method": "distill", "teacher": {"name": str(run)}}, "teacher.name"),
+    ):
+        with pytest.raises(FinetuneError) as error:
+            complete_adapter(recipe_of(tiny, **fields))
+        assert error.value.problems == (f"{field}: {why}",)
+
+
 def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny: Tiny, tmp_path: Path) -> None:
     full = train(tiny, tmp_path / "full", max_steps=1)
     (tmp_path / "empty").mkdir()

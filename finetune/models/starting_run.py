@@ -14,6 +14,9 @@ from finetune.recipe import Recipe
 from finetune.recipe.references import other_model
 from finetune.runs.run import Run
 
+SCORING = ("reward", "classifier")
+"""Methods that train a score head in place of a language-model head."""
+
 
 def resolved(recipe: Recipe) -> Recipe:
     """The recipe with the result of the run that `model.name` names; other names are unchanged.
@@ -32,6 +35,8 @@ def resolved(recipe: Recipe) -> Recipe:
     run = Run(Path(model.name))
     if not run.recipe.is_file() or (run.root / "config.json").is_file():
         return recipe
+    if recipe.scores is None:
+        _refuse_scores("model.name", run)
     if _is_model(run.final):
         return dataclasses.replace(recipe, model=dataclasses.replace(model, name=str(run.final)))
     if not (run.final / "adapter_config.json").is_file():
@@ -72,6 +77,7 @@ def _model_of(field: str, name: str) -> str:
     run = Run(Path(name))
     if not run.recipe.is_file() or (run.root / "config.json").is_file():
         return name
+    _refuse_scores(field, run)
     if _is_model(run.final):
         return str(run.final)
     if (run.final / "adapter_config.json").is_file():
@@ -85,16 +91,38 @@ def _model_of(field: str, name: str) -> str:
     )
 
 
+def _refuse_scores(field: str, run: Run) -> None:
+    """Refuse the run of a reward model or classifier where a language model is needed."""
+    method = _fields_of(run).get("method")
+    if method in SCORING:
+        raise FinetuneError(
+            f"{field}: {run.root} is a run of method '{method}', whose result has a score head and "
+            f"no language-model head; name a run of another method, or the model that it was "
+            f"trained from: {_base_of(run)}"
+        )
+
+
 def _is_model(folder: Path) -> bool:
     """Whether a folder has a complete model; an adapter with a score head has a config too."""
     return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
 
 
 def _base_of(run: Run) -> str:
-    """The base of the adapter that a run trained, as its recipe names it."""
+    """The model that a run was trained from, as its recipe names it."""
     try:
-        return str(json.loads(run.recipe.read_text(encoding="utf-8"))["model"]["name"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FinetuneError(
-            f"model.name: {run.recipe} cannot be read: {type(error).__name__}: {error}"
-        ) from None
+        return str(_fields_of(run)["model"]["name"])
+    except (KeyError, TypeError) as error:
+        raise _unreadable(run, error) from None
+
+
+def _fields_of(run: Run) -> dict[str, Any]:
+    try:
+        return dict(json.loads(run.recipe.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(run, error) from None
+
+
+def _unreadable(run: Run, error: Exception) -> FinetuneError:
+    return FinetuneError(
+        f"model.name: {run.recipe} cannot be read: {type(error).__name__}: {error}"
+    )
