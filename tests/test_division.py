@@ -702,6 +702,7 @@ def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels() -> Non
     assert short.boundaries.longest == 4
     assert (short.trained_tokens, short.real_tokens) == (3, 3)
     assert long.ids.shape == (1, 7)
+    assert padded([], pad_id=9) == []
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])

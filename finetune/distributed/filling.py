@@ -13,8 +13,8 @@ def padded(batches: list[MicroBatch], pad_id: int, multiple: int = 1) -> list[Mi
 
     Causal attention never looks to the right; in packed rows the padding is a separate document.
     """
-    rows = max(batch.ids.shape[0] for batch in batches)
-    longest = max(batch.ids.shape[1] for batch in batches)
+    rows = max((batch.ids.shape[0] for batch in batches), default=0)
+    longest = max((batch.ids.shape[1] for batch in batches), default=0)
     longest += -longest % multiple
     return [_filled(batch, rows, longest, pad_id) for batch in batches]
 
