@@ -115,6 +115,7 @@ def test_counts_describe_the_prepared_rows(tmp_path: Path):
         "folders": [],
         "empty_turns": 0,
         "history_thoughts": 0,
+        "tool_details": 0,
         "unserved": 0,
         "call_ids": 0,
         "markup_asked": 0,

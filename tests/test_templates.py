@@ -300,6 +300,29 @@ def test_a_short_message_that_is_lost_is_not_mistaken_for_the_same_letters_elsew
     assert "it leaves out message 0 (system: 'a')" in refusal(chat_of(template), sample)
 
 
+@pytest.mark.parametrize(
+    "detail",
+    [
+        {"description": "The name of a town"},
+        {"enum": ["Oslo", "Bergen"]},
+        {"default": 'Oslo "by"'},
+        {"type": "array", "items": {"enum": ["Bergen"]}},
+        {"type": "object", "properties": {"postcode": {"type": "integer"}}},
+    ],
+)
+def test_details_of_tools_that_a_template_leaves_out_are_counted(detail: dict[str, Any]):
+    parameters = {"type": "object", "properties": {"city": detail}}
+    function = {"name": "get_weather", "description": "Weather", "parameters": parameters}
+    sample = dataclasses.replace(WEATHER, tools=({"type": "function", "function": function},))
+    names = (
+        "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.description }}"
+        "{% for p in t.function.parameters.properties %} {{ p }}{% endfor %}\n{% endfor %}" + CALLS
+    )
+    assert chat_of(names).render(sample, "assistant").notes == {"tool_details"}
+    whole = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CALLS
+    assert chat_of(whole).render(sample, "assistant").notes == set()
+
+
 def test_arguments_and_tools_are_looked_for_by_their_parts():
     names = CALLS.replace("{{ c.function.arguments | tojson }}", "")
     assert "it leaves out arguments of the tool calls of message 1" in refusal(

@@ -32,6 +32,8 @@ class Tally:
     """Samples with both empty and non-empty answers."""
     history_thoughts: int = 0
     """Samples with thoughts in earlier turns, which the template leaves out."""
+    tool_details: int = 0
+    """Samples with tools of whose parameters the template leaves out descriptions or values."""
     unserved: int = 0
     """Samples whose last answer does not begin with the full generation prompt of serving."""
     call_ids: int = 0
@@ -78,6 +80,6 @@ class Tally:
 COUNTED = (
     "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "tied", "split",
     "overlong", "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids",
-    "markup_asked", "markup_said", "no_bos", "two_bos", "unasked",
+    "markup_asked", "markup_said", "no_bos", "two_bos", "unasked", "tool_details",
 )  # fmt: skip
 """Fields of a tally that are summed over all sources."""

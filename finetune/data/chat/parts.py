@@ -88,6 +88,33 @@ def lost_of_tool(tool: Mapping[str, Any], text: str) -> list[str]:
     return [what for what, forms in wanted if not any(form in squeezed for form in forms)]
 
 
+def leaves_out_details(tool: Mapping[str, Any], text: str) -> bool:
+    """Whether a text lacks descriptions, values or nested names of a tool's parameters."""
+    squeezed, function = _squeezed(text), tool["function"]
+    given = (_details(function[key]) for key in SCHEMAS if function.get(key))
+    details = {each for schema in given for each in schema}
+    return any(not any(form in squeezed for form in _forms(each)) for each in details)
+
+
+def _details(schema: Any) -> Iterator[str]:
+    """Yield the texts of a JSON schema, at any depth: names, descriptions, values, patterns."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _details(each)
+    for key, value in schema.items() if isinstance(schema, Mapping) else ():
+        if key == "properties" and isinstance(value, Mapping):
+            yield from value
+            for each in value.values():
+                yield from _details(each)
+        elif key in ("enum", "const", "default", "examples"):
+            given = value if isinstance(value, list) else [value]
+            yield from (each for each in given if isinstance(each, str))
+        elif key in ("description", "pattern") and isinstance(value, str):
+            yield value
+        else:
+            yield from _details(value)
+
+
 def has_thought(message: Message) -> bool:
     """Whether a message has thoughts, in `reasoning_content` or inside its content."""
     return bool(message.get("reasoning_content")) or bool(THOUGHT.search(message["content"]))

@@ -22,6 +22,7 @@ from finetune.data.chat.parts import (
     excerpt,
     has_thought,
     holds_some,
+    leaves_out_details,
     lost,
     lost_of_tool,
     stray_marks,
@@ -171,9 +172,11 @@ class Turns:
     # What the template leaves out.
 
     def _check_tool(self, rendered: Rendered, tool: dict[str, Any]) -> None:
-        """Refuse a template that leaves out a tool, even if messages mention the tool."""
+        """Refuse a template that leaves out a tool; note one that leaves out details of it."""
         text = rendered.marked.outside(_indices_by_role(rendered.sample, ("assistant", "tool")))
         missing = lost_of_tool(tool, text)
+        if not missing and leaves_out_details(tool, text):
+            rendered.notes.add("tool_details")
         if missing:
             raise FinetuneError(
                 f"chat template: it leaves out the tools ({', '.join(missing)}); "
