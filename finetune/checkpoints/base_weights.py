@@ -136,12 +136,17 @@ def tensor_headers(path: Path) -> dict[str, dict[str, Any]]:
     if path.suffix != ".safetensors":
         return {}
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            read = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))
+        read = json.loads(_header(path)[1])
         return {name: each for name, each in read.items() if {"dtype", "shape"} <= each.keys()}
     except UNREADABLE:
         return {}
+
+
+def _header(path: Path) -> tuple[int, bytes]:
+    """Length in bytes that a safetensors file states for its header, and the header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return length, file.read(min(length, os.fstat(file.fileno()).st_size))
 
 
 def _is_code(name: str, dtype: str, axes: int) -> bool:
@@ -177,9 +182,7 @@ def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
     if path.suffix != ".safetensors":
         yield from ((size * place // PLACES, SAMPLE) for place in range(PLACES))
         return
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-        text = file.read(min(header, size))
+    header, text = _header(path)
     yield 0, 8 + header
     try:
         places = [each["data_offsets"] for each in json.loads(text).values() if "dtype" in each]
