@@ -1,9 +1,13 @@
 """Shared fixtures: a tiny real model, uneven data, and real runs through the command line."""
 
+import fcntl
 import functools
+import gc
+import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +18,11 @@ from typing import Any
 
 import pytest
 
+import finetune as ft
+from finetune import catalog
 from finetune.process.warm import TRAINING, Warm
+from finetune.runs.run import Run
+from finetune.training.options import Options
 
 ROOT = Path(__file__).parent.parent
 # Two files are tested in parallel: with one thread per core in each, they would compete.
@@ -42,6 +50,10 @@ LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: a collection, as each training does one, passes over it
 
 
 @pytest.fixture(scope="session")
@@ -81,14 +93,107 @@ class Tiny:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return build_tiny(tmp_path_factory.mktemp("tiny"))
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the workers of this test session share; another suite has its own."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def once(place: Path, make: Callable[[Path], object]) -> Path:
+    """Let the first worker that needs a path make it; what an interrupted one left is removed."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    done = place.parent / f"{place.name}.done"
+    with (place.parent / f"{place.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(place, ignore_errors=True)
+            make(place)
+            done.touch()
+    return place
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(shared: Path) -> Path:
+    """One cache of prepared rows and compiled code for what the tests of a session train."""
+    os.environ["FINETUNE_CACHE"] = str(shared / "cache")
+    return shared / "cache"
+
+
+@pytest.fixture(scope="session")
+def tiny(shared: Path) -> Tiny:
+    place = once(shared / "tiny", build_tiny)
+    return Tiny(place / "model", place / "data.jsonl", place / "eval.jsonl")
+
+
+Train = Callable[..., Run]
 
 
 @pytest.fixture
-def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of three prompts, and a cache of its own for a run in this process."""
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "own-cache"))
+def train(tiny: Tiny, tmp_path: Path) -> Train:
+    """Train in this process, in fp32: `train("a", optim={"lr": 1e-2})` has its run in tmp_path/a.
+
+    `resume` goes on with the run of that name; `fields` replaces those of `tiny`.
+    """
+
+    def run(
+        name: str = "run",
+        *,
+        resume: bool = False,
+        precision: Any = "fp32",
+        fields: dict[str, Any] | None = None,
+        **sections: Any,
+    ) -> Run:
+        recipe = catalog.from_fields(fields or tiny.fields(**sections))
+        options = Options(tmp_path / name, resume, plot=False)
+        return ft.train(recipe, precision=precision, options=options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_of(tiny: Tiny, finetune: "Finetune", shared: Path) -> Train:
+    """A finished run that all tests of a session share: `run_of("zero2", adapter={"r": 8})`.
+
+    It is made by the command line when the first test asks, in fp32, on two processes unless the
+    backend is `single`. A test that changes it starts from `copy_of(run, tmp_path / "mine")`.
+    """
+
+    def run(
+        backend: str = "single",
+        *words: str,
+        processes: int = 2,
+        fields: dict[str, Any] | None = None,
+        **sections: Any,
+    ) -> Run:
+        fields = fields or tiny.fields(**sections)
+        named = json.dumps([fields, backend, processes, words], sort_keys=True)
+        key = f"{fields['method']}-{backend}-{hashlib.sha256(named.encode()).hexdigest()[:12]}"
+
+        def make(place: Path) -> None:
+            recipe = write_recipe(shared / "recipes" / f"{key}.json", fields)
+            alone = backend == "single"
+            verb = ["train", recipe] if alone else ["launch", recipe, "--processes", str(processes)]
+            precision = [] if "--precision" in words else ["--precision", "fp32"]
+            done = finetune(*verb, "--backend", backend, *precision, "--output", place, *words)
+            assert done.status == 0, done.output
+
+        return Run(once(shared / "runs" / key, make))
+
+    return run
+
+
+def copy_of(run: Run, place: Path) -> Run:
+    """A copy of a finished run, for a test that damages it or goes on with it."""
+    shutil.copytree(run.root, place)
+    return Run(place)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of three prompts."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("a cat", "the dog", "sees")))
     return path
@@ -99,6 +204,7 @@ def build_tiny(folder: Path) -> Tiny:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    folder.mkdir(parents=True, exist_ok=True)
     rows = conversations(56)
     files = {}
     for name, part in (("data", rows[:48]), ("eval", rows[48:])):
@@ -188,13 +294,13 @@ LIGHT = {"list", "show", "plan", "init", "import", "--version", "--help"}
 
 
 @pytest.fixture(scope="session")
-def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
+def finetune(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Finetune:
     """Run the command line in a separate process: `finetune("train", "recipe.json", ...)`.
 
     The process and the workers that it launches are forked with imports done, unless `cold`.
     `plot` draws the loss curve, which takes a second of processor time.
     """
-    cache = tmp_path_factory.mktemp("cache")
+    here = tmp_path_factory.mktemp("here")
 
     def run(
         *words: str | Path,
@@ -209,7 +315,7 @@ def finetune(tmp_path_factory: pytest.TempPathFactory) -> Finetune:
         command = [python, "-m", "finetune", *map(str, words)]
         if words[:1] in (("train",), ("launch",)) and not plot:
             command.append("--no-plot")
-        return run_command(command, cache, cwd, env, seconds)
+        return run_command(command, session_cache, cwd or here, env, seconds)
 
     return run
 
