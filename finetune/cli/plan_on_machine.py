@@ -296,8 +296,8 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     if best and best.name not in backends.names():
         print(
             f"\n{best.name} would be the fastest, with {page.size(best.peak.total)} and "
-            f"{best.times.tokens_per_second:,.0f} tokens/s at {best.workload.rows} rows: this "
-            f"toolkit has no such backend; its table: --backend {best.name}"
+            f"{best.times.tokens_per_second:,.0f} tokens/s at {best.workload.micro_rows} rows: "
+            f"this toolkit has no such backend; its table: --backend {best.name}"
         )
     chosen, words = _chosen(recipe, ranked[0])
     backend = _backend_of(ranked[0], machine, precision)
@@ -345,7 +345,7 @@ def _missing(option: advice.Option) -> tuple[float, float]:
 
 def _chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:
     """The recipe of an entry of the ranking, and the arguments that select it."""
-    rows, recompute = option.workload.rows, option.workload.checkpointing
+    rows, recompute = option.workload.micro_rows, option.workload.checkpointing
     words = [f"--{axis} {size}" for axis, size in option.workload.layout.axes.sizes.items()]
     words.append(f"batch.micro_rows={rows}")
     if recipe.batch.micro_tokens is not None:
@@ -389,7 +389,7 @@ def _allowed(
             layout.name, layout.engine, layout.shard, layout.offload, layout.device, precision,
             axes=layout.axes,
         )  # fmt: skip
-        changed = recipe.with_batch(micro_rows=option.workload.rows)
+        changed = recipe.with_batch(micro_rows=option.workload.micro_rows)
         if layout.name in known and not incompatibilities(changed, backend, layout.processes):
             kept.append(option)
     return kept
@@ -404,7 +404,7 @@ def _ranking(
         {
             "backend": each.name,
             "axes": each.workload.layout.axes.sizes,
-            "micro_rows": each.workload.rows,
+            "micro_rows": each.workload.micro_rows,
             "accumulation": each.workload.accumulation,
             "checkpointing": each.workload.checkpointing,
             "status": each.status,

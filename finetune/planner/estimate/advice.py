@@ -94,7 +94,8 @@ def scheme_of(layout: Layout, precision: str) -> Scheme:
 
 def option(workload: Workload, machine: Machine) -> Option:
     """Memory, communication and time of a workload on a machine."""
-    peak = memory.largest(workload).peak
+    stages = memory.by_stage(workload)
+    peak = max((stage.peak for stage in stages), key=lambda moment: moment.total)
     moved = volume(workload)
     mine = part.here(workload) if workload.layout.axes.any else workload
     host = resident.host(mine) * machine.per_node
@@ -188,7 +189,7 @@ def options(
         divided: the workload under layouts that divide the model; pipelines with a large bubble
             are left out.
     """
-    sizes = [workload.rows] if micro_rows is None else list(micro_rows)
+    sizes = [workload.micro_rows] if micro_rows is None else list(micro_rows)
     choices = list(recompute)
 
     def tried(candidates: Iterable[Layout], base: Workload = workload) -> list[Option]:
@@ -203,7 +204,7 @@ def options(
                         steps = rows_per_step // (rows * layout.data)
                     if schedules.bubble(layout.axes, steps) >= WAITS:
                         continue
-                    changed = dataclasses.replace(base, rows=rows, accumulation=steps)
+                    changed = base.with_micro_rows(rows, steps)
                     found.append(option(on(changed, layout, precision, checkpointing), machine))
         return found
 
@@ -295,7 +296,7 @@ def _reason_to_divide(best: Option, undivided: list[Option]) -> str:
     stages = f", and a stage waits {waits:.1%} of a step" if axes.pipeline > 1 else ""
     prefix = f"{best.words} fits ({room}{stages})"
     if not undivided:
-        rows = best.workload.rows * best.workload.accumulation * layout.data
+        rows = best.workload.micro_rows * best.workload.accumulation * layout.data
         return f"{prefix}; {rows} rows a step are too few for {layout.processes} parallel groups"
     fitting = [each for each in undivided if each.status != "no"]
     if not fitting:
@@ -315,7 +316,7 @@ def faster(best: Option, ranked: Iterable[Option]) -> str:
     quickest = max(alike, key=lambda each: each.times.tokens_per_second)
     if quickest.times.tokens_per_second <= best.times.tokens_per_second * (1 + SAME_TIME):
         return ""
-    which = f"{quickest.words} with {quickest.workload.rows} rows"
+    which = f"{quickest.words} with {quickest.workload.micro_rows} rows"
     speed = f"{quickest.times.tokens_per_second:,.0f} tokens/s"
     if quickest.status == "tight" and best.status == "safe":
         return f"{which} would be faster, {speed}, but fits tightly: a longer row may not"
@@ -324,7 +325,7 @@ def faster(best: Option, ranked: Iterable[Option]) -> str:
     return (
         f"{which} would be faster, {speed}, because DeepSpeed reduces gradients in 16 bits, half "
         f"the bytes, and rounds their sum; {best.name} reduces them in fp32. Where the network "
-        f"matters more: --backend {quickest.name} batch.micro_rows={quickest.workload.rows}"
+        f"matters more: --backend {quickest.name} batch.micro_rows={quickest.workload.micro_rows}"
     )
 
 
@@ -340,10 +341,10 @@ def division(best: Option, ranked: Iterable[Option]) -> str:
     words = " ".join(f"--{axis} {n}" for axis, n in quickest.workload.layout.axes.sizes.items())
     return (
         f"{quickest.words}, which divides the model, would reach "
-        f"{quickest.times.tokens_per_second:,.0f} tokens/s with {quickest.workload.rows} rows, "
-        f"{times:.2f} times as many; it would come first from {DIVIDED_GAIN:.0f} times on, because "
-        f"more libraries take part. To have it: --backend {quickest.name} {words} "
-        f"batch.micro_rows={quickest.workload.rows}"
+        f"{quickest.times.tokens_per_second:,.0f} tokens/s with "
+        f"{quickest.workload.micro_rows} rows, {times:.2f} times as many; it would come first from "
+        f"{DIVIDED_GAIN:.0f} times on, because more libraries take part. To have it: --backend "
+        f"{quickest.name} {words} batch.micro_rows={quickest.workload.micro_rows}"
     )
 
 
@@ -351,7 +352,7 @@ def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int
     """The largest micro-batch that fits; 0 if a single row does not fit."""
 
     def fits(rows: int) -> bool:
-        return option(dataclasses.replace(workload, rows=rows), machine).status != "no"
+        return option(workload.with_micro_rows(rows), machine).status != "no"
 
     if not fits(1):
         return 0

@@ -43,11 +43,11 @@ def _candidates(
 
     if workload.attention == "eager":
         yield "fused attention", "model.attention=sdpa", with_(attention="flash")
-    if workload.rows > 1:
+    if workload.micro_rows > 1:
         yield (
             "one row at a time, with more accumulation",
             "batch.micro_rows=1",
-            with_(rows=1, accumulation=workload.accumulation * workload.rows),
+            workload.with_micro_rows(1, workload.accumulation * workload.micro_rows),
         )
     if workload.checkpointing == "none":
         setting = "model.activation_checkpointing=true"

@@ -1,6 +1,5 @@
 """Propose `batch.micro_tokens` if memory has room for more rows per forward pass."""
 
-import dataclasses
 import math
 
 from finetune.planner.estimate import advice
@@ -15,13 +14,12 @@ not faster."""
 
 def micro_tokens(plan: Plan, workload: Workload, machine: Machine) -> int | None:
     """A `batch.micro_tokens` that safely fits and saves forward passes; None if there is none."""
-    recipe, batch, length = plan.recipe, plan.recipe.batch, plan.recipe.row_length
+    batch, length = plan.recipe.batch, plan.recipe.row_length
     if batch.micro_tokens is not None or plan.accumulation == 1:
         return None
     rows = math.ceil(batch.rows / plan.processes)
     for count in range(min(rows, ENOUGH_TOKENS // length), batch.micro_rows, -1):
-        documents, steps = count * recipe.documents_per_row, math.ceil(rows / count)
-        wider = dataclasses.replace(workload, rows=documents, accumulation=steps)
+        wider = workload.with_micro_rows(count, math.ceil(rows / count))
         if advice.option(wider, machine).status == "safe":
             return count * length
     return None

@@ -105,11 +105,11 @@ def plan_grid(
     workload = workload_of(plan(alone, "single", 1, precision), source.shape)
     grid = Grid(tensor, pipeline, max(1, machine.count // (tensor * pipeline)))
     check(grid, workload.shape, machine.count, machine.per_node, machine.fast)
-    taken = grid.data * workload.rows
+    taken = grid.data * workload.micro_rows
     if recipe.batch.rows % taken:
         raise FinetuneError(
             f"batch.rows: {recipe.batch.rows} rows do not divide into {grid.data} data parallel "
-            f"groups x micro-batches of {workload.rows}; use a multiple of {taken}"
+            f"groups x micro-batches of {workload.micro_rows}; use a multiple of {taken}"
         )
     count = recipe.batch.rows // taken
     waits = bubble(pipeline, count)

@@ -57,16 +57,6 @@ def at_stage(workload: Workload, stage: int) -> Workload:
     return dataclasses.replace(workload, layout=layout)
 
 
-def largest(workload: Workload) -> Timeline:
-    """The timeline of the stage with the highest peak.
-
-    This is the first stage, with the most micro-batches in flight, or the last, with the head.
-    """
-    places = {0, workload.layout.axes.pipeline - 1}
-    ends = [timeline(at_stage(workload, stage)) for stage in sorted(places)]
-    return max(ends, key=lambda found: found.peak.total)
-
-
 class _Step:
     """The sizes of one step, and its moments."""
 

@@ -267,7 +267,7 @@ def ranking(options: Iterable[Option], reason: str, shown: int = 8) -> str:
         workload = each.workload
         tight = "  tight" if each.status == "tight" else ""
         lines.append(
-            f"  {each.words:{wide}} {workload.rows:4} {workload.checkpointing:9} "
+            f"  {each.words:{wide}} {workload.micro_rows:4} {workload.checkpointing:9} "
             f"{size(each.peak.total):>9} {each.times.tokens_per_second:10,.0f}{tight}"
         )
     if more > 0:

@@ -168,6 +168,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         shape=shape,
         rows=recipe.most_micro_rows * recipe.documents_per_row,
         length=recipe.batch.max_length,
+        documents=recipe.documents_per_row,
         scheme=advice.scheme_of(place, backend.precision),
         fp16=backend.precision == "fp16",
         layout=place,

@@ -114,9 +114,11 @@ class Workload:
 
     shape: Architecture
     rows: int
-    """Rows per forward pass."""
+    """Sequences per forward pass."""
     length: int
-    """Tokens per row."""
+    """Tokens per sequence."""
+    documents: int = 1
+    """Sequences of a row of `batch.micro_rows`: a pair has two."""
     scheme: Scheme = "autocast"
     layout: Layout = dataclasses.field(default_factory=Layout)
     adapter: Adapter | None = None
@@ -227,6 +229,16 @@ class Workload:
     def scores(self) -> int:
         """`scored`, or 0 if scores are soft-capped: those of Gemma 2 are materialized."""
         return 0 if self.shape.capped_scores else self.scored
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows per forward pass, as `batch.micro_rows` counts them."""
+        return self.rows // self.documents
+
+    def with_micro_rows(self, micro_rows: int, accumulation: int | None = None) -> "Workload":
+        """The workload with micro-batches of `micro_rows` rows."""
+        steps = self.accumulation if accumulation is None else accumulation
+        return dataclasses.replace(self, rows=micro_rows * self.documents, accumulation=steps)
 
     @property
     def tokens(self) -> int:
