@@ -172,21 +172,21 @@ sys.exit(main(sys.argv[2:]))
             "deepspeed",
             ["launch", "RECIPE", "--backend", "zero2", "--processes", "2"],
             "error: backend: zero2 needs DeepSpeed, which is not installed: "
-            "pip install 'accelerate-finetune[deepspeed]'\n",
+            "pip install 'deepspeed>=0.19'\n",
         ),
         (
             "bitsandbytes",
             ["train", "RECIPE", "adapter.r=2", "model.quantization=nf4", "optim.name=adamw_8bit"],
             "error: model.quantization: nf4 needs bitsandbytes, which is not installed: "
-            "pip install 'accelerate-finetune[bitsandbytes]'\n"
+            "pip install 'bitsandbytes>=0.49'\n"
             "error: optim.name: adamw_8bit needs bitsandbytes, which is not installed: "
-            "pip install 'accelerate-finetune[bitsandbytes]'\n",
+            "pip install 'bitsandbytes>=0.49'\n",
         ),
         (
             "tensorboard",
             ["train", "RECIPE", "trackers=tensorboard"],
             "error: trackers: 'tensorboard' is not installed; run: "
-            "pip install 'accelerate-finetune[trackers]'\n",
+            "pip install 'tensorboard>=2.20'\n",
         ),
     ],
 )
@@ -224,7 +224,7 @@ def test_without_matplotlib_a_picture_names_what_installs_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    told = "a picture needs matplotlib: pip install 'accelerate-finetune[plots]'"
+    told = "a picture needs matplotlib: pip install 'matplotlib>=3.10'"
     assert done.stderr.splitlines()[-1].endswith(told)
 
 

@@ -34,7 +34,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 @pytest.mark.skipif(HERE, reason="the harness is installed")
 def test_without_the_harness_its_extra_is_named(capsys):
     assert cli.main(["eval", "anything", "--tasks", "arc_easy"]) == 2
-    wanted = "--tasks: needs lm-evaluation-harness: pip install 'accelerate-finetune[lm-eval]'"
+    wanted = "--tasks: needs lm-evaluation-harness: pip install 'lm-eval[hf]>=0.4.13'"
     assert wanted in capsys.readouterr().err
 
 

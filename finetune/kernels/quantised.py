@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from finetune.errors import FinetuneError
-from finetune.version import BITSANDBYTES
+from finetune.version import missing
 
 if TYPE_CHECKING:
     from bitsandbytes import matmul_4bit
@@ -25,7 +25,7 @@ else:
     except ImportError:
 
         def _missing(*_: Any, **__: Any) -> Any:
-            raise FinetuneError(f"weights in four or eight bits need {BITSANDBYTES}")
+            raise FinetuneError(f"weights in four or eight bits need {missing('bitsandbytes')}")
 
         class _Missing(nn.Module):
             __init__ = _missing

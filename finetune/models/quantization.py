@@ -13,7 +13,7 @@ from finetune.errors import FinetuneError
 from finetune.kernels.quantised import Linear4bit, Linear8bitLt
 from finetune.models.load_checks import full_shape
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
-from finetune.version import BITSANDBYTES
+from finetune.version import missing
 
 QUANTISED = (Linear4bit, Linear8bitLt)
 MOST_NAMED = 5
@@ -31,7 +31,7 @@ def quantization_config(
     if kind == "none":
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise FinetuneError(f"model.quantization: {kind} needs {BITSANDBYTES}")
+        raise FinetuneError(f"model.quantization: {kind} needs {missing('bitsandbytes')}")
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     if kind != "nf4":

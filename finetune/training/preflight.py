@@ -24,7 +24,7 @@ from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
 from finetune.recipe import Model, Recipe
 from finetune.rewards.functions import problems as reward_problems
-from finetune.version import BITSANDBYTES, install, missing
+from finetune.version import install, missing
 
 
 def read_words(recipe: str, overrides: Sequence[str], backend: str | None) -> Recipe:
@@ -127,7 +127,7 @@ def _missing_packages(planned: Plan) -> list[str]:
             "optim.name": recipe.optim.name if recipe.optim.name.endswith("_8bit") else "none",
         }
         found += [
-            f"{field}: {name} needs {BITSANDBYTES}"
+            f"{field}: {name} needs {missing('bitsandbytes')}"
             for field, name in stored.items()
             if name != "none"
         ]
