@@ -99,7 +99,7 @@ def run(
         return _grid(arguments, recipe, machine, arguments.tensor or 1, arguments.pipeline or 1)
     tracer = verify or trace
     if tracer is not None and _is_unknown(recipe):
-        return _traced(arguments, recipe, machine, tracer)
+        return _traced(arguments, recipe, machine, tracer, asked=verify is not None)
     if machine is None:
         return plain(arguments, recipe, verify, measure)
     # A trace is of one backend; without a name it is the recipe's.
@@ -166,12 +166,26 @@ def _predicted(
 
 
 def _traced(
-    arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine | None, verify: Verify
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    machine: hardware.Machine | None,
+    verify: Verify,
+    asked: bool,
 ) -> int:
-    """Print the trace of a model without formulas."""
+    """Print the trace of a model without formulas; where there is none, raise only if `asked`."""
     processes = arguments.gpus or arguments.processes
     planned = plan(recipe, arguments.backend, processes, arguments.precision)
-    found = verify(planned, None)
+    try:
+        found = verify(planned, None)
+    except FinetuneError as error:
+        if asked:
+            raise
+        if arguments.json:
+            print(json.dumps(planned.summary(), indent=2))
+        else:
+            print(planned.explain(None if machine is None else "cuda"))
+            print(f"memory       not predicted: {str(error).removeprefix('--verify: ')}")
+        return 0
     if arguments.json:
         print(json.dumps({**planned.summary(), "verification": found.summary()}, indent=2))
         return 0

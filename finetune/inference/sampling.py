@@ -124,6 +124,7 @@ class _State:
         self.model = model
         self.mask = mask  # (rows, tokens); None without padding
         self.cache: Any = None
+        self.named = ""  # models that are recurrent throughout have another name for it
         self.positions = torch.empty(0)
         self.logits = torch.empty(0)
 
@@ -146,7 +147,7 @@ class _State:
 
     def keep(self, rows: torch.Tensor) -> None:
         """Select rows by index; an index may occur several times."""
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)  # every kind of layer has it, states of recurrences too
         for layer in self.cache.layers:
             if type(layer) is DynamicLayer:
                 layer.__class__ = GrowingLayer
@@ -166,11 +167,12 @@ class _State:
             input_ids=ids,
             attention_mask=self.mask,
             position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **({} if self.cache is None else {self.named: self.cache}),
         )
-        self.cache, self.logits = output.past_key_values, output.logits[:, -1]
+        self.named = "cache_params" if "cache_params" in output else "past_key_values"
+        self.cache, self.logits = output[self.named], output.logits[:, -1]
 
 
 class GrowingLayer(DynamicLayer):

@@ -1,0 +1,42 @@
+"""Greedy completions of every architecture are those of the plain model without a cache."""
+
+import pytest
+import torch
+from architectures import FIELDS, SIZES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.inference.sampling import Sampler, Wanted
+from finetune.planner.padding import RECURRENT
+
+EVERY_DAY = ("gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "jamba", "falcon_h1")
+"""Windows, sinks, latent keys, and recurrent states of four kinds."""
+ROUNDED = 1e-4
+"""Logits in fp32, from a cache and from one pass: sums of other lengths round differently."""
+
+
+OTHERS = [kind for kind in ("llama", *FIELDS) if kind not in EVERY_DAY]
+
+
+@pytest.mark.parametrize(
+    "kind", [*EVERY_DAY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
+)
+def test_greedy_completions_are_those_of_the_plain_model(kind):
+    """Prompts of three lengths in a batch, two completions each; rows that end leave the cache."""
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **{**SIZES, **FIELDS.get(kind, {})})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prompts = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (20,)]
+    wanted = [Wanted(prompt, row, n) for row, prompt in enumerate(prompts) for n in range(2)]
+    stops = tuple(range(1, 25))  # likely enough that some rows end early
+    found = Sampler(model, stops, limit=10, temperature=0.0, pad_id=0)(wanted, seed=1, step=0)
+    for each, asked in zip(found, wanted, strict=True):
+        ids = torch.tensor([[*asked.prompt, *each.ids]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(asked.prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(each.ids)[:, None])[:, 0]
+        assert (logits.max(-1).values - chosen).max() < ROUNDED
+        assert each.ended == (each.ids[-1] in stops)
+
+
+def test_every_recurrent_architecture_is_sampled():
+    assert set(RECURRENT) <= set(FIELDS)
