@@ -79,7 +79,7 @@ def test_odds_of_a_sure_answer_are_finite() -> None:
 
 @pytest.mark.parametrize(
     ("method", "field"),
-    [("orpo", "reference"), ("simpo", "sft_weight"), ("cpo", "gamma"), ("simpo", "loss_type")],
+    [("orpo", "reference"), ("orpo", "sft_weight"), ("cpo", "gamma"), ("simpo", "loss_type")],
 )
 def test_a_field_of_another_method_is_refused(method: str, field: str) -> None:
     with pytest.raises(FinetuneError, match=f"{field}: unknown key"):

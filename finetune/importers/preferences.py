@@ -24,10 +24,12 @@ LLAMA_FACTORY = {
 """Recipe fields, by LLaMA-Factory's `pref_loss`."""
 
 FIELDS = {
-    "rl_beta": ("beta", ("dpo", "simpo", "kto")),
+    "rl_beta": ("beta", ("dpo", "orpo", "simpo", "kto")),
     "orpo_alpha": ("beta", ("orpo",)),
     "pref_beta": ("beta", ("dpo", "orpo", "simpo", "kto")),
-    "pref_ftx": ("sft_weight", ("dpo",)),
+    "pref_ftx": ("sft_weight", ("dpo", "simpo")),
+    "rpo_alpha": ("sft_weight", ("dpo",)),
+    "cpo_alpha": ("sft_weight", ("simpo",)),
     "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
     "simpo_gamma": ("gamma", ("simpo",)),
     "kto_desirable_weight": ("desirable_weight", ("kto",)),
@@ -35,7 +37,9 @@ FIELDS = {
     "kto_chosen_weight": ("desirable_weight", ("kto",)),
     "kto_rejected_weight": ("undesirable_weight", ("kto",)),
 }
-"""Our field and the methods that have it, by keys of both toolkits."""
+"""Our field and the methods that have it, by keys of both toolkits; later keys go before."""
+ADDED = ("pref_ftx", "rpo_alpha", "cpo_alpha")
+"""Keys that add a cross-entropy to the loss."""
 
 PAIR_TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "ultra": ("preference", {}),
@@ -72,19 +76,23 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
     for theirs, (field, methods) in FIELDS.items():
         if fields["method"] in methods:
             job.move(theirs, field)
+            if theirs in ("rpo_alpha", "cpo_alpha"):
+                job.say(theirs, "differs", f"{field}: the mean over a pair's tokens, not a batch's")
+        elif theirs in ADDED:
+            job.refuse_flag(theirs, f"method {fields['method']} cannot add this loss: it differs")
         else:
             job.say(theirs, "not needed", f"{name} does not read it")
     if fields["method"] == "simpo":
         for field, theirs, value in (
             ("beta", ("rl_beta", "pref_beta"), 0.1),
             ("gamma", ("simpo_gamma",), 0.5),
+            *([("sft_weight", ("cpo_alpha",), 1.0)] if key == "rl" else []),  # TRL's CPOConfig
         ):
             if not any(each in job.source for each in theirs):
                 job.set(field, value)
                 job.assumed.append(f"{field}={value}: the other toolkit's default")
-    job.refuse_flag(
-        "cpo_alpha", "method simpo has no cross-entropy term; method cpo has `sft_weight`"
-    )
+    if "orpo_alpha" in job.source:
+        job.say("rl_beta", "not needed", "orpo_alpha replaces it")
     job.refuse_flag("dpo_norm_loss", "loss_type=sigmoid_norm is normalized by length")
     job.refuse_flag("dpo_use_weighting", "all pairs have equal weight")
     job.refuse_flag("dpo_use_logits_to_keep", "logits are computed where they are needed")

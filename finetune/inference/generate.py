@@ -245,14 +245,21 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def new_text(tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int]) -> str:
-    """Text of `new` after `prompt`; decoded alone, some tokenizers drop a leading space."""
-    before, whole = (
-        str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + new)
+def new_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[int], new: list[int], special: bool = False
+) -> str:
+    """Text of `new` after `prompt`; decoded alone, some tokenizers drop a leading space.
+
+    With `special`, the special tokens of `new` are in the text, except padding and BOS.
+    """
+    if special:
+        outer = (tokenizer.pad_token_id, tokenizer.bos_token_id)
+        new = [token for token in new if token not in outer]
+    before, whole, alone = (
+        str(tokenizer.decode(ids, skip_special_tokens=not special))
+        for ids in (prompt, prompt + new, new)
     )
-    if whole.startswith(before):
-        return whole[len(before) :]
-    return str(tokenizer.decode(new, skip_special_tokens=True))
+    return whole[len(before) :] if whole.startswith(before) else alone
 
 
 # --- answering ---------------------------------------------------------------------------------

@@ -28,6 +28,12 @@ class SimPO(PairMethod):
     """Scale of the rewards, usually 2 to 10."""
     gamma: Annotated[float, Field(ge=0)] = 1.0
     """Target margin between the rewards, usually 0.3 to 0.5 of `beta`."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the chosen answer's mean cross-entropy in a pair's loss, as in CPO-SimPO."""
+
+    @property
+    def nll_weight(self) -> float:
+        return self.sft_weight
 
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
         """`-log sigmoid(beta (chosen - rejected) - gamma)` of each pair, eq. 6."""

@@ -45,7 +45,7 @@ def reward_columns(
 def _text(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, completion: Completion) -> str:
     prompt = rows.documents.document(int(rows.members[row]))[0].tolist()
     answer_ids = completion.ids[:-1] if completion.ended else completion.ids
-    return new_text(tokenizer, prompt, answer_ids)
+    return new_text(tokenizer, prompt, answer_ids, special=True)
 
 
 def column_names(rows: Rows) -> list[str]:

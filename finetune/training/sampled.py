@@ -116,13 +116,13 @@ def metrics(sampled: Sampled, rewards: Sequence[Reward], each: int) -> dict[str,
     stds = group_stds(sampled.rewards.reshape(-1, each))[:, 0]
     found = {
         "reward": mean(sampled.rewards),
-        "reward_std": float(stds.mean()),
+        "reward_std": _std(sampled.rewards),
         "frac_reward_zero_std": float((stds < NO_SPREAD).mean()),
         **lengths(sampled.completions),
     }
     for name, scores in zip(names(rewards), sampled.scores, strict=True):
         found[f"rewards/{name}/mean"] = mean(scores)
-        found[f"rewards/{name}/std"] = float(np.nanstd(scores, ddof=1)) if _some(scores) else np.nan
+        found[f"rewards/{name}/std"] = _std(scores)
     if sampled.kls is not None:
         found["kl"] = float(sampled.kls.mean())
     return {name: value for name, value in found.items() if np.isfinite(value)}
@@ -140,6 +140,11 @@ def lengths(completions: Sequence[Completion]) -> dict[str, float]:
         "completions/mean_terminated_length": float(ended.mean()) if len(ended) else np.nan,
         "entropy": sum(each.entropy for each in completions) / max(1, int(numbers.sum())),
     }
+
+
+def _std(values: np.ndarray) -> float:
+    """Sample standard deviation of the values that are there, NaN for fewer than two."""
+    return float(np.nanstd(values, ddof=1)) if _some(values) else np.nan
 
 
 def _some(scores: np.ndarray) -> bool:
