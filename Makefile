@@ -48,9 +48,7 @@ ifndef COVERAGE
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(HANGS) $(ARGS)
 else
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -m "not slow and not gpu and not signals" \
-		$(PARALLEL) $(HANGS) $(ARGS)
-	$(BIN)/python -m pytest -m "signals and not slow and not gpu" $(HANGS)
+	$(BIN)/python -m coverage run -m pytest -m "not slow and not gpu" $(PARALLEL) $(HANGS) $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 endif
