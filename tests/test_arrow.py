@@ -13,7 +13,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from conftest import ROOT
-from test_prepare import CHAT, prepare, problems_of, recipe_of, texts, write_jsonl
+from prepared import CHAT, prepare, problems_of, recipe_of, texts, write_jsonl
 
 from finetune.data.files import READERS
 from finetune.data.sources import Source
@@ -60,7 +60,7 @@ def write_table(path: Path, rows: list[Any], schema: pyarrow.Schema | None = Non
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "feather.arrow"])
-def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path: Path, name: str):
+def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path, name):
     path = tmp_path / name
     write_table(path, CALLS)
     assert [row for _, row in READERS[path.suffix](path)] == CALLS
@@ -74,7 +74,7 @@ def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path: Path, name: str
     assert "null" not in texts(ours)[1]
 
 
-def test_a_null_that_stands_in_json_stays(tmp_path: Path):
+def test_a_null_that_stands_in_json_stays(tmp_path):
     row = called("f", {"a": None, "b": {"c": None}}, {"properties": {"a": {"default": None}}})
     source = write_jsonl(tmp_path / "a.jsonl", [row])
     (text,) = texts(prepare(recipe_of(source, "messages"), CHAT, tmp_path / "cache").train)
@@ -82,7 +82,7 @@ def test_a_null_that_stands_in_json_stays(tmp_path: Path):
     assert '"default": null' in text
 
 
-def test_maps_lists_dictionaries_and_json_columns_keep_their_nulls(tmp_path: Path):
+def test_maps_lists_dictionaries_and_json_columns_keep_their_nulls(tmp_path):
     text = pyarrow.string()
     map_kind = pyarrow.map_(text, pyarrow.struct([("x", text), ("y", text)]))
     rows = [
@@ -126,7 +126,7 @@ VALUES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path: Path, name: str):
+def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path, name):
     value, kind = VALUES[name]
     path = tmp_path / "a.parquet"
     why = f"is {kind}, which has no JSON form; store it as text"
@@ -141,7 +141,7 @@ def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path: P
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_hub_library_and_what_it_saves_give_the_rows_of_json(tmp_path: Path, stream: bool):
+def test_the_hub_library_and_what_it_saves_give_the_rows_of_json(tmp_path, stream):
     """In a process of its own: that library is asked for a folder, which it reads as the hub."""
     write_table(tmp_path / "a.parquet", CALLS)
     script = f"""
@@ -162,7 +162,7 @@ load_dataset({str(tmp_path)!r}, split="train").save_to_disk({str(tmp_path / "sav
     assert [row.value for row in rows] == CALLS
 
 
-def test_texts_that_the_hub_library_notes_as_json_are_parsed(tmp_path: Path):
+def test_texts_that_the_hub_library_notes_as_json_are_parsed(tmp_path):
     from datasets import Dataset, Features, Json, List, Value
 
     kinds = {"role": Value("string"), "content": Value("string"), "extra": Json()}
@@ -175,7 +175,7 @@ def test_texts_that_the_hub_library_notes_as_json_are_parsed(tmp_path: Path):
     assert [each for _, each in READERS[".parquet"](tmp_path / "a.parquet")] == [row]
 
 
-def test_a_column_that_occurs_twice_is_refused(tmp_path: Path):
+def test_a_column_that_occurs_twice_is_refused(tmp_path):
     columns = [pyarrow.array([text]) for text in ("q", "a", "b")]
     table = pyarrow.table(columns, names=["question", "answer", "answer"])
     path = tmp_path / "a.parquet"
@@ -185,7 +185,7 @@ def test_a_column_that_occurs_twice_is_refused(tmp_path: Path):
     ]
 
 
-def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path: Path):
+def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path):
     kinds = pyarrow.schema(
         [
             ("question", pyarrow.string()),

@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+from prepared import CHAT, answers, problems_of, recipe_of, write_jsonl
 from small_tokenizer import small_tokenizer
-from test_prepare import CHAT, answers, problems_of, recipe_of, write_jsonl
 
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
@@ -22,7 +22,7 @@ SAY: dict[str, Any] = {"messages": [
 ]}  # fmt: skip
 
 
-def test_rows_without_content_are_named(tmp_path: Path):
+def test_rows_without_content_are_named(tmp_path):
     rows = [SAY, {}, {"messages": []}, {"messages": None}, {"messages": [None]}, None, [], 3]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     assert problems_of(recipe_of(source, "messages"), tmp_path / "cache") == [
@@ -72,7 +72,7 @@ NESTED: dict[str, tuple[list[Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("data_format", NESTED)
-def test_nulls_inside_a_parquet_file_are_named(tmp_path: Path, data_format: str):
+def test_nulls_inside_a_parquet_file_are_named(tmp_path, data_format):
     rows, told = NESTED[data_format]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -81,7 +81,7 @@ def test_nulls_inside_a_parquet_file_are_named(tmp_path: Path, data_format: str)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_a_column_that_cannot_be_read_is_named(tmp_path: Path, suffix: str):
+def test_a_column_that_cannot_be_read_is_named(tmp_path, suffix):
     broken = pyarrow.array([b"Hi", b"a\xff"])
     columns = {
         "question": pyarrow.Array.from_buffers(pyarrow.string(), 2, broken.buffers()),
@@ -112,9 +112,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(
-    folder: Path, tmp_path: Path
-):
+def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(folder, tmp_path):
     (folder / "b.csv").write_text("question,answer\n1,2\n")
     (folder / "c.txt").write_text("Hi there")
     assert problems_of(recipe_of(str(folder), "messages"), tmp_path / "cache") == [
@@ -125,7 +123,7 @@ def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(
     ]
 
 
-def test_files_of_a_folder_that_are_not_read_are_named(folder: Path, tmp_path: Path):
+def test_files_of_a_folder_that_are_not_read_are_named(folder, tmp_path):
     recipe = recipe_of(str(folder), "messages")
     assert len(describe(prepare(recipe, CHAT, tmp_path / "cache").counts["train"])) == 1
     for name in ("b.jsonl.rar", "c.JS", "d.parquet.gz", "e.md", ".hidden"):
@@ -139,7 +137,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(folder: Path, tmp_path: P
         )
 
 
-def test_files_of_a_folder_without_a_row_are_named(folder: Path, tmp_path: Path):
+def test_files_of_a_folder_without_a_row_are_named(folder, tmp_path):
     (folder / "b.json").write_text("[]")
     (folder / "c.csv").write_text("messages\n")
     (folder / "d.jsonl").write_text("\n\n")
@@ -150,7 +148,7 @@ def test_files_of_a_folder_without_a_row_are_named(folder: Path, tmp_path: Path)
     )
 
 
-def test_half_a_character_is_named(tmp_path: Path):
+def test_half_a_character_is_named(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "a \udfff"}])
     assert problems_of(recipe_of(source), tmp_path / "cache") == [
         f"{source} row 1: the text contains an unpaired surrogate ('\\udfff'), which tokenizers "
@@ -158,7 +156,7 @@ def test_half_a_character_is_named(tmp_path: Path):
     ]
 
 
-def test_a_line_of_a_hundred_megabytes_is_too_long_and_named_at_once(tmp_path: Path):
+def test_a_line_of_a_hundred_megabytes_is_too_long_and_named_at_once(tmp_path):
     long = {"question": "Hi", "answer": "the cat " * 13_000_000}
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, long])
     longest = max(map(len, small_tokenizer().get_vocab()))
@@ -181,7 +179,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("template", BROKEN)
-def test_a_broken_chat_template_is_reported_once(tmp_path: Path, template: str):
+def test_a_broken_chat_template_is_reported_once(tmp_path, template):
     rows = [{"question": f"Hi {n}", "answer": f"Bye {n}"} for n in range(40)]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     broken = Chat(CHAT.tokenizer, template)
@@ -190,7 +188,7 @@ def test_a_broken_chat_template_is_reported_once(tmp_path: Path, template: str):
     assert BROKEN[template] in problem
 
 
-def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path: Path):
+def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", "completion": " there"}])
     chat = load_chat(small_tokenizer(), None)
     assert chat.template is None
@@ -203,7 +201,7 @@ def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path: Path):
 ANSWERS = [{"question": f"Hi {n}", "answer": "Hello there " * 20} for n in range(5)]
 
 
-def test_losing_the_end_of_every_row_is_an_error(tmp_path: Path):
+def test_losing_the_end_of_every_row_is_an_error(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ANSWERS)
     recipe = recipe_of(source, max_length=24, overlong="truncate")
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
@@ -216,7 +214,7 @@ def test_losing_the_end_of_every_row_is_an_error(tmp_path: Path):
     ]
 
 
-def test_truncating_every_answer_away_is_an_error(tmp_path: Path):
+def test_truncating_every_answer_away_is_an_error(tmp_path):
     asked = [{"question": "What is " * 30, "answer": "Bye"}] * 2
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, *asked])
     recipe = recipe_of(source, max_length=24, overlong="truncate")
@@ -240,7 +238,7 @@ def test_truncating_every_answer_away_is_an_error(tmp_path: Path):
     ]
 
 
-def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_path: Path):
+def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_path):
     asked = {"role": "user", "content": "Hi"}
     answers = ("Bye", " \n", "Bye", "", "Bye " * 30)
     talks = [[asked, {"role": "assistant", "content": answer}] for answer in answers]
@@ -255,7 +253,7 @@ def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_p
     )
 
 
-def test_a_source_whose_rows_never_end_is_refused_in_a_mixture(tmp_path: Path):
+def test_a_source_whose_rows_never_end_is_refused_in_a_mixture(tmp_path):
     cut = write_jsonl(tmp_path / "cut.jsonl", [{"question": "Hi", "answer": "Bye " * 40}] * 3)
     whole = write_jsonl(tmp_path / "whole.jsonl", [{"question": "Hi", "answer": "Bye"}])
     sources = (Data(source, "question_answer") for source in (whole, cut))
@@ -265,7 +263,7 @@ def test_a_source_whose_rows_never_end_is_refused_in_a_mixture(tmp_path: Path):
     assert said.startswith(f"{cut}: none of its 3 rows is trained to end (3 are truncated); raise")
 
 
-def test_unusual_rows_are_counted_and_reported(tmp_path: Path):
+def test_unusual_rows_are_counted_and_reported(tmp_path):
     short = {"question": "Hi", "answer": "Bye"}
     only_asked = {"messages": [{"role": "user", "content": "Hi"}]}
     rows = [short, short, short, ANSWERS[0], {**short, "messages": only_asked}]

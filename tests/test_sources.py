@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow
 import pytest
+from prepared import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, write_jsonl
 from small_tokenizer import small_tokenizer
-from test_prepare import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, write_jsonl
 
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import load_chat
@@ -43,7 +43,7 @@ ROWS = "".join(json.dumps(row) + "\n" for row in PAIRS).encode()
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_compressed_files_are_read_also_of_several_parts(tmp_path: Path, ending: str):
+def test_compressed_files_are_read_also_of_several_parts(tmp_path, ending):
     path = tmp_path / f"a.v1.jsonl{ending}"
     half = len(b"".join(ROWS.splitlines(keepends=True)[:3]))
     path.write_bytes(COMPRESS[ending](ROWS[:half]) + COMPRESS[ending](ROWS[half:]))
@@ -58,7 +58,7 @@ def test_compressed_files_are_read_also_of_several_parts(tmp_path: Path, ending:
         assert answers(prepare(recipe_of(str(path)), CHAT, tmp_path / "padded").train) == SAID
 
 
-def test_a_large_compressed_file_is_read_whole(tmp_path: Path):
+def test_a_large_compressed_file_is_read_whole(tmp_path):
     """Many times what a decompressor is given and returns at once."""
     lines = [f"{n} {n * n}\n".encode() for n in range(100_000)]
     for ending in (".bz2", ".xz"):
@@ -82,14 +82,14 @@ TABLE = "".join(f"{row['question']}\t{row['answer']}\n" for row in PAIRS)
     ],
     ids=["ndjson", "JSONL", "Json.gz", "tsv", "CSV.gz"],  # gzip writes the time into its bytes
 )
-def test_other_endings_are_read(tmp_path: Path, name: str, content: bytes):
+def test_other_endings_are_read(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     recipe = recipe_of(str(tmp_path / name))
     assert answers(prepare(recipe, CHAT, tmp_path / "cache").train) == SAID
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.jsonl.tar.gz", "a.gz", "a.parquet.gz"])
-def test_what_has_to_be_unpacked_is_named(tmp_path: Path, name: str):
+def test_what_has_to_be_unpacked_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(FinetuneError, match=r"unpack it$"):
         find_source(Data(str(tmp_path / name), "text"))
@@ -148,7 +148,7 @@ def write_files(folder: Path, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_a_split_of_a_folder_is_the_files_that_the_hub_would_give(tmp_path: Path, name: str):
+def test_a_split_of_a_folder_is_the_files_that_the_hub_would_give(tmp_path, name):
     names, splits = SPLITS[name]
     write_files(tmp_path, names)
     for split, files in splits.items():
@@ -161,7 +161,7 @@ def test_a_split_of_a_folder_is_the_files_that_the_hub_would_give(tmp_path: Path
         find_source(Data(str(tmp_path), "text", split="trane"))
 
 
-def test_the_hub_library_gives_the_same_splits(tmp_path: Path):
+def test_the_hub_library_gives_the_same_splits(tmp_path):
     from datasets.data_files import get_data_patterns, resolve_pattern
 
     for name, (names, _) in SPLITS.items():
@@ -182,7 +182,7 @@ def _resolved(resolve: Any, pattern: str, folder: Path) -> list[str]:
         return []
 
 
-def test_the_card_of_a_data_set_names_its_splits_and_subsets(tmp_path: Path):
+def test_the_card_of_a_data_set_names_its_splits_and_subsets(tmp_path):
     write_files(tmp_path, ["some/a.jsonl", "some/b.jsonl", "other/a.jsonl", "other/c.jsonl"])
     (tmp_path / "README.md").write_text(CARD)
 
@@ -200,7 +200,7 @@ def test_the_card_of_a_data_set_names_its_splits_and_subsets(tmp_path: Path):
         names(subset="small")
 
 
-def test_a_folder_without_the_split_names_what_it_has(tmp_path: Path):
+def test_a_folder_without_the_split_names_what_it_has(tmp_path):
     write_files(tmp_path, ["a.jsonl", "test.jsonl"])
     with pytest.raises(FinetuneError) as error:
         find_source(Data(str(tmp_path), "text"))
@@ -210,7 +210,7 @@ def test_a_folder_without_the_split_names_what_it_has(tmp_path: Path):
     )
 
 
-def test_what_describes_a_data_set_holds_no_rows(tmp_path: Path):
+def test_what_describes_a_data_set_holds_no_rows(tmp_path):
     write_files(tmp_path, ["a.jsonl"])
     (tmp_path / "dataset_infos.json").write_text("{}")
     source = find_source(Data(str(tmp_path), "text"))
@@ -218,7 +218,7 @@ def test_what_describes_a_data_set_holds_no_rows(tmp_path: Path):
     assert source.unread == (tmp_path / "dataset_infos.json",)
 
 
-def test_links_are_followed_once_and_never_lost(tmp_path: Path):
+def test_links_are_followed_once_and_never_lost(tmp_path):
     inside, far = tmp_path / "data", tmp_path / "disk"
     for folder in (inside, far):
         folder.mkdir()
@@ -239,7 +239,7 @@ def test_links_are_followed_once_and_never_lost(tmp_path: Path):
         )
 
 
-def test_folders_that_a_pattern_matches_are_named(tmp_path: Path):
+def test_folders_that_a_pattern_matches_are_named(tmp_path):
     (tmp_path / "d" / "sub").mkdir(parents=True)
     (tmp_path / "d" / "empty").mkdir()
     write_jsonl(tmp_path / "d" / "a.jsonl", PAIRS)
@@ -254,13 +254,13 @@ def test_folders_that_a_pattern_matches_are_named(tmp_path: Path):
     assert both.counts["train"]["folders"] == []
 
 
-def test_a_file_of_two_splits_is_refused(tmp_path: Path):
+def test_a_file_of_two_splits_is_refused(tmp_path):
     write_files(tmp_path, ["train-eval.jsonl", "train.jsonl"])
     with pytest.raises(FinetuneError, match="belongs to the splits train and test"):
         find_source(Data(str(tmp_path), "text"))
 
 
-def test_a_file_has_no_splits(tmp_path: Path):
+def test_a_file_has_no_splits(tmp_path):
     source = write_jsonl(tmp_path / "test.jsonl", PAIRS)
     for name in (source, str(tmp_path / "*.jsonl")):
         assert find_source(Data(name, "text")).files == (tmp_path / "test.jsonl",)
@@ -270,7 +270,7 @@ def test_a_file_has_no_splits(tmp_path: Path):
             find_source(Data(name, "text", subset="a"))
 
 
-def test_files_in_no_split_are_named(tmp_path: Path):
+def test_files_in_no_split_are_named(tmp_path):
     write_files(tmp_path / "data", ["train.jsonl", "other.jsonl", "test.jsonl"])
     counts = prepare(recipe_of(str(tmp_path / "data")), CHAT, tmp_path / "cache").counts["train"]
     assert describe(counts)[-1] == (
@@ -281,7 +281,7 @@ def test_files_in_no_split_are_named(tmp_path: Path):
 # Columns.
 
 
-def test_columns_are_read_by_other_names(tmp_path: Path):
+def test_columns_are_read_by_other_names(tmp_path):
     rows = [{"text": row["question"], "code": row["answer"], "answer": 0} for row in PAIRS]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     columns = {"text": "question", "code": "answer", "answer": None}
@@ -317,7 +317,7 @@ COLUMNS: dict[str, tuple[dict[str, str | None], str]] = {
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_names_that_are_not_there_are_refused(tmp_path: Path, name: str):
+def test_names_that_are_not_there_are_refused(tmp_path, name):
     columns, told = COLUMNS[name]
     source = write_jsonl(tmp_path / "a.jsonl", [PAIRS[0] | {"system": ""}])
     recipe = SFT().with_data(Data(source, "question_answer", columns=columns))
@@ -325,7 +325,7 @@ def test_names_that_are_not_there_are_refused(tmp_path: Path, name: str):
     assert problem.replace("; did you mean 'system'?", "") == told.format(source=source)
 
 
-def test_a_name_that_a_row_has_already_is_refused(tmp_path: Path):
+def test_a_name_that_a_row_has_already_is_refused(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", **PAIRS[0]}])
     recipe = SFT().with_data(Data(source, "question_answer", columns={"prompt": "question"}))
     assert problems_of(recipe, tmp_path / "cache") == [
@@ -334,7 +334,7 @@ def test_a_name_that_a_row_has_already_is_refused(tmp_path: Path):
     ]
 
 
-def test_names_of_speakers_are_used_by_the_template_or_reported(tmp_path: Path):
+def test_names_of_speakers_are_used_by_the_template_or_reported(tmp_path):
     """A template with tools has the word `name` in it, and need not read that of a message."""
     chatml = load_chat(small_tokenizer(), "chatml").template or ""
     of_tools = "{#- tool.function.name and message['name'] -#}" + chatml
@@ -359,7 +359,7 @@ def test_names_of_speakers_are_used_by_the_template_or_reported(tmp_path: Path):
         assert ("Ann" in text) == (not unread)
 
 
-def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path: Path):
+def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path):
     part = {"type": "text", "text": "Bye", "citations": [1], "annotations": [], "weight": 1}
     said: dict[str, Any] = {"role": "assistant", "content": [part, part], "mood": "good"}
     rows = [
@@ -376,7 +376,7 @@ def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path:
     )
 
 
-def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path: Path):
+def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path):
     called = {"name": "find", "arguments": {"at": 1}, "result": "5", "empty": None}
     rows = [
         {
@@ -401,14 +401,14 @@ def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path: Path):
         assert ('"result": "5"' in text) == (result not in unread)
 
 
-def test_a_column_without_a_name_is_shown_in_quotes(tmp_path: Path):
+def test_a_column_without_a_name_is_shown_in_quotes(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(",question,answer\n0,Hi,Bye\n")
     counts = prepare(recipe_of(str(path)), CHAT, tmp_path / "cache").counts["train"]
     assert describe(counts)[-1] == "columns that the format does not read: '' (1 row)"
 
 
-def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path: Path):
+def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "Add two numbers", "code": "a + b"}])
     counts = prepare(recipe_of(source, "text"), CHAT, tmp_path / "cache").counts["train"]
     assert describe(counts)[-2:] == [
@@ -421,7 +421,7 @@ def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path: Path)
 # Rows that are dropped.
 
 
-def test_bad_rows_are_dropped_on_request_and_listed(tmp_path: Path):
+def test_bad_rows_are_dropped_on_request_and_listed(tmp_path):
     path = tmp_path / "a.jsonl"
     bad = [b'{"question": "a', json.dumps({"question": "a", "answer": 4}).encode(), b"caf\xe9"]
     half = json.dumps({"question": "Hi", "answer": "a \udfff"}).encode()
@@ -456,7 +456,7 @@ def test_bad_rows_are_dropped_on_request_and_listed(tmp_path: Path):
     ]
 
 
-def test_rows_that_are_all_bad_leave_none(tmp_path: Path):
+def test_rows_that_are_all_bad_leave_none(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, {"a": 2}])
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
     (problem,) = problems_of(recipe, tmp_path / "cache")
@@ -466,7 +466,7 @@ def test_rows_that_are_all_bad_leave_none(tmp_path: Path):
     )
 
 
-def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path: Path):
+def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, {"text": "Hi"}, {"a": 2}])
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
     counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
@@ -476,7 +476,7 @@ def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path: Path):
     ]
 
 
-def test_by_default_every_kind_of_bad_row_is_reported(tmp_path: Path):
+def test_by_default_every_kind_of_bad_row_is_reported(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": \n{"text": "Hi"}\n{"text": \n{"text": 4}\ncaf\xe9\n')
     assert problems_of(recipe_of(str(path), "text"), tmp_path / "cache") == [
@@ -491,7 +491,7 @@ def test_by_default_every_kind_of_bad_row_is_reported(tmp_path: Path):
 # Evaluation rows that are trained.
 
 
-def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path: Path):
+def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path):
     train = write_jsonl(tmp_path / "a.jsonl", PAIRS)
     held_out = write_jsonl(tmp_path / "b.jsonl", [{"question": "Hi", "answer": "x"}, PAIRS[2]])
     recipe = SFT().with_data(
@@ -512,7 +512,7 @@ def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path: Path):
 # Weights.
 
 
-def test_contradicting_weights_are_refused_by_every_reader(tmp_path: Path):
+def test_contradicting_weights_are_refused_by_every_reader(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
     one, other = (Data(source, "question_answer", weight=w) for w in (1, None))
     assert problems_of(SFT(data=(one, other)), tmp_path / "cache") == [
@@ -529,7 +529,7 @@ def test_contradicting_weights_are_refused_by_every_reader(tmp_path: Path):
 # Repeated keys, of which `json.loads` keeps the last.
 
 
-def test_a_repeated_key_is_refused_where_it_is(tmp_path: Path):
+def test_a_repeated_key_is_refused_where_it_is(tmp_path):
     twice = '{"role": "assistant", "content": "a", "content": "b"}'
     turn = '{"messages": [{"role": "user", "content": "Hi"}, %s]}'
     lines, whole = tmp_path / "a.jsonl", tmp_path / "a.json"
@@ -549,7 +549,7 @@ def test_a_repeated_key_is_refused_where_it_is(tmp_path: Path):
 
 
 @pytest.mark.parametrize("key", ["tools", "functions", "reasoning_details"])
-def test_a_key_with_meaning_is_read_by_the_template_or_refused(tmp_path: Path, key: str):
+def test_a_key_with_meaning_is_read_by_the_template_or_refused(tmp_path, key):
     chatml = load_chat(small_tokenizer(), "chatml").template or ""
     template = tmp_path / "template.jinja"
     said = [{"role": "user", "content": "Hi", key: "look "}, {"role": "assistant", "content": "Y"}]
@@ -567,7 +567,7 @@ def test_a_key_with_meaning_is_read_by_the_template_or_refused(tmp_path: Path, k
 
 
 @pytest.mark.parametrize("column", ["reasoning_content", "thinking"])
-def test_a_column_of_reasoning_is_refused_and_a_flag_is_not(tmp_path: Path, column: str):
+def test_a_column_of_reasoning_is_refused_and_a_flag_is_not(tmp_path, column):
     source = write_jsonl(tmp_path / "a.jsonl", [{**PAIRS[0], column: "because"}])
     assert problems_of(recipe_of(source), tmp_path / "cache") == [
         f"{source} row 1: column '{column}' is not read by format 'question_answer': the reasoning "
