@@ -60,13 +60,13 @@ def write_table(path: Path, rows: list[Any], schema: pyarrow.Schema | None = Non
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "feather.arrow"])
-def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path, name):
+def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path, cache, name):
     path = tmp_path / name
     write_table(path, CALLS)
     assert [row for _, row in READERS[path.suffix](path)] == CALLS
     lines = write_jsonl(tmp_path / "a.jsonl", CALLS)
     ours, json_rows = (
-        prepare(recipe_of(each, "messages", max_length=10**4), CHAT, tmp_path / "cache").train
+        prepare(recipe_of(each, "messages", max_length=10**4), CHAT, cache).train
         for each in (str(path), lines)
     )
     assert texts(ours) == texts(json_rows)
@@ -74,10 +74,10 @@ def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path, name):
     assert "null" not in texts(ours)[1]
 
 
-def test_a_null_that_stands_in_json_stays(tmp_path):
+def test_a_null_that_stands_in_json_stays(tmp_path, cache):
     row = called("f", {"a": None, "b": {"c": None}}, {"properties": {"a": {"default": None}}})
     source = write_jsonl(tmp_path / "a.jsonl", [row])
-    (text,) = texts(prepare(recipe_of(source, "messages"), CHAT, tmp_path / "cache").train)
+    (text,) = texts(prepare(recipe_of(source, "messages"), CHAT, cache).train)
     assert '{"a": null, "b": {"c": null}}' in text
     assert '"default": null' in text
 
@@ -126,16 +126,16 @@ VALUES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path, name):
+def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path, cache, name):
     value, kind = VALUES[name]
     path = tmp_path / "a.parquet"
     why = f"is {kind}, which has no JSON form; store it as text"
     write_table(path, [called("f", {"when": [value]}, {"type": "object"})])
-    assert problems_of(recipe_of(str(path), "messages"), tmp_path / "cache") == [
+    assert problems_of(recipe_of(str(path), "messages"), cache) == [
         f"{path} row 1: messages[1].tool_calls[0].arguments.when[0] {why}"
     ]
     write_table(path, [called("f", {"a": 1}, {"default": value}) | {"when": value}])
-    assert problems_of(recipe_of(str(path), "messages"), tmp_path / "cache") == [
+    assert problems_of(recipe_of(str(path), "messages"), cache) == [
         f"{path} row 1: tools[0].function.parameters.default {why}"
     ]
 
@@ -175,17 +175,17 @@ def test_texts_that_the_hub_library_notes_as_json_are_parsed(tmp_path):
     assert [each for _, each in READERS[".parquet"](tmp_path / "a.parquet")] == [row]
 
 
-def test_a_column_that_occurs_twice_is_refused(tmp_path):
+def test_a_column_that_occurs_twice_is_refused(tmp_path, cache):
     columns = [pyarrow.array([text]) for text in ("q", "a", "b")]
     table = pyarrow.table(columns, names=["question", "answer", "answer"])
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(table, path)
-    assert problems_of(recipe_of(str(path)), tmp_path / "cache") == [
+    assert problems_of(recipe_of(str(path)), cache) == [
         f"{path}: it has the column 'answer' more than once"
     ]
 
 
-def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path):
+def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path, cache):
     kinds = pyarrow.schema(
         [
             ("question", pyarrow.string()),
@@ -198,7 +198,7 @@ def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path):
     rows = [{"question": "q", "answer": answer, "days": days} for answer in ("Bye", None)]
     write_table(path, rows, kinds)
     recipe = SFT().with_data(Data(str(path), "question_answer", on_bad_row="drop"))
-    prepared = prepare(recipe, CHAT, tmp_path / "cache")
+    prepared = prepare(recipe, CHAT, cache)
     assert prepared.bad_rows is not None
     assert json.loads(prepared.bad_rows.read_text())["value"] == {
         "question": "q", "answer": None, "days": {"2020-01-02": "x"},

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from prepared import CHAT, answers, problems_of, recipe_of, write_jsonl
+from prepared import CHAT, answers, counts_of, problems_of, recipe_of, write_jsonl
 from small_tokenizer import small_tokenizer
 
 from finetune.data.audit import describe, mistakes
@@ -22,10 +22,10 @@ SAY: dict[str, Any] = {"messages": [
 ]}  # fmt: skip
 
 
-def test_rows_without_content_are_named(tmp_path):
+def test_rows_without_content_are_named(tmp_path, cache):
     rows = [SAY, {}, {"messages": []}, {"messages": None}, {"messages": [None]}, None, [], 3]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    assert problems_of(recipe_of(source, "messages"), tmp_path / "cache") == [
+    assert problems_of(recipe_of(source, "messages"), cache) == [
         f"{source} row 2: format 'messages' needs 'messages', the row has no columns",
         f"{source} row 3: messages is empty",
         f"{source} row 4: format 'messages' needs 'messages', the row has 'messages' (null)",
@@ -37,51 +37,35 @@ def test_rows_without_content_are_named(tmp_path):
 
 
 NESTED: dict[str, tuple[list[Any], list[str]]] = {
-    "messages": (
-        [
-            SAY,
-            {"messages": [None, SAY["messages"][1]]},
-            {"messages": [{"role": None, "content": "a"}]},
-            {"messages": [SAY["messages"][0], {"role": "assistant", "content": None}]},
-        ],
-        [
-            "row 2: messages[0] is null, expected an object with role and content",
+    "messages": ([SAY, {"messages": [None, SAY["messages"][1]]},
+        {"messages": [{"role": None, "content": "a"}]},
+        {"messages": [SAY["messages"][0], {"role": "assistant", "content": None}]}],
+        ["row 2: messages[0] is null, expected an object with role and content",
             "row 3: messages[0] has no 'role' (it has content)",
-            "row 4: messages[1].content is null, expected text",
-        ],
-    ),
-    "sharegpt": (
-        [{"conversations": [None]}, {"conversations": [{"from": "human", "value": None}]}],
-        [
-            "row 1: conversations[0] needs 'from' and 'value', it has null",
-            "row 2: conversations[0] needs 'from' and 'value', it has from",
-        ],
-    ),
-    "oasst": (
-        [
-            {"message_tree_id": "a", "prompt": {"role": "prompter", "text": None, "replies": None}},
-            {"message_tree_id": "b", "prompt": {"role": "prompter", "text": "", "replies": [None]}},
-        ],
-        ["row 1: text is null, expected text", "row 2: replies contain null, expected messages"],
-    ),
-    "self_instruct": (
-        [{"instruction": "a", "instances": [None]}],
-        ["row 1: instances[0] has no 'output'"],
-    ),
+            "row 4: messages[1].content is null, expected text"]),
+    "sharegpt": ([{"conversations": [None]}, {"conversations": [{"from": "human", "value": None}]}],
+        ["row 1: conversations[0] needs 'from' and 'value', it has null",
+            "row 2: conversations[0] needs 'from' and 'value', it has from"]),
+    "oasst": ([
+        {"message_tree_id": "a", "prompt": {"role": "prompter", "text": None, "replies": None}},
+        {"message_tree_id": "b", "prompt": {"role": "prompter", "text": "", "replies": [None]}}],
+        ["row 1: text is null, expected text", "row 2: replies contain null, expected messages"]),
+    "self_instruct":
+        ([{"instruction": "a", "instances": [None]}], ["row 1: instances[0] has no 'output'"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("data_format", NESTED)
-def test_nulls_inside_a_parquet_file_are_named(tmp_path, data_format):
+def test_nulls_inside_a_parquet_file_are_named(tmp_path, cache, data_format):
     rows, told = NESTED[data_format]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    problems = problems_of(recipe_of(str(path), data_format), tmp_path / "cache")
+    problems = problems_of(recipe_of(str(path), data_format), cache)
     assert problems == [f"{path} {each}" for each in told]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_a_column_that_cannot_be_read_is_named(tmp_path, suffix):
+def test_a_column_that_cannot_be_read_is_named(tmp_path, cache, suffix):
     broken = pyarrow.array([b"Hi", b"a\xff"])
     columns = {
         "question": pyarrow.Array.from_buffers(pyarrow.string(), 2, broken.buffers()),
@@ -99,7 +83,7 @@ def test_a_column_that_cannot_be_read_is_named(tmp_path, suffix):
             pyarrow.parquet.write_table(table, path)
         else:
             pyarrow.feather.write_feather(table, str(path))
-        (problem,) = problems_of(recipe_of(str(path)), tmp_path / "cache")
+        (problem,) = problems_of(recipe_of(str(path)), cache)
         assert problem.startswith(f"{path} {told[name]}")
 
 
@@ -112,10 +96,10 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(folder, tmp_path):
+def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(folder, cache):
     (folder / "b.csv").write_text("question,answer\n1,2\n")
     (folder / "c.txt").write_text("Hi there")
-    assert problems_of(recipe_of(str(folder), "messages"), tmp_path / "cache") == [
+    assert problems_of(recipe_of(str(folder), "messages"), cache) == [
         f"{folder}/b.csv row 1: format 'messages' needs 'messages', the row has 'question', "
         "'answer'; format 'question_answer' would fit",
         f"{folder}/c.txt row 1: format 'messages' needs 'messages', the row has 'text'; "
@@ -123,50 +107,50 @@ def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(folder, t
     ]
 
 
-def test_files_of_a_folder_that_are_not_read_are_named(folder, tmp_path):
+def test_files_of_a_folder_that_are_not_read_are_named(folder, cache):
     recipe = recipe_of(str(folder), "messages")
-    assert len(describe(prepare(recipe, CHAT, tmp_path / "cache").counts["train"])) == 1
+    assert len(describe(counts_of(recipe, cache))) == 1
     for name in ("b.jsonl.rar", "c.JS", "d.parquet.gz", "e.md", ".hidden"):
         (folder / name).write_text("x")
     for source in (folder, folder / "*"):
         recipe = recipe_of(str(source), "messages")
-        counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+        counts = counts_of(recipe, cache)
         assert describe(counts)[-1] == (
             f"not read, unsupported file type: {folder}/b.jsonl.rar, {folder}/c.JS, "
             f"{folder}/d.parquet.gz and 1 more"
         )
 
 
-def test_files_of_a_folder_without_a_row_are_named(folder, tmp_path):
+def test_files_of_a_folder_without_a_row_are_named(folder, cache):
     (folder / "b.json").write_text("[]")
     (folder / "c.csv").write_text("messages\n")
     (folder / "d.jsonl").write_text("\n\n")
     recipe = recipe_of(str(folder), "messages")
-    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe, cache)
     assert describe(counts)[-1] == (
         f"without rows: {folder}/b.json, {folder}/c.csv, {folder}/d.jsonl"
     )
 
 
-def test_half_a_character_is_named(tmp_path):
+def test_half_a_character_is_named(tmp_path, cache):
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "a \udfff"}])
-    assert problems_of(recipe_of(source), tmp_path / "cache") == [
+    assert problems_of(recipe_of(source), cache) == [
         f"{source} row 1: the text contains an unpaired surrogate ('\\udfff'), which tokenizers "
         "cannot encode; the text may have been cut inside a character"
     ]
 
 
-def test_a_line_of_a_hundred_megabytes_is_too_long_and_named_at_once(tmp_path):
+def test_a_line_of_a_hundred_megabytes_is_too_long_and_named_at_once(tmp_path, cache):
     long = {"question": "Hi", "answer": "the cat " * 13_000_000}
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, long])
     longest = max(map(len, small_tokenizer().get_vocab()))
     least = (2 + 8 * 13_000_000) // (4 * longest)
-    assert problems_of(recipe_of(source), tmp_path / "cache") == [
+    assert problems_of(recipe_of(source), cache) == [
         f"{source}: 1 of 2 rows are longer than batch.max_length=1024 tokens, the longest {least} "
         f"({source} row 2, a lower bound); set batch.max_length={least}, or batch.overlong to "
         "drop, truncate or split"
     ]
-    prepared = prepare(recipe_of(source, overlong="drop"), CHAT, tmp_path / "cache")
+    prepared = prepare(recipe_of(source, overlong="drop"), CHAT, cache)
     assert answers(prepared.train) == ["Bye<|im_end|>"]
     assert prepared.counts["train"]["dropped"] == 1
 
@@ -179,20 +163,20 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("template", BROKEN)
-def test_a_broken_chat_template_is_reported_once(tmp_path, template):
+def test_a_broken_chat_template_is_reported_once(tmp_path, cache, template):
     rows = [{"question": f"Hi {n}", "answer": f"Bye {n}"} for n in range(40)]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     broken = Chat(CHAT.tokenizer, template)
-    (problem,) = problems_of(recipe_of(source), tmp_path / "cache", broken)
+    (problem,) = problems_of(recipe_of(source), cache, broken)
     assert problem.startswith(f"{source} row 1 (and 39 more rows): chat template: ")
     assert BROKEN[template] in problem
 
 
-def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path):
+def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path, cache):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", "completion": " there"}])
     chat = load_chat(small_tokenizer(), None)
     assert chat.template is None
-    prepared = prepare(recipe_of(source, "prompt_completion"), chat, tmp_path / "cache")
+    prepared = prepare(recipe_of(source, "prompt_completion"), chat, cache)
     assert answers(prepared.train, chat) == [" there</s>"]
 
 
@@ -201,10 +185,10 @@ def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path):
 ANSWERS = [{"question": f"Hi {n}", "answer": "Hello there " * 20} for n in range(5)]
 
 
-def test_losing_the_end_of_every_row_is_an_error(tmp_path):
+def test_losing_the_end_of_every_row_is_an_error(tmp_path, cache):
     source = write_jsonl(tmp_path / "a.jsonl", ANSWERS)
     recipe = recipe_of(source, max_length=24, overlong="truncate")
-    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe, cache)
     assert (counts["truncated"], counts["unended"], counts["eaten"]) == (5, 5, 0)
     assert counts["first"]["unended"] == f"{source} row 1"
     assert list(mistakes(counts)) == [
@@ -214,11 +198,11 @@ def test_losing_the_end_of_every_row_is_an_error(tmp_path):
     ]
 
 
-def test_truncating_every_answer_away_is_an_error(tmp_path):
+def test_truncating_every_answer_away_is_an_error(tmp_path, cache):
     asked = [{"question": "What is " * 30, "answer": "Bye"}] * 2
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, *asked])
     recipe = recipe_of(source, max_length=24, overlong="truncate")
-    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe, cache)
     assert (counts["rows"], counts["truncated"], counts["eaten"], counts["untrained"]) == (
         1,
         2,
@@ -238,14 +222,14 @@ def test_truncating_every_answer_away_is_an_error(tmp_path):
     ]
 
 
-def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_path):
+def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_path, cache):
     asked = {"role": "user", "content": "Hi"}
     answers = ("Bye", " \n", "Bye", "", "Bye " * 30)
     talks = [[asked, {"role": "assistant", "content": answer}] for answer in answers]
     rows = [{"messages": each} for each in [*talks[:2], [asked], *talks[2:], [asked]]]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     recipe = recipe_of(source, "messages", max_length=32, overlong="drop")
-    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe, cache)
     assert describe(counts)[1] == (
         f"2 with only empty answers (first: {source} row 2), "
         f"2 without a trained token (first: {source} row 3), "
@@ -253,23 +237,23 @@ def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_p
     )
 
 
-def test_a_source_whose_rows_never_end_is_refused_in_a_mixture(tmp_path):
+def test_a_source_whose_rows_never_end_is_refused_in_a_mixture(tmp_path, cache):
     cut = write_jsonl(tmp_path / "cut.jsonl", [{"question": "Hi", "answer": "Bye " * 40}] * 3)
     whole = write_jsonl(tmp_path / "whole.jsonl", [{"question": "Hi", "answer": "Bye"}])
     sources = (Data(source, "question_answer") for source in (whole, cut))
     recipe = SFT().with_data(*sources).with_batch(max_length=24, overlong="truncate")
-    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe, cache)
     (said,) = mistakes(counts)
     assert said.startswith(f"{cut}: none of its 3 rows is trained to end (3 are truncated); raise")
 
 
-def test_unusual_rows_are_counted_and_reported(tmp_path):
+def test_unusual_rows_are_counted_and_reported(tmp_path, cache):
     short = {"question": "Hi", "answer": "Bye"}
     only_asked = {"messages": [{"role": "user", "content": "Hi"}]}
     rows = [short, short, short, ANSWERS[0], {**short, "messages": only_asked}]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     recipe = recipe_of(source, max_length=24, overlong="truncate")
-    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe, cache)
     tokens, trained = counts["tokens"], counts["trained_tokens"]
     assert describe(counts) == [
         f"5 rows; {tokens} tokens, {trained / tokens:.1%} trained; longest 24",

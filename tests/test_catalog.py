@@ -5,7 +5,6 @@ import json
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +15,7 @@ from finetune.errors import FinetuneError
 from finetune.methods import find_method
 from finetune.methods.pretrain import Pretrain
 from finetune.methods.sft import SFT
-from finetune.recipe import (
-    Batch,
-    Data,
-    Evaluation,
-    Kernels,
-    LoRA,
-    Model,
-    Optim,
-    Recipe,
-    Saving,
-)
+from finetune.recipe import Batch, Data, Evaluation, Kernels, LoRA, Model, Optim, Recipe, Saving
 
 SHIPPED = catalog.names()
 
@@ -65,7 +54,7 @@ backend: zero2
 """
 
 
-def test_python_yaml_and_json_give_the_same_recipe(tmp_path: Path) -> None:
+def test_python_yaml_and_json_give_the_same_recipe(tmp_path):
     for name, text in (
         ("r.py", PYTHON),
         ("r.yaml", YAML),
@@ -86,7 +75,7 @@ def test_python_yaml_and_json_give_the_same_recipe(tmp_path: Path) -> None:
     ("text", "number"),
     [("1e6", 1e6), ("2e-4", 2e-4), ("-1.5E+3", -1500.0), (".5e1", 5.0), ("7", 7), ("0.1", 0.1)],
 )
-def test_yaml_reads_numbers_as_python_does(tmp_path: Path, text: str, number: float) -> None:
+def test_yaml_reads_numbers_as_python_does(tmp_path, text, number):
     path = tmp_path / "r.yaml"
     path.write_text(f"method: sft\nmodel: {{config: {{model_type: llama, rope_theta: {text}}}}}\n")
     config = catalog.load(path).model.config
@@ -94,14 +83,14 @@ def test_yaml_reads_numbers_as_python_does(tmp_path: Path, text: str, number: fl
 
 
 @pytest.mark.parametrize("text", ["1e", "e5", "1e5x", "2024-01-02e", "0xe5"])
-def test_text_that_is_not_a_number_stays_text_in_yaml(tmp_path: Path, text: str) -> None:
+def test_text_that_is_not_a_number_stays_text_in_yaml(tmp_path, text):
     path = tmp_path / "r.yaml"
     path.write_text(f"method: sft\nmodel: {{config: {{name: {text}z}}}}\n")
     assert catalog.load(path).model.config == {"name": f"{text}z"}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_recipe_is_the_same_in_yaml_and_json(name: str, tmp_path: Path) -> None:
+def test_every_shipped_recipe_is_the_same_in_yaml_and_json(name, tmp_path):
     recipe = catalog.resolve(name)
     fields = catalog.to_fields(recipe)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(fields))
@@ -112,7 +101,7 @@ def test_every_shipped_recipe_is_the_same_in_yaml_and_json(name: str, tmp_path: 
     assert type(recipe) is find_method(recipe.method)
 
 
-def test_a_recipe_of_another_method_is_another_value() -> None:
+def test_a_recipe_of_another_method_is_another_value():
     assert catalog.from_fields({"method": "pretrain"}) == Pretrain()
     assert catalog.from_fields({"method": "sft"}) == SFT()
     assert SFT() != Pretrain()
@@ -171,7 +160,7 @@ def test_a_recipe_of_another_method_is_another_value() -> None:
         ("train_on=all", "train_on", "all"),
     ],
 )
-def test_an_override_sets_one_field_and_no_other(pair: str, path: str, value: object) -> None:
+def test_an_override_sets_one_field_and_no_other(pair, path, value):
     before = catalog.resolve("qwen3_0_6b_lora")
     after = catalog.resolve("qwen3_0_6b_lora", [pair])
     got: Any = after
@@ -223,7 +212,7 @@ def read(recipe: Recipe, path: str) -> Any:
     return got
 
 
-def test_every_value_that_a_field_lists_can_be_typed_as_it_is_listed() -> None:
+def test_every_value_that_a_field_lists_can_be_typed_as_it_is_listed():
     assert len(LISTED) > 70
     for path, value in LISTED:
         words = {True: "true", False: "false", None: "null"}
@@ -232,7 +221,7 @@ def test_every_value_that_a_field_lists_can_be_typed_as_it_is_listed() -> None:
         assert (got, type(got)) == (value, type(value)), path
 
 
-def test_every_default_can_be_typed_as_it_is_shown() -> None:
+def test_every_default_can_be_typed_as_it_is_shown():
     shown = catalog.to_fields(FULL)
     for path, _, field in every_field():
         if dataclasses.is_dataclass(value := read(FULL, path)) or path in ("data", "eval_data"):
@@ -247,50 +236,41 @@ def test_every_default_can_be_typed_as_it_is_shown() -> None:
 @pytest.mark.parametrize(
     ("pair", "problem"),
     [
-        (
-            "model.quantization=null",
-            "override: model.quantization: got None, expected none or nf4 or int8; "
-            "did you mean 'none'?",
-        ),
+        ("model.quantization=null",
+            "override: model.quantization: got None, expected none or nf4 or int8; did you mean "
+            "'none'?"),
         ("model.name=", "override: model.name: String should have at least 1 character, got ''"),
-        (
-            "batch.rows=none",
-            "override: batch.rows: Input should be a valid integer, got None",
-        ),
-        (
-            "adapter.modules_to_save=none",
-            "override: adapter.modules_to_save: Input should be a valid tuple, got None",
-        ),
+        ("batch.rows=none", "override: batch.rows: Input should be a valid integer, got None"),
+        ("adapter.modules_to_save=none",
+            "override: adapter.modules_to_save: Input should be a valid tuple, got None"),
         ("max_steps=true", "override: max_steps: Input should be a number, got True"),
         ("data.0.first=true", "override: data.0.first: Input should be a number, got True"),
-        (
-            "adapter.rank_pattern={q_proj: true}",
-            "override: adapter.rank_pattern.q_proj: Input should be a number, got True",
-        ),
+        ("adapter.rank_pattern={q_proj: true}",
+            "override: adapter.rank_pattern.q_proj: Input should be a number, got True"),
         ("optim.lr=nan", "override: optim.lr: Input should be a finite number, got nan"),
         ("data.1.source=a", "data.1.source: there is no such place in the recipe"),
         ("optim.lr.x=1", "optim.lr.x: there is no such place in the recipe"),
         ("optim", "'optim': expected key=value"),
     ],
-)
-def test_an_invalid_override_is_refused(pair: str, problem: str) -> None:
+)  # fmt: skip
+def test_an_invalid_override_is_refused(pair, problem):
     with pytest.raises(FinetuneError) as error:
         catalog.resolve("qwen3_0_6b_lora", [pair])
     assert error.value.problems == (problem,)
 
 
-def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file() -> None:
+def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file():
     recipe = catalog.resolve("qwen3_0_6b_lora", ["optim.lr=1", "adapter.r=4", "optim.lr=2"])
     assert (recipe.optim.lr, recipe.adapter) == (2.0, LoRA(r=4))
 
 
-def test_overrides_remove_and_add_an_adapter() -> None:
+def test_overrides_remove_and_add_an_adapter():
     assert catalog.resolve("qwen3_0_6b_lora", ["adapter=null"]).adapter is None
     assert catalog.resolve("qwen3_0_6b_full", ["adapter.r=4"]).adapter == LoRA(r=4)
     assert catalog.resolve("qwen3_0_6b_full", ['adapter={"r": 4}']).adapter == LoRA(r=4)
 
 
-def test_every_problem_is_reported_with_its_path() -> None:
+def test_every_problem_is_reported_with_its_path():
     fields = {
         "method": "sft",
         "model": {"name": "a", "quantisation": "nf4", "attention": "flash"},
@@ -314,12 +294,12 @@ def test_every_problem_is_reported_with_its_path() -> None:
     ]
 
 
-def test_a_model_is_either_named_or_built() -> None:
+def test_a_model_is_either_named_or_built():
     with pytest.raises(FinetuneError, match=r"give `name` .* or `config` .*, not both"):
         catalog.resolve("quickstart_base", ["model.name=a"])
 
 
-def test_a_recipe_cannot_be_changed_in_place() -> None:
+def test_a_recipe_cannot_be_changed_in_place():
     recipe = catalog.resolve("quickstart")
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.seed = 1  # type: ignore[misc]
@@ -327,7 +307,7 @@ def test_a_recipe_cannot_be_changed_in_place() -> None:
         recipe.optim.lr = 1.0  # type: ignore[misc]
 
 
-def test_only_what_changes_the_mathematics_is_a_difference() -> None:
+def test_only_what_changes_the_mathematics_is_a_difference():
     recipe = catalog.resolve("quickstart")
     free: Recipe = (
         recipe.with_backend("ddp").with_saving(every=1).with_evaluation(every=5)
@@ -342,9 +322,7 @@ def test_only_what_changes_the_mathematics_is_a_difference() -> None:
     ]
 
 
-def test_recipes_of_the_working_directory_come_before_those_that_are_shipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_of_the_working_directory_come_before_those_that_are_shipped(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/quickstart.yaml").write_text("# Mine.\nmethod: sft\nseed: 7\n")
     (tmp_path / "recipes/_part.yaml").write_text("method: sft\n")

@@ -45,9 +45,7 @@ def write_small_recipe(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["finetune", "tokenize", "queue"])
-def test_a_module_of_the_working_folder_is_never_picked_up(
-    tmp_path: Path, made: tuple[Path, Path], name: str
-):
+def test_a_module_of_the_working_folder_is_never_picked_up(tmp_path, made, name):
     (tmp_path / f"{name}.py").write_text("print('A STRANGER RUNS'); raise SystemExit(0)\n")
     # As the installed script does.
     code = "import sys; from finetune.cli import run; sys.argv[0] = 'finetune'; run()"
@@ -62,9 +60,7 @@ def test_a_module_of_the_working_folder_is_never_picked_up(
     assert (tmp_path / "run/final/adapter_model.safetensors").is_file()
 
 
-def test_a_module_next_to_a_manual_launch_does_not_shadow_the_standard_library(
-    tmp_path: Path,
-):
+def test_a_module_next_to_a_manual_launch_does_not_shadow_the_standard_library(tmp_path):
     (tmp_path / "tokenize.py").write_text("print('A STRANGER RUNS')\n")
     (tmp_path / "yaml.py").write_text("print('A STRANGER RUNS')\n")
     done = subprocess.run(
@@ -79,7 +75,7 @@ def test_a_module_next_to_a_manual_launch_does_not_shadow_the_standard_library(
 # Streams and signals.
 
 
-def test_training_continues_when_its_output_is_closed(tmp_path: Path, made: tuple[Path, Path]):
+def test_training_continues_when_its_output_is_closed(tmp_path, made):
     reader, writer = os.pipe()
     os.close(reader)
     run = tmp_path / "run"
@@ -99,9 +95,7 @@ def test_training_continues_when_its_output_is_closed(tmp_path: Path, made: tupl
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 @pytest.mark.slow
-def test_a_launch_continues_when_the_disk_of_its_log_is_full(
-    tmp_path: Path, made: tuple[Path, Path]
-):
+def test_a_launch_continues_when_the_disk_of_its_log_is_full(tmp_path, made):
     run = tmp_path / "run"
     words = ["launch", str(made[0]), "--precision", "fp32", "--no-plot", "--output", str(run)]
     with Path("/dev/full").open("w") as full:
@@ -114,7 +108,7 @@ def test_a_launch_continues_when_the_disk_of_its_log_is_full(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_an_answer_that_could_not_be_written_is_a_failure(tmp_path: Path):
+def test_an_answer_that_could_not_be_written_is_a_failure(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "finetune", "list"], stdout=full, stderr=subprocess.PIPE,
@@ -126,7 +120,7 @@ def test_an_answer_that_could_not_be_written_is_a_failure(tmp_path: Path):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path: Path, made: tuple[Path, Path]):
+def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path, made):
     run = Run(tmp_path / "run")
     words = ["train", str(made[0]), "max_steps=100000", "--precision", "fp32", "--no-plot"]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup
@@ -151,7 +145,7 @@ def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path: Path, made: tuple
 # Files and records.
 
 
-def test_a_file_error_of_a_user_is_reported_and_a_bug_is_not_hidden(tmp_path: Path):
+def test_a_file_error_of_a_user_is_reported_and_a_bug_is_not_hidden(tmp_path):
     denied = PermissionError(13, "Permission denied", str(tmp_path / "a"))
     assert of_a_file(denied) == f"{tmp_path / 'a'}: Permission denied"
     assert of_a_file(FileNotFoundError(2, "No such file", str(ROOT / "finetune/x.json"))) is None
@@ -162,7 +156,7 @@ def test_a_file_error_of_a_user_is_reported_and_a_bug_is_not_hidden(tmp_path: Pa
 SHAPES = ["", "[", "[]", '"x"', "null", "5", "[5]", "[{}]", '{"a": 1}', "\ud800"]
 
 
-def test_a_damaged_record_is_named_by_the_report(made: tuple[Path, Path]):
+def test_a_damaged_record_is_named_by_the_report(made):
     from finetune.reports.page import report
 
     run = Run(made[1])
@@ -188,7 +182,7 @@ def test_a_damaged_record_is_named_by_the_report(made: tuple[Path, Path]):
     run.plan.write_text(json.dumps(inner))
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing_behind(made: tuple[Path, Path]):
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(made):
     from finetune.reports.page import report
 
     run = Run(made[1])
@@ -201,9 +195,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(made: tuple[Path, P
     assert {path.name for path in run.root.iterdir()} == before
 
 
-def test_an_export_reports_an_unusable_target(
-    tmp_path: Path, made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_export_reports_an_unusable_target(tmp_path, made, monkeypatch):
     from finetune.exporters.export import export
 
     run = Run(made[1])
@@ -222,9 +214,7 @@ def test_an_export_reports_an_unusable_target(
     assert (tmp_path / "here/adapter_model.safetensors").is_file()
 
 
-def test_without_a_home_directory_the_error_names_the_cache_variable(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_without_a_home_directory_the_error_names_the_cache_variable(monkeypatch):
     for name in ("FINETUNE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/.cache")
@@ -241,15 +231,13 @@ SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "co
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "did not finish within",
-        ),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "did not finish within"),
         ("{{ 'x' * 10**12 }}", "too much memory"),
         ("{{ 'x' | center(10**12) }}", "too much memory"),
     ],
-)
-def test_a_template_has_limits(template: str, said: str, monkeypatch: pytest.MonkeyPatch):
+)  # fmt: skip
+def test_a_template_has_limits(template, said, monkeypatch):
     monkeypatch.setattr(template_limits, "SECONDS", 0.3)
     turns = Turns(small_tokenizer(), template)
     for _ in range(4):
@@ -275,9 +263,7 @@ def listening(process: "subprocess.Popen[str]") -> set[str]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
-def test_a_launch_on_one_machine_listens_on_the_loopback_only(
-    tmp_path: Path, made: tuple[Path, Path], backend: str
-):
+def test_a_launch_on_one_machine_listens_on_the_loopback_only(tmp_path, made, backend):
     run = Run(tmp_path / "run")
     words = ["launch", str(made[0]), "max_steps=100000", "--backend", backend, "--processes", "2"]
     words += ["--precision", "fp32", "--no-plot", "--output", str(run.root)]

@@ -47,7 +47,7 @@ def recipe(toy: Path, tiny: Tiny, name: str, **sections: object) -> Path:
     return path
 
 
-def test_extensions_outside_the_package_are_named_and_run(toy: Path, tiny: Tiny) -> None:
+def test_extensions_outside_the_package_are_named_and_run(toy, tiny):
     losses = {}
     for name, method in (("plain", "sft"), ("doubled", "toy_tuning:Doubled")):
         asked = recipe(toy, tiny, name, method=method)
@@ -87,9 +87,7 @@ def test_extensions_outside_the_package_are_named_and_run(toy: Path, tiny: Tiny)
         (["--launcher", "acelerate"], "--launcher: got 'acelerate', expected one of accelerate"),
     ],
 )
-def test_a_name_of_nothing_is_refused(
-    toy: Path, tiny: Tiny, words: list[str], problem: str
-) -> None:
+def test_a_name_of_nothing_is_refused(toy, tiny, words, problem):
     done = finetune(toy, "launch", recipe(toy, tiny, "refused"), "--output", toy / "no", *words)
     assert done.returncode == 2
     assert problem in done.stderr
@@ -97,9 +95,7 @@ def test_a_name_of_nothing_is_refused(
     assert not (toy / "no").exists()
 
 
-def test_a_module_that_fails_to_import_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_fails_to_import_is_reported(tmp_path, monkeypatch):
     (tmp_path / "broken_toy.py").write_text("import nothing_of_the_kind\n")
     (tmp_path / "raising_toy.py").write_text("raise ValueError('not today')\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -4,13 +4,12 @@ import itertools
 import json
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Tiny, run_command, warm_python, write_recipe
+from conftest import run_command, warm_python, write_recipe
 from test_backends import losses
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +51,7 @@ sys.exit(main(sys.argv[1:]))
 """Runs the command line and prints how many collectives were begun when each step was over."""
 
 
-def test_the_next_step_is_made_while_this_one_runs() -> None:
+def test_the_next_step_is_made_while_this_one_runs():
     begun = [threading.Event() for _ in range(3)]
 
     def make(step: int) -> int:
@@ -66,12 +65,12 @@ def test_the_next_step_is_made_while_this_one_runs() -> None:
     assert not begun[2].is_set()  # there is no such step
 
 
-def test_a_feed_gives_any_step_it_is_asked_for() -> None:
+def test_a_feed_gives_any_step_it_is_asked_for():
     with feed(lambda step: 10 * step, 9, CPU) as rows:
         assert [rows.take(step) for step in (4, 5, 2, 8)] == [40, 50, 20, 80]
 
 
-def test_what_fails_in_the_thread_is_raised_at_its_step_and_no_earlier() -> None:
+def test_what_fails_in_the_thread_is_raised_at_its_step_and_no_earlier():
     def make(step: int) -> int:
         if step == 1:
             raise OSError("the file was cut short")
@@ -84,7 +83,7 @@ def test_what_fails_in_the_thread_is_raised_at_its_step_and_no_earlier() -> None
         assert rows.take(2) == 2
 
 
-def test_the_thread_of_a_feed_ends_with_it() -> None:
+def test_the_thread_of_a_feed_ends_with_it():
     before = threading.active_count()
     with feed(lambda step: step, 5, CPU) as rows:
         rows.take(0)
@@ -92,7 +91,7 @@ def test_the_thread_of_a_feed_ends_with_it() -> None:
     assert threading.active_count() == before
 
 
-def test_rows_that_take_half_a_step_are_not_waited_for() -> None:
+def test_rows_that_take_half_a_step_are_not_waited_for():
     step_seconds, waited = 0.1, 0.0
 
     def make(step: int) -> int:
@@ -111,7 +110,7 @@ def test_rows_that_take_half_a_step_are_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("packed", "free"), [(False, False), (False, True), (True, False)])
-def test_terms_are_counted_without_the_micro_batches(packed: bool, free: bool) -> None:
+def test_terms_are_counted_without_the_micro_batches(packed, free):
     rng = np.random.default_rng(5)
     lengths = rng.integers(1, 30, 40)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -175,13 +174,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     ],
     ids=["side by side", "packs", "padded", "equally long"],
 )
-def test_a_step_waits_for_its_device_twice(
-    tiny: Tiny,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sections: dict[str, Any],
-    equal: bool,
-) -> None:
+def test_a_step_waits_for_its_device_twice(tiny, tmp_path, monkeypatch, sections, equal):
     """For the norm of the gradient, and for the sums that are reported; counted on a CPU."""
     waits = list[int]()
     step_of = stages.train_step
@@ -205,9 +198,7 @@ def test_a_step_waits_for_its_device_twice(
 
 
 @pytest.mark.parametrize("control", ["default", "gloo"])
-def test_ranks_communicate_once_per_step_apart_from_the_gradient(
-    tiny: Tiny, tmp_path: Path, control: str
-) -> None:
+def test_ranks_communicate_once_per_step_apart_from_the_gradient(tiny, tmp_path, control):
     sections = {
         "max_steps": 8,
         "saving": {"every": 99},

@@ -251,7 +251,7 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_a_row_becomes_exactly_this_sample(name: str):
+def test_a_row_becomes_exactly_this_sample(name):
     data_format, row, sample = GOLDEN[name]
     assert read_row(data_format, row) == sample
 
@@ -554,7 +554,7 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_row_that_does_not_fit_is_refused_with_the_reason(name: str):
+def test_a_row_that_does_not_fit_is_refused_with_the_reason(name):
     data_format, row, message = PROBLEMS[name]
     with pytest.raises(RowProblem) as error:
         read_row(data_format, row)

@@ -61,9 +61,7 @@ def losses(run: Run) -> list[float]:
 
 
 @pytest.mark.slow
-def test_names_on_the_hub_train_what_their_files_train(
-    hub: tuple[Verb, list[str]], tiny: Tiny, tmp_path: Path
-) -> None:
+def test_names_on_the_hub_train_what_their_files_train(hub, tiny, tmp_path):
     finetune, asked = hub
     named = fields(tiny)
     files = named | {key: tiny.fields()[key] for key in ("model", "data", "eval_data")}
@@ -87,9 +85,7 @@ def test_names_on_the_hub_train_what_their_files_train(
 
 
 @pytest.mark.slow
-def test_an_adapter_of_the_hub_is_trained_further_as_its_folder_is(
-    hub: tuple[Verb, list[str]], tiny: Tiny, tmp_path: Path
-) -> None:
+def test_an_adapter_of_the_hub_is_trained_further_as_its_folder_is(hub, tiny, tmp_path):
     finetune, _ = hub
     first = Run(tmp_path / "first")
     recipe = write_recipe(tmp_path / "first.json", fields(tiny))
@@ -114,9 +110,7 @@ def test_an_adapter_of_the_hub_is_trained_further_as_its_folder_is(
     assert "model.adapter: 'someone/absent' is not a folder here" in done.stderr
 
 
-def test_a_stream_reads_what_it_needs_and_leaves_no_copy(
-    hub: tuple[Verb, list[str]], tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_stream_reads_what_it_needs_and_leaves_no_copy(hub, tiny, tmp_path):
     finetune, asked = hub
     recipe = write_recipe(
         tmp_path / "r.json", fields(tiny, stream=True, first=10) | {"eval_data": []}
@@ -136,9 +130,7 @@ def test_a_stream_reads_what_it_needs_and_leaves_no_copy(
     assert not any("train.jsonl" in request for request in asked)
 
 
-def test_a_plan_reads_the_config_of_a_model_on_the_hub(
-    hub: tuple[Verb, list[str]], tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_plan_reads_the_config_of_a_model_on_the_hub(hub, tiny, tmp_path):
     finetune, asked = hub
     recipe = write_recipe(tmp_path / "r.json", fields(tiny))
     done = finetune("plan", recipe, "--gpu", "H100-80", "--backend", "single", "--json")
@@ -160,16 +152,11 @@ def header(file: Path) -> dict[str, Any]:
     [
         ("model", {"name": "someone/nothing"}, "model.name"),
         ("data", [{"source": "someone/nothing", "format": "messages"}], "data.source"),
-        (
-            "data",
-            [{"source": "someone/chats", "format": "messages", "split": "x"}],
-            "Unknown split",
-        ),
+        ("data", [{"source": "someone/chats", "format": "messages", "split": "x"}],
+            "Unknown split"),
     ],
-)
-def test_a_name_that_the_hub_does_not_have_is_a_mistake(
-    hub: tuple[Verb, list[str]], tiny: Tiny, tmp_path: Path, section: str, value: Any, told: str
-) -> None:
+)  # fmt: skip
+def test_a_name_that_the_hub_does_not_have_is_a_mistake(hub, tiny, tmp_path, section, value, told):
     finetune, _ = hub
     recipe = write_recipe(tmp_path / "r.json", fields(tiny) | {section: value})
     done = finetune("train", recipe, "--output", tmp_path / "run")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import Finetune
 
 from finetune import catalog, importers
 from finetune.errors import FinetuneError
@@ -19,7 +18,7 @@ from finetune.recipe import Data, Recipe, Teacher
 
 
 @pytest.mark.parametrize("name", list(catalog.names()))
-def test_a_recipe_is_the_same_after_it_was_written_as_a_file(name: str, tmp_path: Path) -> None:
+def test_a_recipe_is_the_same_after_it_was_written_as_a_file(name, tmp_path):
     recipe = catalog.resolve(name)
     (tmp_path / "r.yaml").write_text(render(recipe, "As it was.", ["a note"]))
     assert catalog.load(tmp_path / "r.yaml") == recipe
@@ -39,7 +38,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-def test_every_field_is_written_and_becomes_valid_without_its_mark(method: str, tmp_path: Path):
+def test_every_field_is_written_and_becomes_valid_without_its_mark(method, tmp_path):
     recipe = find_method(method)(**NEEDED.get(method, {})).with_lora()
     recipe = recipe.with_data(catalog.resolve("quickstart").data[0])
     text = render(recipe, "Every field.", [])
@@ -60,7 +59,7 @@ def _is_field(line: str) -> bool:
     return line.startswith(("#  ", "#-")) or (line[:1] == "#" and line[1:2].isalpha())
 
 
-def test_init_writes_a_file_that_is_found_by_its_name(finetune: Finetune, tmp_path: Path) -> None:
+def test_init_writes_a_file_that_is_found_by_its_name(finetune, tmp_path):
     done = finetune("init", "mine", "--from", "smollm2_135m_lora", cwd=tmp_path)
     assert (done.status, done.stdout.split(";")[0]) == (0, "wrote recipes/mine.yaml")
     shown = finetune("show", "mine", "--json", cwd=tmp_path)
@@ -80,9 +79,7 @@ def test_init_writes_a_file_that_is_found_by_its_name(finetune: Finetune, tmp_pa
         (["mine", "--from", "qwen3_0_6b_lra"], "recipe 'qwen3_0_6b_lra': unknown; did you mean"),
     ],
 )
-def test_init_refuses_what_cannot_be_a_recipe(
-    finetune: Finetune, tmp_path: Path, words: list[str], told: str
-) -> None:
+def test_init_refuses_what_cannot_be_a_recipe(finetune, tmp_path, words, told):
     done = finetune("init", *words, cwd=tmp_path)
     assert done.status == 2
     assert done.stderr.startswith(f"error: {told}")
@@ -277,7 +274,7 @@ def imported(path: Path, processes: int = 1) -> tuple[Recipe, dict[str, tuple[st
     return recipe, dict(job.outcomes)
 
 
-def test_axolotl_qlora_is_the_recipe_that_means_the_same(folder: Path) -> None:
+def test_axolotl_qlora_is_the_recipe_that_means_the_same(folder):
     recipe, said = imported(folder / "qlora.yml", 4)
     talk = {"source": "data/chat.jsonl", "format": "sharegpt", "columns": {"talk": "conversations"}}
     assert recipe == catalog.from_fields(
@@ -310,7 +307,7 @@ def test_axolotl_qlora_is_the_recipe_that_means_the_same(folder: Path) -> None:
     assert {key for key, (kind, _) in said.items() if kind == "differs"} == {"datasets.0.type"}
 
 
-def test_axolotl_with_all_weights_on_text(folder: Path) -> None:
+def test_axolotl_with_all_weights_on_text(folder):
     recipe, said = imported(folder / "full.yml", 8)
     columns = {"columns": {"story": "text"}}
     assert recipe == catalog.from_fields(
@@ -331,7 +328,7 @@ def test_axolotl_with_all_weights_on_text(folder: Path) -> None:
     assert {key for key, (kind, _) in said.items() if kind == "differs"} == {"chat_template"}
 
 
-def test_llamafactory_is_the_recipe_that_means_the_same(folder: Path) -> None:
+def test_llamafactory_is_the_recipe_that_means_the_same(folder):
     recipe, said = imported(folder / "llama.yml", 2)
     assert recipe == catalog.from_fields(
         {
@@ -369,7 +366,7 @@ def test_llamafactory_is_the_recipe_that_means_the_same(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_llamafactory_pretraining_of_all_weights(folder: Path) -> None:
+def test_llamafactory_pretraining_of_all_weights(folder):
     recipe, said = imported(folder / "llama_full.yml")
     columns = {"columns": {"body": "text"}, "format": "text"}
     assert recipe == catalog.from_fields(
@@ -392,7 +389,7 @@ def test_llamafactory_pretraining_of_all_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_key_is_dropped_in_silence(folder: Path, name: str) -> None:
+def test_no_key_is_dropped_in_silence(folder, name):
     given = yaml.safe_load(FILES[name])
     given["a_key_of_tomorrow"] = 3
     (folder / "more.yml").write_text(yaml.safe_dump(given))
@@ -409,7 +406,7 @@ ODD: list[Any] = ["word", -1, 0.5, True, False, [], [1], {"a": 1}, [{}]]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_value_is_imported_or_refused_with_a_sentence(folder: Path, name: str) -> None:
+def test_any_value_is_imported_or_refused_with_a_sentence(folder, name):
     given = yaml.safe_load(FILES[name])
     refused = accepted = tried = 0
     for key in given:
@@ -426,9 +423,7 @@ def test_any_value_is_imported_or_refused_with_a_sentence(folder: Path, name: st
     assert min(refused, accepted) > 10
 
 
-def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(
-    finetune: Finetune, folder: Path
-) -> None:
+def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finetune, folder):
     done = finetune("import", "llama.yml", "--processes", "2", cwd=folder)
     assert done.status == 0, done.output
     assert (
@@ -453,31 +448,21 @@ def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(
         ("a: [", "f.yml: cannot be read as YAML: "),
         ("- 1", "f.yml: expected keys and values, got list"),
         ("lr: 3", "f.yml: not a configuration that can be imported: it has neither base_model"),
-        (
-            "base_model: m\nrl: grpo",
-            "f.yml: rl: grpo: supervised fine-tuning, pretraining and rl of",
-        ),
+        ("base_model: m\nrl: grpo",
+            "f.yml: rl: grpo: supervised fine-tuning, pretraining and rl of"),
         ("base_model: m\nadapter: oft", "f.yml: adapter: oft: expected lora or qlora"),
         ("base_model: m\nlearning_rate: fast", "f.yml: optim.lr: Input should be a valid number"),
         ("base_model: m\ndatasets: d", "f.yml: datasets: expected a list, got d"),
-        (
-            "model_name_or_path: m\nstage: ppo",
-            "f.yml: stage: ppo: sft, pt, dpo and kto are imported",
-        ),
-        (
-            "model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",
-            "f.yml: pref_loss: kto_pair: expected one of sigmoid",
-        ),
-        (
-            "model_name_or_path: m\nfinetuning_type: freeze",
-            "f.yml: finetuning_type: freeze: expected lora or full",
-        ),
+        ("model_name_or_path: m\nstage: ppo",
+            "f.yml: stage: ppo: sft, pt, dpo and kto are imported"),
+        ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",
+            "f.yml: pref_loss: kto_pair: expected one of sigmoid"),
+        ("model_name_or_path: m\nfinetuning_type: freeze",
+            "f.yml: finetuning_type: freeze: expected lora or full"),
         ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: no dataset_info.json"),
     ],
-)
-def test_import_errors_name_the_file_and_the_key(
-    finetune: Finetune, tmp_path: Path, text: str, told: str
-) -> None:
+)  # fmt: skip
+def test_import_errors_name_the_file_and_the_key(finetune, tmp_path, text, told):
     (tmp_path / "f.yml").write_text(text)
     done = finetune("import", "f.yml", cwd=tmp_path)
     assert done.status == 2
@@ -485,7 +470,7 @@ def test_import_errors_name_the_file_and_the_key(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.yml"]
 
 
-def test_a_data_set_that_is_not_described_or_of_preferences_is_refused(folder: Path) -> None:
+def test_a_data_set_that_is_not_described_or_of_preferences_is_refused(folder):
     for name, told in (("identit", "did you mean 'identity'?"), ("pairs", "a preference data set")):
         (folder / "f.yml").write_text(f"model_name_or_path: m\ndataset: {name}")
         with pytest.raises(FinetuneError, match=f"dataset: {name}: .*") as caught:
@@ -497,49 +482,33 @@ def test_a_data_set_that_is_not_described_or_of_preferences_is_refused(folder: P
     ("text", "method", "own", "data"),
     [
         (
-            "base_model: m\nrl: dpo\nrl_beta: 0.2\ndpo_label_smoothing: 0.1\ndatasets:\n"
-            "  - {path: d, type: chatml.intel}",
-            "dpo", {"beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid"},
-            ("d", "alpaca_preference", {"question": "instruction"}),
-        ),
+            "base_model: m\nrl: dpo\nrl_beta: 0.2\ndpo_label_smoothing: 0.1\ndatasets:\n  - "
+            "{path: d, type: chatml.intel}", "dpo",
+            {"beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid"},
+            ("d", "alpaca_preference", {"question": "instruction"})),
+        ("base_model: m\nrl: ipo\ndatasets:\n  - {path: d, type: llama3.ultra}", "dpo",
+            {"loss_type": "ipo"}, ("d", "preference", {})),
         (
-            "base_model: m\nrl: ipo\ndatasets:\n  - {path: d, type: llama3.ultra}",
-            "dpo", {"loss_type": "ipo"}, ("d", "preference", {}),
-        ),
+            "base_model: m\nrl: orpo\norpo_alpha: 0.2\ndatasets:\n  - {path: d, type: "
+            "chat_template.default, field_messages: talk}", "orpo", {"beta": 0.2},
+            ("d", "preference", {"talk": "prompt"})),
+        ("base_model: m\nrl: simpo\nrl_beta: 2\ndatasets:\n  - {path: d, type: chatml.ultra}",
+            "simpo", {"beta": 2.0, "gamma": 0.5}, ("d", "preference", {})),
         (
-            "base_model: m\nrl: orpo\norpo_alpha: 0.2\ndatasets:\n"
-            "  - {path: d, type: chat_template.default, field_messages: talk}",
-            "orpo", {"beta": 0.2}, ("d", "preference", {"talk": "prompt"}),
-        ),
-        (
-            "base_model: m\nrl: simpo\nrl_beta: 2\ndatasets:\n  - {path: d, type: chatml.ultra}",
-            "simpo", {"beta": 2.0, "gamma": 0.5}, ("d", "preference", {}),
-        ),
-        (
-            "base_model: m\nmicro_batch_size: 8\nrl: kto\nkto_undesirable_weight: 1.5\ndatasets:\n"
-            "  - {path: d, type: chatml.argilla}",
-            "kto", {"undesirable_weight": 1.5},
-            ("d", "kto", {"instruction": "question", "completion": "answer"}),
-        ),
-        (
-            "model_name_or_path: m\nstage: dpo\npref_beta: 0.3\npref_ftx: 0.5\ndataset: compared",
+            "base_model: m\nmicro_batch_size: 8\nrl: kto\nkto_undesirable_weight: "
+            "1.5\ndatasets:\n  - {path: d, type: chatml.argilla}", "kto",
+            {"undesirable_weight": 1.5},
+            ("d", "kto", {"instruction": "question", "completion": "answer"})),
+        ("model_name_or_path: m\nstage: dpo\npref_beta: 0.3\npref_ftx: 0.5\ndataset: compared",
             "dpo", {"beta": 0.3, "sft_weight": 0.5},
-            ("data/c.json", "sharegpt_preference", {"talk": "conversations"}),
-        ),
-        (
-            "model_name_or_path: m\nstage: dpo\npref_loss: simpo\nsimpo_gamma: 1.5\n"
-            "dataset: pairs",
-            "simpo", {"beta": 0.1, "gamma": 1.5}, ("data/p.json", "alpaca_preference", {}),
-        ),
-        (
-            "model_name_or_path: m\nstage: kto\nkto_chosen_weight: 0.8\ndataset: judged",
-            "kto", {"desirable_weight": 0.8}, ("data/k.json", "kto", {"label": "kto_tag"}),
-        ),
+            ("data/c.json", "sharegpt_preference", {"talk": "conversations"})),
+        ("model_name_or_path: m\nstage: dpo\npref_loss: simpo\nsimpo_gamma: 1.5\ndataset: pairs",
+            "simpo", {"beta": 0.1, "gamma": 1.5}, ("data/p.json", "alpaca_preference", {})),
+        ("model_name_or_path: m\nstage: kto\nkto_chosen_weight: 0.8\ndataset: judged", "kto",
+            {"desirable_weight": 0.8}, ("data/k.json", "kto", {"label": "kto_tag"})),
     ],
 )  # fmt: skip
-def test_methods_of_preferences_are_imported(
-    folder: Path, text: str, method: str, own: dict[str, Any], data: tuple[str, str, dict[str, str]]
-) -> None:
+def test_methods_of_preferences_are_imported(folder, text, method, own, data):
     (folder / "f.yml").write_text(text)
     recipe, said = imported(folder / "f.yml")
     assert recipe.method == method
@@ -552,6 +521,6 @@ def test_methods_of_preferences_are_imported(
     assert not any(told == "no recipe field corresponds to it" for _, told in said.values())
 
 
-def test_a_missing_file_is_reported(finetune: Finetune, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(finetune, tmp_path):
     done = finetune("import", "gone.yml", cwd=tmp_path)
     assert (done.status, done.stderr) == (2, "error: gone.yml: No such file or directory\n")

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Tiny, write_recipe
 from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
@@ -24,9 +24,7 @@ def recipe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(tmp_path_factory.mktemp("inspect") / "r.json", fields)
 
 
-def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(
-    finetune: Finetune, recipe: Path, tiny: Tiny
-) -> None:
+def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(finetune, recipe, tiny):
     found = json.loads(finetune("inspect", recipe, "--rows", "2", "--json").stdout)
     lines = tiny.data.read_text().splitlines()
     assert len(found["rows"]) == 2
@@ -72,9 +70,7 @@ class Trained(HTMLParser):
             self.trained[-1] += data
 
 
-def test_the_page_marks_the_answers_and_asks_for_nothing(
-    finetune: Finetune, recipe: Path, tmp_path: Path
-) -> None:
+def test_the_page_marks_the_answers_and_asks_for_nothing(finetune, recipe, tmp_path):
     page = tmp_path / "page.html"
     done = finetune("inspect", recipe, "--rows", "1", "--html", page)
     assert done.stdout == f"wrote {page}\n"
@@ -88,7 +84,7 @@ def test_the_page_marks_the_answers_and_asks_for_nothing(
     ]
 
 
-def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune: Finetune, recipe: Path) -> None:
+def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune, recipe):
     shown = finetune("inspect", recipe, "--rows", "1").stdout
     assert "<|im_start|>assistant\n⟦" in shown
     assert "<|im_end|>⟧\n" in shown
@@ -97,13 +93,11 @@ def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune: Finetune, rec
     assert "\x1b" not in shown
 
 
-def test_no_character_of_the_data_steers_a_terminal() -> None:
+def test_no_character_of_the_data_steers_a_terminal():
     assert visible("a\x1b[31mb\x00\x9b\tc\n") == "a\u241b[31mb\u2400\ufffd\tc\n"
 
 
-def test_names_that_are_not_utf8_end_no_inspection(
-    finetune: Finetune, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_names_that_are_not_utf8_end_no_inspection(finetune, tiny, tmp_path):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
     (tmp_path / "data").mkdir()
     file = os.fsdecode(os.fsencode(tmp_path) + b"/data/caf\xe9.jsonl")
@@ -119,9 +113,7 @@ def test_names_that_are_not_utf8_end_no_inspection(
     assert (page.status, "caf?.jsonl" in (tmp_path / "page.html").read_text()) == (0, True)
 
 
-def test_inspection_errors_have_no_traceback(
-    finetune: Finetune, recipe: Path, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_inspection_errors_have_no_traceback(finetune, recipe, tiny, tmp_path):
     nameless = write_recipe(tmp_path / "r.json", tiny.fields() | {"model": {}})
     for words, told in (
         ([nameless], "error: model: set model.name or model.tokenizer; the data needs a tokenizer"),
@@ -134,9 +126,7 @@ def test_inspection_errors_have_no_traceback(
         assert "Traceback" not in done.output
 
 
-def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(
-    finetune: Finetune, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(finetune, tiny, tmp_path):
     rows = [json.loads(line) for line in tiny.data.read_text().splitlines()]
     for row in rows:
         row["messages"][1]["content"] += " and then" * 60
@@ -156,7 +146,7 @@ def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(
     assert "".join(told.split()) in "".join(table.split())
 
 
-def test_a_character_of_several_tokens_is_one_piece() -> None:
+def test_a_character_of_several_tokens_is_one_piece():
     tokenizer = small_tokenizer()
     text = "Hi 😀 there é"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -166,7 +156,7 @@ def test_a_character_of_several_tokens_is_one_piece() -> None:
 
 
 @pytest.mark.parametrize("name", ["stories260K", "mistral-v3", "gpt2", "qwen3"])
-def test_pieces_of_real_tokenizers_are_the_text(assets: Path, name: str) -> None:
+def test_pieces_of_real_tokenizers_are_the_text(assets, name):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     text = "Once upon a time, 12 cats\n\n  sat: naïve 😀 日本語!"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -176,8 +166,8 @@ def test_pieces_of_real_tokenizers_are_the_text(assets: Path, name: str) -> None
 
 
 def test_ignored_dropped_and_leaked_rows_are_shown_by_inspect_and_at_a_start(
-    finetune: Finetune, tiny: Tiny, tmp_path: Path
-) -> None:
+    finetune, tiny, tmp_path
+):
     rows = [json.loads(line) | {"id": 1} for line in tiny.data.read_text().splitlines()]
     data = tmp_path / "a.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")

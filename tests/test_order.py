@@ -16,7 +16,7 @@ def test_the_order_is_this_one():
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2**31 - 1))
-def test_steps_are_slices_of_epoch_after_epoch(rows: int, size: int, seed: int):
+def test_steps_are_slices_of_epoch_after_epoch(rows, size, seed):
     steps = 3 * rows // size + 2
     seen = np.concatenate([rows_of_step(step, rows, size, seed) for step in range(steps)])
     epochs = np.concatenate([permutation(rows, seed, e) for e in range(len(seen) // rows + 1)])
@@ -86,7 +86,7 @@ def test_a_micro_batch_of_tokens_holds_the_slots_that_it_is_given():
     st.integers(1, 5),
 )
 def test_every_row_is_in_one_micro_batch_and_ranks_keep_step(
-    lengths: list[int], micro_rows: int, micro_tokens: int | None, packed: bool, world: int
+    lengths, micro_rows, micro_tokens, packed, world
 ):
     sizes, indices = np.array(lengths), permutation(len(lengths), 0, 0)
     cuts = split_rows(indices, sizes, micro_rows, micro_tokens, packed)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,9 +60,7 @@ def test_the_longest_documents_come_first_and_each_goes_where_least_room_is_left
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 40))
-def test_every_document_is_in_one_slot_as_best_fit_decreasing_puts_it(
-    lengths: list[int], capacity: int
-):
+def test_every_document_is_in_one_slot_as_best_fit_decreasing_puts_it(lengths, capacity):
     slots = slots_of(lengths, capacity)
     assert sorted(number for slot in slots for number in slot) == list(range(len(lengths)))
     filled = sorted(sum(lengths[number] for number in slot) for slot in slots)
@@ -71,7 +68,7 @@ def test_every_document_is_in_one_slot_as_best_fit_decreasing_puts_it(
 
 
 @pytest.mark.parametrize("capacity", [1024, 2048])
-def test_short_rows_fill_their_slots(capacity: int):
+def test_short_rows_fill_their_slots(capacity):
     """Lengths like those of GSM8K: mean 162, half below 154, one in a hundred above 331."""
     lengths = np.random.default_rng(0).lognormal(np.log(154), 0.33, 20_000).astype(np.int64) + 1
     members, bounds = pack(np.minimum(lengths, capacity), capacity)
@@ -136,7 +133,7 @@ def gradient(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[float, 
 
 
 @pytest.mark.parametrize("kind", SHOWN_EXACT)
-def test_documents_side_by_side_have_the_loss_and_the_gradient_of_each_alone(kind: str):
+def test_documents_side_by_side_have_the_loss_and_the_gradient_of_each_alone(kind):
     rows = documents()
     plain = tiny(kind, "eager" if kind in WITHOUT_SDPA else "sdpa")
     alone = [collate(rows, np.array([index]), 0, "cpu") for index in range(len(rows))]
@@ -156,7 +153,7 @@ def test_documents_side_by_side_have_the_loss_and_the_gradient_of_each_alone(kin
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind: str):
+def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind):
     batch = batch_of(packs(documents()))
     loss, grads = gradient(tiny(kind, DOCUMENTS), [batch])
     other, others = gradient(tiny(kind, "eager"), [batch])
@@ -165,7 +162,7 @@ def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "gpt2", "lfm2", "mamba2"])
-def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind: str):
+def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind):
     rows = packs(documents())
     other = packs(documents())
     changed = slice(*rows.documents.offsets[3:5])
@@ -181,7 +178,7 @@ def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind: st
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_of_packed_documents_see_no_other_document(kind: str):
+def test_experts_of_packed_documents_see_no_other_document(kind):
     """An expert multiplies its tokens together, so that their number moves the last digits."""
     rows, other = packs(documents()), packs(documents())
     changed = slice(*rows.documents.offsets[3:5])
@@ -234,7 +231,7 @@ def written_out(
 @pytest.mark.parametrize("length", [1, 2, 17, 160, SCORE_BLOCK, 2 * SCORE_BLOCK + 77])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32(
-    length: int, groups: int, compiled: bool
+    length, groups, compiled
 ):
     """Weights and their gradients are rounded to bf16, as the model's own products are."""
     chains.compile_chains(compiled)
@@ -330,7 +327,7 @@ def test_the_inputs_of_attention_are_kept_and_a_number_for_each_query():
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "nemotron_h", "mamba"])
-def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind: str):
+def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind):
     """Plain transformers, whose positions count from 0 in each document, runs on."""
     rows = documents()
     batch = batch_of(packs(rows))
@@ -454,6 +451,6 @@ def test_the_text_of_a_model_with_images_decides_where_that_alone_is_loaded():
     assert implementation(SFT(), images) == "sdpa"
 
 
-def test_a_saved_model_does_not_name_this_attention(tmp_path: Path):
+def test_a_saved_model_does_not_name_this_attention(tmp_path):
     tiny("llama", DOCUMENTS).save_pretrained(tmp_path)
     assert DOCUMENTS not in (tmp_path / "config.json").read_text()

@@ -44,7 +44,7 @@ def learned(assets: Path, finetune: Finetune, tmp_path_factory: pytest.TempPathF
     return run
 
 
-def test_one_process_learns_grade_school_maths(learned: Learned) -> None:
+def test_one_process_learns_grade_school_maths(learned):
     first, *_ = losses(learned("single"))
     *_, last = losses(learned("single"), "eval")
     assert first > 6
@@ -54,7 +54,7 @@ def test_one_process_learns_grade_school_maths(learned: Learned) -> None:
 @pytest.mark.parametrize(
     "backend", ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in SEVERAL[1:])]
 )
-def test_the_evaluation_loss_falls_as_far_as_on_one_process(learned: Learned, backend: str) -> None:
+def test_the_evaluation_loss_falls_as_far_as_on_one_process(learned, backend):
     alone, together = learned("single"), learned(backend)
     assert backend in BACKENDS
     assert largest(losses(alone, "eval"), losses(together, "eval")) < FALL

@@ -64,7 +64,7 @@ CHATML_UNMARKED = (
 
 
 @pytest.mark.parametrize("template", ["chatml", CHATML_UNMARKED])
-def test_every_assistant_turn_is_trained_with_its_end_token(template: str):
+def test_every_assistant_turn_is_trained_with_its_end_token(template):
     tokenizer = small_tokenizer()
     chat = load_chat(tokenizer, template) if template == "chatml" else Chat(tokenizer, template)
     row = chat.render(TWO_TURNS, "assistant")
@@ -103,7 +103,7 @@ def test_the_plain_template_needs_nothing_but_an_end_token():
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_built_in_templates_write_tools_and_train_the_calls(name: str):
+def test_built_in_templates_write_tools_and_train_the_calls(name):
     function = {"name": "weather", "arguments": {"city": "Oslo"}}
     sample = Conversation(
         (
@@ -133,7 +133,7 @@ def test_built_in_templates_write_tools_and_train_the_calls(name: str):
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_generation_marks_agree_with_the_mask_of_transformers(name: str):
+def test_generation_marks_agree_with_the_mask_of_transformers(name):
     chat = load_chat(small_tokenizer(), name)
     theirs = chat.tokenizer.apply_chat_template(
         list(TWO_TURNS.messages),
@@ -185,7 +185,7 @@ def test_a_turn_that_repeats_the_header_or_the_question_is_still_found():
 
 
 @pytest.mark.parametrize("answer", ["\n\nHello", "\n"])
-def test_an_answer_that_begins_as_its_header_ends_is_trained_completely(answer: str):
+def test_an_answer_that_begins_as_its_header_ends_is_trained_completely(answer):
     chat = Chat(small_tokenizer(more=["\n\n"]), CHATML_UNMARKED)
     assert len(chat.tokenizer("\n\n")["input_ids"]) == 1
     row = chat.render(talk("Hi", answer, "Hi", answer), "assistant")
@@ -208,7 +208,7 @@ SAID = st.characters(codec="utf-8")
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(SAID), min_size=2, max_size=6), st.booleans())
-def test_exactly_the_answers_are_trained(contents: list[str], marked: bool):
+def test_exactly_the_answers_are_trained(contents, marked):
     chat = load_chat(small_tokenizer_once(), "chatml") if marked else UNMARKED
     row = chat.render(talk(*contents), "assistant")
     assert trained_texts(chat, row) == [f"{said}<|im_end|>" for said in contents[1::2]]
@@ -298,9 +298,7 @@ def test_the_date_of_a_template_is_fixed():
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(
-    name: str, adds_bos: bool
-):
+def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(name, adds_bos):
     chat = load_chat(small_tokenizer(adds_bos=adds_bos), name)
     ids = chat.render(TWO_TURNS, "assistant").ids
     bos = chat.tokenizer.convert_tokens_to_ids("<s>")
@@ -308,7 +306,7 @@ def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_text_is_trained_completely_with_its_end(adds_bos: bool):
+def test_text_is_trained_completely_with_its_end(adds_bos):
     chat = Chat(small_tokenizer(adds_bos=adds_bos), None)
     row = chat.render(Text("Hello there"), "assistant")
     bos = ["<s>"] if adds_bos else []
@@ -493,7 +491,7 @@ def test_chatml_is_refused_where_its_tokens_are_not_tokens():
     )
 
 
-def test_an_unknown_template_names_the_built_in_ones(tmp_path: Path):
+def test_an_unknown_template_names_the_built_in_ones(tmp_path):
     with pytest.raises(FinetuneError) as error:
         load_chat(small_tokenizer(), "chatlm")
     assert str(error.value) == (
@@ -505,7 +503,7 @@ def test_an_unknown_template_names_the_built_in_ones(tmp_path: Path):
         load_chat(small_tokenizer(), str(tmp_path / "latin.jinja"))
 
 
-def test_a_template_comes_from_a_file_or_from_the_tokenizer(tmp_path: Path):
+def test_a_template_comes_from_a_file_or_from_the_tokenizer(tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text(CHATML_UNMARKED)
     tokenizer = small_tokenizer()
@@ -553,7 +551,7 @@ def real_chat(assets: Path, name: str) -> Chat:
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_real_templates_train_what_was_said_token_by_token(assets: Path, name: str):
+def test_real_templates_train_what_was_said_token_by_token(assets, name):
     chat = real_chat(assets, name)
     row = chat.render(talk("Hi", "Hello there", "2+2?", "It is 4."), "assistant")
     end = ENDS.get(name, "<|im_end|>")
@@ -571,7 +569,7 @@ def test_real_templates_train_what_was_said_token_by_token(assets: Path, name: s
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_real_templates_are_trained_from_where_serving_asks(assets: Path, name: str):
+def test_real_templates_are_trained_from_where_serving_asks(assets, name):
     """The prompt of each turn, rendered and tokenised by itself, ends where training begins."""
     chat = real_chat(assets, name)
     sample = talk("Hi", "Hello there", "2+2?", "It is 4.", "Why?", "Because.")
@@ -590,7 +588,7 @@ def test_real_templates_are_trained_from_where_serving_asks(assets: Path, name: 
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_real_tool_calls_are_trained_and_their_results_are_not(assets: Path, name: str):
+def test_real_tool_calls_are_trained_and_their_results_are_not(assets, name):
     path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
     sample = read_row("sharegpt", json.loads(path.read_text())[0])
     assert isinstance(sample, Conversation)
@@ -615,7 +613,7 @@ def test_real_tool_calls_are_trained_and_their_results_are_not(assets: Path, nam
     assert trained_texts(chat, row) == [f"{text}{end}" for text in (said[0], call, said[1], last)]
 
 
-def test_qwen3_keeps_the_thoughts_of_the_last_turn_only(assets: Path):
+def test_qwen3_keeps_the_thoughts_of_the_last_turn_only(assets):
     chat = real_chat(assets, "qwen3")
     sample = talk("Hi", "<think>\nhm\n</think>\n\nHello", "Bye", "<think>\nso\n</think>\n\nBye")
     assert trained_texts(chat, chat.render(sample, "assistant")) == [
@@ -624,7 +622,7 @@ def test_qwen3_keeps_the_thoughts_of_the_last_turn_only(assets: Path):
     ]
 
 
-def test_mistral_nemo_is_refused_with_a_system_message_that_it_leaves_out(assets: Path):
+def test_mistral_nemo_is_refused_with_a_system_message_that_it_leaves_out(assets):
     """Its template writes the system message only into a conversation that ends with the user."""
     chat = real_chat(assets, "mistralai-Mistral-Nemo-Instruct-2407")
     assert "it leaves out message 0 (system: 'Be brief')" in refusal(
@@ -633,7 +631,7 @@ def test_mistral_nemo_is_refused_with_a_system_message_that_it_leaves_out(assets
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_the_mask_of_transformers_agrees_on_real_tool_conversations(assets: Path, name: str):
+def test_the_mask_of_transformers_agrees_on_real_tool_conversations(assets, name):
     chat = real_chat(assets, name)
     path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
     for raw in json.loads(path.read_text())[:60]:
@@ -651,7 +649,7 @@ def test_the_mask_of_transformers_agrees_on_real_tool_conversations(assets: Path
         assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
 
 
-def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets: Path):
+def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets):
     chat = real_chat(assets, "Qwen-Qwen2.5-7B-Instruct")
     path = assets / "data/oasst_sample/en_100_tree.jsonl"
     for _, raw in READERS[".jsonl"](path):
@@ -675,7 +673,7 @@ def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets: Path
     ],
 )
 def test_completions_of_real_tokenizers_are_trained_completely(
-    assets: Path, tokenizer: str, prompt: str, completion: str, pieces: list[str]
+    assets, tokenizer, prompt, completion, pieces
 ):
     real = AutoTokenizer.from_pretrained(assets / "tokenizers" / tokenizer)
     chat = load_chat(real, None)

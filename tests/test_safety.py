@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import Finetune, Tiny, write_recipe
+from conftest import write_recipe
 
 from finetune import catalog
 from finetune.errors import FinetuneError
@@ -33,9 +33,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_pickle_is_refused_and_when_asked_for_runs_no_code(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, asked: bool
-) -> None:
+def test_a_pickle_is_refused_and_when_asked_for_runs_no_code(tiny, finetune, tmp_path, asked):
     model = tmp_path / "model"
     shutil.copytree(tiny.model, model)
     (model / "model.safetensors").unlink()
@@ -49,9 +47,7 @@ def test_a_pickle_is_refused_and_when_asked_for_runs_no_code(
     assert not (tmp_path / "ran").exists()
 
 
-def test_chat_refuses_a_folder_with_a_pickle(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_chat_refuses_a_folder_with_a_pickle(tiny, finetune, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny.model, model)
     (model / "model.safetensors").unlink()
@@ -61,9 +57,7 @@ def test_chat_refuses_a_folder_with_a_pickle(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_adapter_that_is_a_pickle_is_refused_with_a_reason(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_an_adapter_that_is_a_pickle_is_refused_with_a_reason(tiny, finetune, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": str(tiny.model)}
@@ -78,9 +72,7 @@ def test_an_adapter_that_is_a_pickle_is_refused_with_a_reason(
     assert not (tmp_path / "ran").exists()
 
 
-def test_custom_model_code_runs_only_if_the_recipe_allows_it(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_custom_model_code_runs_only_if_the_recipe_allows_it(tiny, finetune, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny.model, model)
     (model / "custom.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -106,9 +98,7 @@ def test_custom_model_code_runs_only_if_the_recipe_allows_it(
         "!!python/object/new:os.system ['touch ran']\n",
     ],
 )
-def test_a_recipe_in_yaml_runs_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_recipe_in_yaml_runs_no_code(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
@@ -117,9 +107,7 @@ def test_a_recipe_in_yaml_runs_no_code(
     assert not (tmp_path / "ran").exists()
 
 
-def test_secrets_of_the_environment_reach_no_file_and_no_line(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_secrets_of_the_environment_reach_no_file_and_no_line(tiny, finetune, tmp_path):
     run = tmp_path / "run"
     fields = tiny.fields(adapter={"r": 4}, trackers=["tensorboard"], **ONE_STEP)
     recipe = write_recipe(tmp_path / "r.json", fields)
@@ -136,7 +124,7 @@ def test_secrets_of_the_environment_reach_no_file_and_no_line(
         assert [path for path in written if secret.encode() in path.read_bytes()] == []
 
 
-def test_a_token_in_a_command_line_is_hidden() -> None:
+def test_a_token_in_a_command_line_is_hidden():
     token = SECRETS["HF_TOKEN"]
     words = ["train", "--hf-token", token, f"tracker.api_key={token}", token, "--seed=1"]
     assert not any(token in word for word in without_secrets(words))
@@ -154,7 +142,7 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("token", TOKENS)
-def test_common_token_formats_are_hidden_everywhere(token: str) -> None:
+def test_common_token_formats_are_hidden_everywhere(token):
     told = hide(f"--url=https://host/x?a=1 {token} data.source='{token}'")
     assert token not in told
     assert told.startswith("--url=https://host/x?a=1 *** ")
@@ -173,12 +161,12 @@ def test_common_token_formats_are_hidden_everywhere(token: str) -> None:
         ("/data/sk-1/0123456789abcdef0123456789abcdef01234567.jsonl",) * 2,
     ],
 )
-def test_passwords_in_urls_are_hidden_and_other_text_stays(url: str, shown: str) -> None:
+def test_passwords_in_urls_are_hidden_and_other_text_stays(url, shown):
     assert hide(url) == shown
     assert without_secrets([f"data.0.source={url}"]) == [f"data.0.source={shown}"]
 
 
-def test_training_opens_no_connection(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+def test_training_opens_no_connection(tiny, finetune, tmp_path):
     """With the hub allowed and every request led to a proxy here, none comes."""
     came: list[object] = []
     with socket.create_server(("127.0.0.1", 0)) as proxy:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow
 import pytest
-from prepared import CHAT, PAIRS, SAID, answers, problems_of, recipe_of, write_jsonl
+from prepared import CHAT, PAIRS, SAID, answers, counts_of, problems_of, recipe_of, write_jsonl
 from small_tokenizer import small_tokenizer
 
 from finetune.data.audit import describe, mistakes
@@ -43,11 +43,11 @@ ROWS = "".join(json.dumps(row) + "\n" for row in PAIRS).encode()
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_compressed_files_are_read_also_of_several_parts(tmp_path, ending):
+def test_compressed_files_are_read_also_of_several_parts(tmp_path, cache, ending):
     path = tmp_path / f"a.v1.jsonl{ending}"
     half = len(b"".join(ROWS.splitlines(keepends=True)[:3]))
     path.write_bytes(COMPRESS[ending](ROWS[:half]) + COMPRESS[ending](ROWS[half:]))
-    assert answers(prepare(recipe_of(str(path)), CHAT, tmp_path / "cache").train) == SAID
+    assert answers(prepare(recipe_of(str(path)), CHAT, cache).train) == SAID
     whole = path.read_bytes()
     for wrong in (whole[:-5], whole + b"and more text, which is not compressed"):
         path.write_bytes(wrong)
@@ -82,10 +82,10 @@ TABLE = "".join(f"{row['question']}\t{row['answer']}\n" for row in PAIRS)
     ],
     ids=["ndjson", "JSONL", "Json.gz", "tsv", "CSV.gz"],  # gzip writes the time into its bytes
 )
-def test_other_endings_are_read(tmp_path, name, content):
+def test_other_endings_are_read(tmp_path, cache, name, content):
     (tmp_path / name).write_bytes(content)
     recipe = recipe_of(str(tmp_path / name))
-    assert answers(prepare(recipe, CHAT, tmp_path / "cache").train) == SAID
+    assert answers(prepare(recipe, CHAT, cache).train) == SAID
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.jsonl.tar.gz", "a.gz", "a.parquet.gz"])
@@ -112,33 +112,18 @@ configs:
 SPLITS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
     "keywords in names of files": (
         ["my_train.jsonl", "TEST-1.jsonl", "val.v2.jsonl", "trains.jsonl", "x/dev 0.jsonl"],
-        {
-            "train": ["my_train.jsonl"],
-            "test": ["TEST-1.jsonl"],
-            "validation": ["val.v2.jsonl", "x/dev 0.jsonl"],
-        },
-    ),
+        {"train": ["my_train.jsonl"], "test": ["TEST-1.jsonl"],
+            "validation": ["val.v2.jsonl", "x/dev 0.jsonl"]}),
     "keywords in names of folders go first": (
         ["training/test.jsonl", "a/eval_1/x.jsonl", "train.jsonl"],
-        {"train": ["training/test.jsonl"], "test": ["a/eval_1/x.jsonl"]},
-    ),
-    "shards": (
-        [
-            "data/train_sft-00000-of-00002.jsonl",
-            "data/train_sft-00001-of-00002-ab12.jsonl",
-            "data/test-00000-of-00001.jsonl",
-            "train.jsonl",
-        ],
-        {
-            "train_sft": [
-                "data/train_sft-00000-of-00002.jsonl",
-                "data/train_sft-00001-of-00002-ab12.jsonl",
-            ],
-            "test": ["data/test-00000-of-00001.jsonl"],
-        },
-    ),
+        {"train": ["training/test.jsonl"], "test": ["a/eval_1/x.jsonl"]}),
+    "shards": (["data/train_sft-00000-of-00002.jsonl", "data/train_sft-00001-of-00002-ab12.jsonl",
+        "data/test-00000-of-00001.jsonl", "train.jsonl"],
+        {"train_sft":
+            ["data/train_sft-00000-of-00002.jsonl", "data/train_sft-00001-of-00002-ab12.jsonl"],
+            "test": ["data/test-00000-of-00001.jsonl"]}),
     "no names of splits": (["a.jsonl", "x/b.jsonl"], {"train": ["a.jsonl", "x/b.jsonl"]}),
-}
+}  # fmt: skip
 
 
 def write_files(folder: Path, names: list[str]) -> None:
@@ -239,17 +224,17 @@ def test_links_are_followed_once_and_never_lost(tmp_path):
         )
 
 
-def test_folders_that_a_pattern_matches_are_named(tmp_path):
+def test_folders_that_a_pattern_matches_are_named(tmp_path, cache):
     (tmp_path / "d" / "sub").mkdir(parents=True)
     (tmp_path / "d" / "empty").mkdir()
     write_jsonl(tmp_path / "d" / "a.jsonl", PAIRS)
     write_jsonl(tmp_path / "d" / "sub" / "b.jsonl", PAIRS[:1])
-    prepared = prepare(recipe_of(f"{tmp_path}/d/*"), CHAT, tmp_path / "cache")
+    prepared = prepare(recipe_of(f"{tmp_path}/d/*"), CHAT, cache)
     assert answers(prepared.train) == SAID
     assert describe(prepared.counts["train"])[-1] == (
         f"not read, folders that the pattern matches (** reads their files): {tmp_path}/d/sub"
     )
-    both = prepare(recipe_of(f"{tmp_path}/d/**"), CHAT, tmp_path / "cache")
+    both = prepare(recipe_of(f"{tmp_path}/d/**"), CHAT, cache)
     assert answers(both.train) == [*SAID, SAID[0]]
     assert both.counts["train"]["folders"] == []
 
@@ -270,9 +255,9 @@ def test_a_file_has_no_splits(tmp_path):
             find_source(Data(name, "text", subset="a"))
 
 
-def test_files_in_no_split_are_named(tmp_path):
+def test_files_in_no_split_are_named(tmp_path, cache):
     write_files(tmp_path / "data", ["train.jsonl", "other.jsonl", "test.jsonl"])
-    counts = prepare(recipe_of(str(tmp_path / "data")), CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe_of(str(tmp_path / "data")), cache)
     assert describe(counts)[-1] == (
         f"not read, not in a split by their names: {tmp_path}/data/other.jsonl"
     )
@@ -281,54 +266,46 @@ def test_files_in_no_split_are_named(tmp_path):
 # Columns.
 
 
-def test_columns_are_read_by_other_names(tmp_path):
+def test_columns_are_read_by_other_names(tmp_path, cache):
     rows = [{"text": row["question"], "code": row["answer"], "answer": 0} for row in PAIRS]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     columns = {"text": "question", "code": "answer", "answer": None}
     data = Data(source, "question_answer", columns=columns)
-    prepared = prepare(SFT(data=(data,)), CHAT, tmp_path / "cache")
+    prepared = prepare(SFT(data=(data,)), CHAT, cache)
     assert answers(prepared.train) == SAID
     assert prepared.counts["train"]["columns_unread"] == {}
 
 
 COLUMNS: dict[str, tuple[dict[str, str | None], str]] = {
-    "a name that the format does not read": (
-        {"a": "qestion"},
+    "a name that the format does not read": ({"a": "qestion"},
         "data.columns: format 'question_answer' does not read a column 'qestion'; did you mean "
         "'question'?; it reads question, answer, system, tools, functions, chat_template_kwargs, "
-        "history",
-    ),
-    "the wrong way round": (
-        {"question": "a"},
+        "history"),
+    "the wrong way round": ({"question": "a"},
         "data.columns: format 'question_answer' does not read a column 'a'; it reads question, "
         "answer, system, tools, functions, chat_template_kwargs, history; columns maps names of "
-        "the file to those of the format",
-    ),
-    "two of one name": (
-        {"a": "question", "b": "question"},
-        "data.columns: two columns would be renamed to 'question'; rename only one of them",
-    ),
-    "a name that no row has": (
-        {"sistem": "system"},
+        "the file to those of the format"),
+    "two of one name": ({"a": "question", "b": "question"},
+        "data.columns: two columns would be renamed to 'question'; rename only one of them"),
+    "a name that no row has": ({"sistem": "system"},
         "data.columns: no row of {source} has a column 'sistem'; its columns are answer, "
-        "question, system",
-    ),
-}
+        "question, system"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_names_that_are_not_there_are_refused(tmp_path, name):
+def test_names_that_are_not_there_are_refused(tmp_path, cache, name):
     columns, told = COLUMNS[name]
     source = write_jsonl(tmp_path / "a.jsonl", [PAIRS[0] | {"system": ""}])
     recipe = SFT().with_data(Data(source, "question_answer", columns=columns))
-    (problem,) = problems_of(recipe, tmp_path / "cache")
+    (problem,) = problems_of(recipe, cache)
     assert problem.replace("; did you mean 'system'?", "") == told.format(source=source)
 
 
-def test_a_name_that_a_row_has_already_is_refused(tmp_path):
+def test_a_name_that_a_row_has_already_is_refused(tmp_path, cache):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", **PAIRS[0]}])
     recipe = SFT().with_data(Data(source, "question_answer", columns={"prompt": "question"}))
-    assert problems_of(recipe, tmp_path / "cache") == [
+    assert problems_of(recipe, cache) == [
         f"{source} row 1: columns renames 'prompt' to 'question', but the row also has a column of "
         'that name; leave that one out: {"question": null}'
     ]
@@ -359,7 +336,7 @@ def test_names_of_speakers_are_used_by_the_template_or_reported(tmp_path):
         assert ("Ann" in text) == (not unread)
 
 
-def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path):
+def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path, cache):
     part = {"type": "text", "text": "Bye", "citations": [1], "annotations": [], "weight": 1}
     said: dict[str, Any] = {"role": "assistant", "content": [part, part], "mood": "good"}
     rows = [
@@ -367,7 +344,7 @@ def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path)
         for number, note in enumerate(["a", None, ""])
     ]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    counts = prepare(recipe_of(source, "messages"), CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe_of(source, "messages"), cache)
     cited = "messages[].content[].citations"
     assert counts["columns_unread"] == {"id": 3, "messages[].mood": 3, cited: 3, "note": 1}
     assert describe(counts)[-1] == (
@@ -376,7 +353,7 @@ def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path)
     )
 
 
-def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path):
+def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path, cache):
     called = {"name": "find", "arguments": {"at": 1}, "result": "5", "empty": None}
     rows = [
         {
@@ -395,22 +372,22 @@ def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path):
         path = tmp_path / "template.jinja"
         path.write_text(template)
         chat = load_chat(small_tokenizer(), str(path))
-        prepared = prepare(recipe_of(source, "messages"), chat, tmp_path / "cache")
+        prepared = prepare(recipe_of(source, "messages"), chat, cache)
         assert prepared.counts["train"]["columns_unread"] == unread
         text = chat.tokenizer.decode(prepared.train.row(0)[0])
         assert ('"result": "5"' in text) == (result not in unread)
 
 
-def test_a_column_without_a_name_is_shown_in_quotes(tmp_path):
+def test_a_column_without_a_name_is_shown_in_quotes(tmp_path, cache):
     path = tmp_path / "a.csv"
     path.write_text(",question,answer\n0,Hi,Bye\n")
-    counts = prepare(recipe_of(str(path)), CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe_of(str(path)), cache)
     assert describe(counts)[-1] == "columns that the format does not read: '' (1 row)"
 
 
-def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path):
+def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path, cache):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "Add two numbers", "code": "a + b"}])
-    counts = prepare(recipe_of(source, "text"), CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe_of(source, "text"), cache)
     assert describe(counts)[-2:] == [
         "columns that the format does not read: code (1 row)",
         f"{source}: format 'text' trains only the column 'text'; format 'question_answer' would "
@@ -421,13 +398,13 @@ def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path):
 # Rows that are dropped.
 
 
-def test_bad_rows_are_dropped_on_request_and_listed(tmp_path):
+def test_bad_rows_are_dropped_on_request_and_listed(tmp_path, cache):
     path = tmp_path / "a.jsonl"
     bad = [b'{"question": "a', json.dumps({"question": "a", "answer": 4}).encode(), b"caf\xe9"]
     half = json.dumps({"question": "Hi", "answer": "a \udfff"}).encode()
     path.write_bytes(b"\n".join([bad[0], *ROWS.splitlines(), *bad[1:], half]) + b"\n")
     recipe = SFT().with_data(Data(str(path), "question_answer", on_bad_row="drop"))
-    prepared = prepare(recipe, CHAT, tmp_path / "cache")
+    prepared = prepare(recipe, CHAT, cache)
     assert answers(prepared.train) == SAID
     counts = prepared.counts["train"]
     assert (counts["samples"], counts["bad"], counts["roles"]) == (
@@ -456,30 +433,30 @@ def test_bad_rows_are_dropped_on_request_and_listed(tmp_path):
     ]
 
 
-def test_rows_that_are_all_bad_leave_none(tmp_path):
+def test_rows_that_are_all_bad_leave_none(tmp_path, cache):
     source = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, {"a": 2}])
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
-    (problem,) = problems_of(recipe, tmp_path / "cache")
+    (problem,) = problems_of(recipe, cache)
     assert problem.endswith(
         f"0 skipped by format 'text', 2 dropped as bad rows, the first: {source} row 1: format "
         "'text' needs 'text', the row has 'a')"
     )
 
 
-def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path):
+def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path, cache):
     source = write_jsonl(tmp_path / "a.jsonl", [{"a": 1}, {"text": "Hi"}, {"a": 2}])
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
-    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe, cache)
     assert list(mistakes(counts)) == [
         f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1: format "
         "'text' needs 'text', the row has 'a'; if this is intended, set data_checks=report"
     ]
 
 
-def test_by_default_every_kind_of_bad_row_is_reported(tmp_path):
+def test_by_default_every_kind_of_bad_row_is_reported(tmp_path, cache):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": \n{"text": "Hi"}\n{"text": \n{"text": 4}\ncaf\xe9\n')
-    assert problems_of(recipe_of(str(path), "text"), tmp_path / "cache") == [
+    assert problems_of(recipe_of(str(path), "text"), cache) == [
         f"{path} row 1 (and 1 more row): broken JSON at column 9: Expecting value near "
         "'{\"text\":'",
         f"{path} row 4: text is a number, expected text",
@@ -491,36 +468,34 @@ def test_by_default_every_kind_of_bad_row_is_reported(tmp_path):
 # Evaluation rows that are trained.
 
 
-def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path):
+def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path, cache):
     train = write_jsonl(tmp_path / "a.jsonl", PAIRS)
     held_out = write_jsonl(tmp_path / "b.jsonl", [{"question": "Hi", "answer": "x"}, PAIRS[2]])
     recipe = SFT().with_data(
         Data(train, "question_answer"), eval_data=Data(held_out, "question_answer")
     )
-    counts = prepare(recipe, CHAT, tmp_path / "cache").counts["eval"]
+    counts = prepare(recipe, CHAT, cache).counts["eval"]
     assert (
         describe(counts)[1]
         == f"1 also in the training data (first: {held_out} row 2, as {train} row 3)"
     )
     source = write_jsonl(tmp_path / "c.jsonl", [PAIRS[0]] * 3)
-    counts = prepare(
-        SFT(data=(Data(source, "question_answer"),), eval_rows=1), CHAT, tmp_path / "cache"
-    ).counts
+    counts = prepare(SFT(data=(Data(source, "question_answer"),), eval_rows=1), CHAT, cache).counts
     assert (counts["eval"]["also_trained"], counts["train"]["duplicates"]) == (1, 1)
 
 
 # Weights.
 
 
-def test_contradicting_weights_are_refused_by_every_reader(tmp_path):
+def test_contradicting_weights_are_refused_by_every_reader(tmp_path, cache):
     source = write_jsonl(tmp_path / "a.jsonl", PAIRS)
     one, other = (Data(source, "question_answer", weight=w) for w in (1, None))
-    assert problems_of(SFT(data=(one, other)), tmp_path / "cache") == [
+    assert problems_of(SFT(data=(one, other)), cache) == [
         "data.1.weight: none, while data.0 has one; give every source of the mixture a weight, or "
         "none of them"
     ]
     repeated = Data(source, "question_answer", weight=1, repeat=2)
-    assert problems_of(SFT(data=(repeated,)), tmp_path / "cache") == [
+    assert problems_of(SFT(data=(repeated,)), cache) == [
         "data.0.repeat: 2, but the weights determine how much of each source an epoch contains; "
         "remove one of the two"
     ]
@@ -529,7 +504,7 @@ def test_contradicting_weights_are_refused_by_every_reader(tmp_path):
 # Repeated keys, of which `json.loads` keeps the last.
 
 
-def test_a_repeated_key_is_refused_where_it_is(tmp_path):
+def test_a_repeated_key_is_refused_where_it_is(tmp_path, cache):
     twice = '{"role": "assistant", "content": "a", "content": "b"}'
     turn = '{"messages": [{"role": "user", "content": "Hi"}, %s]}'
     lines, whole = tmp_path / "a.jsonl", tmp_path / "a.json"
@@ -538,42 +513,42 @@ def test_a_repeated_key_is_refused_where_it_is(tmp_path):
     problem = "the key 'content' occurs 2 times in one object, with 'a', 'b'; keep one"
     for path, place in ((lines, f"{lines} row 2"), (whole, f"{whole}")):
         recipe = recipe_of(str(path), "messages")
-        assert problems_of(recipe, tmp_path / "cache") == [f"{place}: broken JSON: {problem}"]
+        assert problems_of(recipe, cache) == [f"{place}: broken JSON: {problem}"]
     call = {"name": "look", "arguments": '{"city": "Bern", "city": "Rome"}'}
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "function_call": call}]
     source = write_jsonl(tmp_path / "b.jsonl", [{"messages": said}])
-    assert problems_of(recipe_of(source, "messages"), tmp_path / "cache") == [
+    assert problems_of(recipe_of(source, "messages"), cache) == [
         f"{source} row 1: messages[1].function_call.arguments is not JSON: the key 'city' occurs "
         "2 times in one object, with 'Bern', 'Rome'; keep one"
     ]
 
 
 @pytest.mark.parametrize("key", ["tools", "functions", "reasoning_details"])
-def test_a_key_with_meaning_is_read_by_the_template_or_refused(tmp_path, key):
+def test_a_key_with_meaning_is_read_by_the_template_or_refused(tmp_path, cache, key):
     chatml = load_chat(small_tokenizer(), "chatml").template or ""
     template = tmp_path / "template.jinja"
     said = [{"role": "user", "content": "Hi", key: "look "}, {"role": "assistant", "content": "Y"}]
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}])
     recipe = recipe_of(source, "messages")
-    problems = problems_of(recipe, tmp_path / "cache")
+    problems = problems_of(recipe, cache)
     assert [each.partition(", which")[0] for each in problems] == [
         f"{source} row 1: message 0 has '{key}'"
     ]
     template.write_text(chatml.replace("+ message.role", f"+ (message.{key} or '') + message.role"))
     reading = load_chat(small_tokenizer(), str(template))
-    prepared = prepare(recipe, reading, tmp_path / "cache")
+    prepared = prepare(recipe, reading, cache)
     assert "look user" in reading.tokenizer.decode(prepared.train.row(0)[0])
     assert not prepared.counts["train"].get("columns_unread")
 
 
 @pytest.mark.parametrize("column", ["reasoning_content", "thinking"])
-def test_a_column_of_reasoning_is_refused_and_a_flag_is_not(tmp_path, column):
+def test_a_column_of_reasoning_is_refused_and_a_flag_is_not(tmp_path, cache, column):
     source = write_jsonl(tmp_path / "a.jsonl", [{**PAIRS[0], column: "because"}])
-    assert problems_of(recipe_of(source), tmp_path / "cache") == [
+    assert problems_of(recipe_of(source), cache) == [
         f"{source} row 1: column '{column}' is not read by format 'question_answer': the reasoning "
         f"would be lost; format 'messages' reads it in a message; to leave it out: "
         f'columns={{"{column}": null}}'
     ]
     source = write_jsonl(tmp_path / "b.jsonl", [{**row, column: True} for row in PAIRS])
-    counts = prepare(recipe_of(source), CHAT, tmp_path / "cache").counts["train"]
+    counts = counts_of(recipe_of(source), cache)
     assert counts["columns_unread"] == {column: len(PAIRS)}

@@ -39,7 +39,7 @@ def test_without_the_harness_its_extra_is_named(capsys):
 
 
 @pytest.mark.skipif(not HERE, reason="needs lm-evaluation-harness")
-def test_a_local_task_is_asked_as_generate_asks(tmp_path: Path) -> None:
+def test_a_local_task_is_asked_as_generate_asks(tmp_path):
     loaded = load(lora_run(tmp_path).run)
     asked = ["one", "two", "three"]
     said = generate(loaded, [[{"role": "user", "content": word}] for word in asked], 8)
@@ -91,9 +91,7 @@ def cache_gsm8k(cache: Path, answers: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HERE, reason="needs lm-evaluation-harness")
-def test_a_published_task_runs_offline_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_task_runs_offline_from_the_cache(tmp_path, monkeypatch):
     loaded = load(lora_run(tmp_path / "run").run)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,7 +151,7 @@ PROMPT_IN_THE_LOOP = (
         PROMPT_IN_THE_LOOP,
     ],
 )  # fmt: skip
-def test_turns_are_found_however_a_template_walks_over_them(template: str):
+def test_turns_are_found_however_a_template_walks_over_them(template):
     assert said(chat_of(template), TALK) == ["Hello there<|im_end|>", "red<|im_end|>"]
 
 
@@ -202,7 +201,7 @@ def test_an_answer_to_a_tool_begins_behind_the_prompt_of_that_place():
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_thoughts_that_a_template_does_not_write_are_refused(name: str):
+def test_thoughts_that_a_template_does_not_write_are_refused(name):
     assert refusal(load_chat(small_tokenizer(), name), OPEN) == (
         "chat template: it leaves out the thoughts of message 1 (reasoning_content) (assistant: "
         "'Hello'); take it out of the data, or set model.chat_template to a template that writes it"
@@ -274,22 +273,20 @@ def test_thoughts_in_other_tags_and_with_other_white_space_are_found():
 @pytest.mark.parametrize(
     ("change", "sample", "left_out"),
     [
-        ("m.content if not m.tool_calls", sample_of(
-            user("Weather"), says("4", tool_calls=[call({"city": 4})])
-        ), "the text of message 1 next to its tool calls (assistant: '4')"),
+        ("m.content if not m.tool_calls",
+            sample_of(user("Weather"), says("4", tool_calls=[call({"city": 4})])),
+            "the text of message 1 next to its tool calls (assistant: '4')"),
         ("m.content if m.role != 'tool'", WEATHER, "message 2 (tool: 'rain')"),
         ("m.content[:8]", sample_of(user("Name a colour, fast or slow"), says("red")),
-         "message 0 (user: 'Name a colour, fast or slow')"),
+            "message 0 (user: 'Name a colour, fast or slow')"),
         ("m.content.split('!')[0]", sample_of(user("Name a colour, or two! Or four"), says("red")),
-         "a part of message 0"),
+            "a part of message 0"),
         ("m.content | upper", TALK, "message 0 (user: 'Hi')"),
         ("'Hi' if m.role == 'assistant' else m.content", sample_of(user("Hi"), says("a")),
-         "message 1 (assistant: 'a')"),
+            "message 1 (assistant: 'a')"),
     ],
 )  # fmt: skip
-def test_what_a_template_leaves_out_or_changes_is_refused(
-    change: str, sample: Conversation, left_out: str
-):
+def test_what_a_template_leaves_out_or_changes_is_refused(change, sample, left_out):
     template = CALLS.replace("{{ m.content }}", "{{ " + change + " }}")
     assert f"it leaves out {left_out}" in refusal(chat_of(template), sample)
 
@@ -310,7 +307,7 @@ def test_a_short_message_that_is_lost_is_not_mistaken_for_the_same_letters_elsew
         {"type": "object", "properties": {"postcode": {"type": "integer"}}},
     ],
 )
-def test_details_of_tools_that_a_template_leaves_out_are_counted(detail: dict[str, Any]):
+def test_details_of_tools_that_a_template_leaves_out_are_counted(detail):
     parameters = {"type": "object", "properties": {"city": detail}}
     function = {"name": "get_weather", "description": "Weather", "parameters": parameters}
     sample = dataclasses.replace(WEATHER, tools=({"type": "function", "function": function},))
@@ -352,7 +349,7 @@ def test_arguments_and_tools_are_looked_for_by_their_parts():
 
 
 @pytest.mark.parametrize("escape", ["m.content", "m.content | tojson", "m.content | e"])
-def test_escaped_texts_are_not_lost(escape: str):
+def test_escaped_texts_are_not_lost(escape):
     sample = sample_of(user('say "Hi" & <Bye>\né'), says('"Hi" <b>\t&'))
     assert len(said(chat_of(CHATML.replace("m.content", escape)), sample)) == 1
 
@@ -417,7 +414,7 @@ RAG = "Rules\n" + CHATML
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CALLS
 
 
-def test_named_templates_are_chosen_by_name_and_tools_have_their_own(tmp_path: Path):
+def test_named_templates_are_chosen_by_name_and_tools_have_their_own(tmp_path):
     tools = dataclasses.replace(WEATHER, tools=(TOOL,))
     chat = load_chat(named(default=CHATML, rag=RAG, tool_use=WITH_TOOLS), "rag")
     assert chat.tokenizer.decode(chat.render(TALK, "all").ids).startswith("Rules\n<|im_start|>")
@@ -450,7 +447,7 @@ def test_names_without_a_default_are_listed():
     assert load_chat(named(rag=RAG), "chatml").saved == load_chat(small_tokenizer(), "chatml").saved
 
 
-def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path: Path):
+def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path):
     (tmp_path / "t.jinja").write_bytes(b"\xef\xbb\xbf" + CHATML.encode())
     assert load_chat(small_tokenizer(), str(tmp_path / "t.jinja")).template == CHATML
 
@@ -502,7 +499,7 @@ def test_the_variables_of_a_template_are_not_those_that_it_sets():
 
 
 @pytest.mark.parametrize("start", ["", "\n", "  {% if true %}x{% endif %}", "{#- c #} ", " y"])
-def test_a_saved_template_renders_as_training_did_and_takes_other_values(start: str):
+def test_a_saved_template_renders_as_training_did_and_takes_other_values(start):
     values = {
         "n": 3,
         "on": True,
@@ -527,7 +524,7 @@ def test_a_saved_template_renders_as_training_did_and_takes_other_values(start: 
     assert with_defaults(template, {}) == template
 
 
-def test_the_saved_template_asks_as_training_did(tmp_path: Path):
+def test_the_saved_template_asks_as_training_did(tmp_path):
     chat = chat_of(THINKING, enable_thinking=False)
     chat.tokenizer.chat_template = chat.saved
     chat.tokenizer.save_pretrained(tmp_path)
@@ -593,7 +590,7 @@ def test_an_answer_that_lacks_what_the_prompt_opens_is_counted():
 
 @pytest.mark.parametrize("template", [CHATML, NUMBERS, MEASURED, IN_A_MACRO, PROMPT_IN_THE_LOOP])
 @pytest.mark.parametrize("train_on", ["assistant", "completion", "all"])
-def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template: str, train_on: Any):
+def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template, train_on):
     contents = ["Hi", " Hello", "\n\nBye ", "é😀", "", "a\nb", "four <|im_end|>", "\u00a0x"]
     samples = [
         sample_of(user(contents[i % 8]), says(contents[(i * 3 + 1) % 8]), user("Hi"), says("4"))
@@ -605,16 +602,14 @@ def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template: str, 
     assert rows == [other.render(sample, train_on) for sample in samples]
 
 
-def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch: pytest.MonkeyPatch):
+def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch):
     chat = chat_of(CHATML)
     quick = chat.render(TALK, "assistant")
     monkeypatch.setattr(Chat, "_place", lambda *_: None)
     assert chat.render(TALK, "assistant") == quick
 
 
-def test_inspect_ends_with_status_2_and_reports_each_count(
-    finetune: Any, tiny: Any, tmp_path: Path
-):
+def test_inspect_ends_with_status_2_and_reports_each_count(finetune, tiny, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.chat_template = {"rag": RAG, "dated": "{{ strftime_now('%Y') }}" + CUTTING_HISTORY}
     tokenizer.save_pretrained(tmp_path / "tokenizer")

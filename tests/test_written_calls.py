@@ -87,7 +87,7 @@ def read(form: CallForm | None, text: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+def test_calls_are_read_as_the_template_writes_them(name):
     template = TURN.replace("CALLS", LOOP.replace("ONE", FORMS[name])) + HEADER
     made = tokenizer()
     made.chat_template = template
@@ -109,7 +109,7 @@ def text_of_half(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(set(MARKS) - NO_TOOLS))
-def test_calls_of_real_templates_are_read(assets: Any, name: str) -> None:
+def test_calls_of_real_templates_are_read(assets, name):
     chat = real_chat(assets, name)
     form = call_form(chat)
     assert read(form, written(chat, CALLS[:1])) == CALLS[:1]
@@ -119,7 +119,7 @@ def test_calls_of_real_templates_are_read(assets: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NO_TOOLS))
-def test_a_template_without_calls_has_no_form(assets: Any, name: str) -> None:
+def test_a_template_without_calls_has_no_form(assets, name):
     assert call_form(real_chat(assets, name)) is None
 
 
@@ -139,7 +139,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("calls", BESIDE)
 @pytest.mark.parametrize("name", FORMS)
-def test_text_next_to_calls_is_trained_with_them(name: str, calls: str):
+def test_text_next_to_calls_is_trained_with_them(name, calls):
     chat = chat_of(FORMS[name])
     alone = written(chat, BESIDE[calls])
     for words in WORDS:
@@ -147,7 +147,7 @@ def test_text_next_to_calls_is_trained_with_them(name: str, calls: str):
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_text_that_a_template_leaves_out_next_to_calls_is_refused(words: str):
+def test_text_that_a_template_leaves_out_next_to_calls_is_refused(words):
     chat = chat_of(FORMS["glm"])
     assert chat.template is not None
     chat.tokenizer.chat_template = chat.template.replace(
