@@ -5,14 +5,16 @@ import json
 import os
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import Tiny, write_recipe
+from conftest import Finetune, Tiny, write_recipe
 from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
 from finetune import catalog
+from finetune.cli import main as cli
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.reports.inspection import inspect_rows, pieces, show, visible, write_page
@@ -24,8 +26,12 @@ def recipe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(tmp_path_factory.mktemp("inspect") / "r.json", fields)
 
 
-def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(finetune, recipe, tiny):
-    found = json.loads(finetune("inspect", recipe, "--rows", "2", "--json").stdout)
+@pytest.fixture(scope="module")
+def found(finetune: Finetune, recipe: Path) -> dict[str, Any]:
+    return json.loads(finetune("inspect", recipe, "--rows", "2", "--json").stdout)
+
+
+def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(found, tiny):
     lines = tiny.data.read_text().splitlines()
     assert len(found["rows"]) == 2
     for document in (each for row in found["rows"] for each in row):
@@ -70,17 +76,17 @@ class Trained(HTMLParser):
             self.trained[-1] += data
 
 
-def test_the_page_marks_the_answers_and_asks_for_nothing(finetune, recipe, tmp_path):
+def test_the_page_marks_the_answers_and_asks_for_nothing(found, recipe, tmp_path, capsys):
     page = tmp_path / "page.html"
-    done = finetune("inspect", recipe, "--rows", "1", "--html", page)
-    assert done.stdout == f"wrote {page}\n"
-    rows = json.loads(finetune("inspect", recipe, "--rows", "1", "--json").stdout)["rows"]
+    assert cli.main(["inspect", str(recipe), "--rows", "2", "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"wrote {page}\n"
     reader = Trained()
     reader.feed(page.read_text())
     assert reader.asked == []
     assert reader.trained[1:] == [
         "".join(piece["text"] for piece in document["pieces"] if piece["trained"])
-        for document in rows[0]
+        for row in found["rows"]
+        for document in row
     ]
 
 
@@ -113,17 +119,17 @@ def test_names_that_are_not_utf8_end_no_inspection(finetune, tiny, tmp_path):
     assert (page.status, "caf?.jsonl" in (tmp_path / "page.html").read_text()) == (0, True)
 
 
-def test_inspection_errors_have_no_traceback(finetune, recipe, tiny, tmp_path):
+def test_inspection_errors_have_no_traceback(recipe, tiny, tmp_path, capsys):
     nameless = write_recipe(tmp_path / "r.json", tiny.fields() | {"model": {}})
     for words, told in (
         ([nameless], "error: model: set model.name or model.tokenizer; the data needs a tokenizer"),
         ([recipe, "--html", tmp_path / "no" / "x.html"], ": cannot be written (No such file"),
         ([recipe, "data.0.format=mesages"], "did you mean 'messages'?"),
     ):
-        done = finetune("inspect", *words)
-        assert done.status == 2
-        assert told in done.stderr
-        assert "Traceback" not in done.output
+        assert cli.main(["inspect", *map(str, words)]) == 2
+        said = capsys.readouterr()
+        assert told in said.err
+        assert "Traceback" not in said.out + said.err
 
 
 def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(finetune, tiny, tmp_path):
@@ -132,7 +138,7 @@ def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(finetun
         row["messages"][1]["content"] += " and then" * 60
     data = tmp_path / "long.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = tiny.fields(batch={"overlong": "truncate"}, max_steps=1, eval_data=[], evaluation={})
+    fields = tiny.fields(batch={"overlong": "truncate"}, max_steps=1, eval_data=[])
     fields |= {"data": [{"source": str(data), "format": "messages"}], "evaluation": {}}
     path = write_recipe(tmp_path / "r.json", fields)
     refused = finetune("train", path, "--output", tmp_path / "run")
@@ -188,7 +194,7 @@ def test_ignored_dropped_and_leaked_rows_are_shown_by_inspect_and_at_a_start(
     written = io.StringIO()
     show(inspection, Console(file=written, width=80))
     write_page(inspection, "rows", tmp_path / "page.html")
-    done = finetune("train", recipe, "--output", tmp_path / "run", "--no-plot")
+    done = finetune("train", recipe, "--output", tmp_path / "run")
     assert done.status == 0, done.output
     start = "".join(done.output.replace("│", " ").split())
     for line in shown:
