@@ -3,17 +3,16 @@
 import dataclasses
 import json
 from functools import cache
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import MARKS, NO_TOOLS, real_chat, refusal, trained_runs, trained_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import SPECIAL, small_tokenizer
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.files import READERS
@@ -22,22 +21,8 @@ from finetune.errors import FinetuneError
 
 
 def trained_pieces(chat: Chat, row: Row) -> list[list[str]]:
-    """The trained tokens, decoded one by one, each run of them by itself."""
-    tokens = zip(row.ids, row.trained, strict=True)
-    return [
-        [chat.tokenizer.decode([token]) for token, _ in run]
-        for said, run in groupby(tokens, key=lambda pair: pair[1])
-        if said
-    ]
-
-
-def trained_texts(chat: Chat, row: Row) -> list[str]:
-    tokens = zip(row.ids, row.trained, strict=True)
-    return [
-        chat.tokenizer.decode([token for token, _ in run])
-        for said, run in groupby(tokens, key=lambda pair: pair[1])
-        if said
-    ]
+    """The trained tokens, decoded one by one."""
+    return [[chat.tokenizer.decode([token]) for token in run] for run in trained_runs(row)]
 
 
 def talk(*contents: str, system: str | None = None) -> Conversation:
@@ -53,6 +38,8 @@ def chat_of(template: str, **tokenizer: Any) -> Chat:
 
 
 TWO_TURNS = talk("Hi", "Hello there", "What is two and two", "The answer is four")
+LAST = ["The", " answer", " is", " four", "<|im_end|>"]
+CHATML = load_chat(small_tokenizer(), "chatml")
 
 CHATML_UNMARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -63,33 +50,22 @@ CHATML_UNMARKED = (
 # The built-in templates and the golden pieces.
 
 
-@pytest.mark.parametrize("template", ["chatml", CHATML_UNMARKED])
-def test_every_assistant_turn_is_trained_with_its_end_token(template):
-    tokenizer = small_tokenizer()
-    chat = load_chat(tokenizer, template) if template == "chatml" else Chat(tokenizer, template)
+@pytest.mark.parametrize("chat", [CHATML, Chat(small_tokenizer(), CHATML_UNMARKED)])
+def test_every_assistant_turn_is_trained_with_its_end_token(chat):
     row = chat.render(TWO_TURNS, "assistant")
-    assert tokenizer.decode(row.ids) == (
+    assert chat.tokenizer.decode(row.ids) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello there<|im_end|>\n"
         "<|im_start|>user\nWhat is two and two<|im_end|>\n"
         "<|im_start|>assistant\nThe answer is four<|im_end|>\n"
     )
-    assert trained_pieces(chat, row) == [
-        ["Hello", " there", "<|im_end|>"],
-        ["The", " answer", " is", " four", "<|im_end|>"],
-    ]
+    assert trained_pieces(chat, row) == [["Hello", " there", "<|im_end|>"], LAST]
 
 
-def test_only_the_last_turn_is_trained_on_request():
-    chat = load_chat(small_tokenizer(), "chatml")
-    row = chat.render(TWO_TURNS, "completion")
-    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
-
-
-def test_everything_is_trained_on_request():
-    chat = load_chat(small_tokenizer(), "chatml")
-    row = chat.render(TWO_TURNS, "all")
+def test_only_the_last_turn_or_everything_is_trained_on_request():
+    assert trained_pieces(CHATML, CHATML.render(TWO_TURNS, "completion")) == [LAST]
+    row = CHATML.render(TWO_TURNS, "all")
     assert all(row.trained)
-    assert row.ids == chat.render(TWO_TURNS, "assistant").ids
+    assert row.ids == CHATML.render(TWO_TURNS, "assistant").ids
 
 
 def test_the_plain_template_needs_nothing_but_an_end_token():
@@ -147,35 +123,26 @@ def test_generation_marks_agree_with_the_mask_of_transformers(name):
 
 
 def test_a_prompt_is_the_beginning_of_the_row_that_was_trained():
-    chat = load_chat(small_tokenizer(), "chatml")
-    row = chat.render(TWO_TURNS, "completion")
-    prompt = chat.prompt(Conversation(TWO_TURNS.messages[:-1]))
+    row = CHATML.render(TWO_TURNS, "completion")
+    prompt = CHATML.prompt(Conversation(TWO_TURNS.messages[:-1]))
     assert row.ids[: len(prompt)] == prompt
     assert row.trained.index(True) == len(prompt)
 
 
-def test_given_messages_are_context():
-    chat = load_chat(small_tokenizer(), "chatml")
-    sample = Conversation(TWO_TURNS.messages, given=3)
-    row = chat.render(sample, "assistant")
-    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
-
-
-def test_messages_that_are_context_only_are_not_trained():
-    chat = load_chat(small_tokenizer(), "chatml")
-    row = chat.render(dataclasses.replace(TWO_TURNS, untrained=frozenset({1})), "assistant")
-    assert row.ids == chat.render(TWO_TURNS, "assistant").ids
-    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
+def test_messages_that_are_given_or_context_only_are_not_trained():
+    for context in ({"given": 3}, {"untrained": frozenset({1})}):
+        row = CHATML.render(dataclasses.replace(TWO_TURNS, **context), "assistant")
+        assert row.ids == CHATML.render(TWO_TURNS, "assistant").ids
+        assert trained_pieces(CHATML, row) == [LAST]
     last = dataclasses.replace(TWO_TURNS, untrained=frozenset({3}))
-    assert not any(chat.render(last, "completion").trained)
+    assert not any(CHATML.render(last, "completion").trained)
     with pytest.raises(FinetuneError, match="message 3 is context only by its weight or train"):
-        chat.render(last, "all")
+        CHATML.render(last, "all")
 
 
 def test_a_conversation_without_an_assistant_trains_nothing():
-    chat = load_chat(small_tokenizer(), "chatml")
     for train_on in ("assistant", "completion"):
-        assert not any(chat.render(talk("Hi"), train_on).trained)
+        assert not any(CHATML.render(talk("Hi"), train_on).trained)
 
 
 def test_a_turn_that_repeats_the_header_or_the_question_is_still_found():
@@ -366,66 +333,45 @@ def test_a_prompt_that_ends_in_a_space_is_tokenised_as_it_is_served():
 # What cannot be marked is refused.
 
 
-def refusal(chat: Chat, sample: Conversation) -> str:
-    with pytest.raises(FinetuneError) as error:
-        chat.render(sample, "assistant")
-    return str(error.value)
-
-
-def test_a_conversation_without_a_template_names_the_built_in_ones():
-    assert refusal(Chat(small_tokenizer(), None), TWO_TURNS) == (
-        "model.chat_template: the data has conversations and the tokenizer has no chat template; "
-        "set model.chat_template to a file or to one of chatml, plain"
-    )
-
-
-def test_a_header_without_a_generation_prompt_is_refused():
-    template = CHATML_UNMARKED.partition("{% if add_generation_prompt")[0]
-    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
-        "chat template: it begins an assistant turn with '<|im_start|>assistant' and writes no "
+MARKED = "{% generation %}{{ m.content }}{% endgeneration %}"
+BOT = CHATML_UNMARKED.replace("<|im_start|>assistant\n{% endif", "### Bot:{% endif")
+UNMARKABLE = {
+    "a header without a generation prompt": (
+        CHATML_UNMARKED.partition("{% if add_generation_prompt")[0],
+        "it begins an assistant turn with '<|im_start|>assistant' and writes no "
         "generation prompt, so the turn cannot be marked: got "
         "'<|im_start|>assistant\\nHello<|im_end|>\\n'; add {% if add_generation_prompt %} with "
-        "that header"
-    )
-
-
-def test_a_generation_prompt_that_turns_do_not_begin_with_is_refused_with_both_texts():
-    template = CHATML_UNMARKED.replace("<|im_start|>assistant\n{% endif", "### Bot:{% endif")
-    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
-        "chat template: its generation prompt is '### Bot:', but the assistant turn is "
-        "'<|im_start|>assistant\\nHello<|im_end|>\\n', so the turn cannot be marked"
-    )
-
-
-def test_a_turn_that_does_not_end_in_an_end_token_is_refused():
-    chat = load_chat(small_tokenizer(), None)
-    bad = Chat(chat.tokenizer, CHATML_UNMARKED.replace("<|im_end|>", "##"))
-    assert refusal(bad, talk("Hi", "Hello")) == (
-        "chat template: the assistant turn '<|im_start|>assistant\\nHello##\\n' closes with '#', "
+        "that header"),
+    "a generation prompt that turns do not begin with": (BOT,
+        "its generation prompt is '### Bot:', but the assistant turn is "
+        "'<|im_start|>assistant\\nHello<|im_end|>\\n', so the turn cannot be marked"),
+    "a turn that does not end in an end token": (CHATML_UNMARKED.replace("<|im_end|>", "##"),
+        "the assistant turn '<|im_start|>assistant\\nHello##\\n' closes with '#', "
         "which is not an end token of this tokenizer, so a model could not learn to stop; end it "
-        "with {{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"
-    )
+        "with {{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"),
+    "marks that skip the assistant": (
+        CHATML_UNMARKED.replace("{{ m.content }}<|im_end|>",
+            f"{{% if m.role == 'user' %}}{MARKED}<|im_end|>"
+            "{% else %}{{ m.content }}<|im_end|>{% endif %}"),
+        "it has {% generation %} marks, but none in the assistant turn "
+        "'<|im_start|>assistant\\nHello<|im_end|>'"),
+    "a refusal of the template": ("{{ raise_exception('roles must alternate') }}",
+        "it refuses this conversation (user, assistant): roles must alternate"),
+}  # fmt: skip
 
 
-def test_generation_marks_that_leave_out_the_end_token_are_refused():
-    marked = CHATML_UNMARKED.replace(
-        "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
-    )
-    assert "closes with 'Hello', which is not an end token" in refusal(
-        chat_of(marked), talk("Hi", "Hello")
-    )
+@pytest.mark.parametrize("name", UNMARKABLE)
+def test_what_cannot_be_marked_is_refused_with_the_texts(name):
+    template, told = UNMARKABLE[name]
+    assert refusal(chat_of(template), talk("Hi", "Hello")) == f"chat template: {told}"
 
 
-def test_generation_marks_that_skip_the_assistant_are_refused():
-    marked = CHATML_UNMARKED.replace(
-        "{{ m.content }}<|im_end|>",
-        "{% if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
-        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
-    )
-    assert refusal(chat_of(marked), talk("Hi", "Hello")) == (
-        "chat template: it has {% generation %} marks, but none in the assistant turn "
-        "'<|im_start|>assistant\\nHello<|im_end|>'"
-    )
+def test_marks_without_the_end_token_and_what_is_not_jinja_are_refused():
+    marked = CHATML_UNMARKED.replace("{{ m.content }}", MARKED)
+    told = refusal(chat_of(marked), talk("Hi", "Hello"))
+    assert "closes with 'Hello', which is not an end token" in told
+    told = refusal(chat_of("{% for m in %}"), talk("Hi", "Hello"))
+    assert told.startswith("chat template: it is not valid Jinja: ")
 
 
 def test_a_template_that_reads_what_it_wrote_is_rendered_as_it_is():
@@ -459,19 +405,6 @@ def test_a_template_that_leaves_out_tool_calls_or_tools_is_refused():
     assert refusal(chat_of(CHATML_UNMARKED), offered) == (
         "chat template: it leaves out the tools (weather); set model.chat_template to a template "
         "that writes them"
-    )
-
-
-def test_a_template_that_refuses_a_conversation_is_reported_with_its_reason():
-    template = "{{ raise_exception('roles must alternate') }}"
-    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
-        "chat template: it refuses this conversation (user, assistant): roles must alternate"
-    )
-
-
-def test_a_template_that_is_not_jinja_is_refused():
-    assert refusal(chat_of("{% for m in %}"), talk("Hi", "Hello")).startswith(
-        "chat template: it is not valid Jinja: "
     )
 
 
@@ -515,17 +448,6 @@ def test_a_template_comes_from_a_file_or_from_the_tokenizer(tmp_path):
 
 # Real templates on real tokenizers.
 
-MARKS = {
-    "google-gemma-2-2b-it": ("<start_of_turn>", "<end_of_turn>"),
-    "meta-llama-Llama-3.1-8B-Instruct": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "meta-llama-Llama-3.2-3B-Instruct": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "microsoft-Phi-3.5-mini-instruct": ("<|user|>", "<|assistant|>", "<|end|>"),
-    "Qwen-Qwen2.5-7B-Instruct": (),
-    "mistralai-Mistral-Nemo-Instruct-2407": (),
-    "qwen3": (),
-    "chatml": (),
-    "plain": (),
-}
 ENDS = {
     "google-gemma-2-2b-it": "<end_of_turn>",
     "meta-llama-Llama-3.1-8B-Instruct": "<|eot_id|>",
@@ -533,21 +455,7 @@ ENDS = {
     "microsoft-Phi-3.5-mini-instruct": "<|end|>",
     "mistralai-Mistral-Nemo-Instruct-2407": "</s>",
 }
-NO_TOOLS = {"google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"}
 THOUGHT = "<think>\n\n</think>\n\n"
-
-
-@cache
-def real_chat(assets: Path, name: str) -> Chat:
-    """A real template on the tokenizer it fits, or on one that is given its special tokens."""
-    base = "mistral-v3" if name.startswith("mistral") else "qwen3"
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(assets / "tokenizers" / base)
-    if MARKS[name]:
-        tokenizer.add_tokens([*MARKS[name], "<bos>"], special_tokens=True)
-        tokenizer.bos_token = "<bos>"
-    if name in ("qwen3", "chatml", "plain"):
-        return load_chat(tokenizer, None if name == "qwen3" else name)
-    return load_chat(tokenizer, str(assets / "configs/chat_templates" / f"{name}.jinja"))
 
 
 @pytest.mark.parametrize("name", MARKS)
@@ -556,10 +464,9 @@ def test_real_templates_train_what_was_said_token_by_token(assets, name):
     row = chat.render(talk("Hi", "Hello there", "2+2?", "It is 4."), "assistant")
     end = ENDS.get(name, "<|im_end|>")
     thought = ["<think>", "\n\n", "</think>", "\n\n"] if name == "qwen3" else []
-    first = ["Hello", "there"] if name.startswith("mistral") else ["Hello", " there"]
-    last = (
-        ["It", "is", "", "4", "."] if name.startswith("mistral") else ["It", " is", " ", "4", "."]
-    )
+    first, last = ["Hello", " there"], ["It", " is", " ", "4", "."]
+    if name.startswith("mistral"):
+        first, last = ([each.strip() for each in pieces] for pieces in (first, last))
     assert trained_pieces(chat, row) == [[*first, end], [*thought, *last, end]]
     completion = chat.render(talk("Hi", "Hello there", "2+2?", "It is 4."), "completion")
     assert completion.ids == row.ids

@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-from itertools import groupby
 from typing import Any
 
 import pytest
+from chats import refusal, trained_texts
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
 from finetune.data.chat.chat_templates import template_variables, with_defaults
-from finetune.data.chat.render import Chat, Row, load_chat
+from finetune.data.chat.render import Chat, load_chat
 from finetune.data.encode import Chunk, Encoder
 from finetune.data.formats import Conversation, Text, read_row
 from finetune.errors import FinetuneError
@@ -81,11 +81,6 @@ def load_template(tokenizer: Any, template: Any, variables: dict[str, Any]) -> C
     return load_chat(tokenizer, None, variables)
 
 
-def trained(chat: Chat, row: Row) -> list[str]:
-    pairs = groupby(zip(row.ids, row.trained, strict=True), key=lambda pair: pair[1])
-    return [chat.tokenizer.decode([token for token, _ in run]) for said, run in pairs if said]
-
-
 def said(chat: Chat, sample: Conversation) -> list[str]:
     """The trained texts, of a row whose text is the one of transformers."""
     row = chat.render(sample, "assistant")
@@ -99,13 +94,7 @@ def said(chat: Chat, sample: Conversation) -> list[str]:
     )
     if "strftime_now" not in str(template):
         assert chat.tokenizer.decode(row.ids) == theirs
-    return trained(chat, row)
-
-
-def refusal(chat: Chat, sample: Conversation) -> str:
-    with pytest.raises(FinetuneError) as error:
-        chat.render(sample, "assistant")
-    return str(error.value)
+    return trained_texts(chat, row)
 
 
 # Where the turns are.
@@ -191,7 +180,7 @@ DEEPSEEK_TOKENS = ("<|User|>", "<|Assistant|>", "<|out|>", "<|outs|>", "<|call|>
 def test_an_answer_to_a_tool_begins_behind_the_prompt_of_that_place():
     assert said(chat_of(DEEPSEEK, *DEEPSEEK_TOKENS), TALK) == ["Hello there<|end|>", "red<|end|>"]
     chat = chat_of(DEEPSEEK, *DEEPSEEK_TOKENS)
-    assert trained(chat, chat.render(WEATHER, "assistant")) == [
+    assert trained_texts(chat, chat.render(WEATHER, "assistant")) == [
         '<|call|>get_weather\n{"city":"Oslo"}<|end|>',
         "cold rain<|end|>",
     ]
@@ -223,7 +212,10 @@ def test_a_template_that_cuts_every_thought_is_refused():
 def test_thoughts_left_out_of_earlier_turns_only_are_noted():
     chat = chat_of(CUTTING_HISTORY)
     row = chat.render(HISTORY, "assistant")
-    assert trained(chat, row) == ["Hello<|im_end|>", "<think>\nslow\n</think>\n\nBye<|im_end|>"]
+    assert trained_texts(chat, row) == [
+        "Hello<|im_end|>",
+        "<think>\nslow\n</think>\n\nBye<|im_end|>",
+    ]
     assert row.notes == {"history_thoughts"}
     assert chat.render(INLINE, "assistant").notes == set()
 
@@ -366,10 +358,10 @@ def test_arguments_are_text_where_a_template_joins_or_prints_them():
     for template in (joined, printed):
         chat = chat_of(template)
         row = chat.render(WEATHER, "assistant")
-        assert trained(chat, row)[0] == '<call>get_weather {"city":"Oslo"}</call><|im_end|>'
+        assert trained_texts(chat, row)[0] == '<call>get_weather {"city":"Oslo"}</call><|im_end|>'
     objects = sample_of(user("Weather"), says("", tool_calls=[call({"city": "Oslo"})]))
     chat = chat_of(joined)
-    assert trained(chat, chat.render(objects, "assistant")) == [
+    assert trained_texts(chat, chat.render(objects, "assistant")) == [
         '<call>get_weather {"city": "Oslo"}</call><|im_end|>'
     ]
     assert said(chat_of(CALLS), WEATHER)[0] == (
@@ -391,7 +383,7 @@ def test_call_ids_that_a_template_refuses_are_replaced_in_call_and_result():
     chat = chat_of(strict)
     row = chat.render(sample, "assistant")
     text = chat.tokenizer.decode(row.ids)
-    assert trained(chat, row)[0] == (
+    assert trained_texts(chat, row)[0] == (
         "<call>call00001 get_weather {}</call><call>call00000 get_weather {}</call>"
         "<call>call00002 get_weather {}</call><|im_end|>"
     )

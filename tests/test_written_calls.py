@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from test_render import MARKS, NO_TOOLS, real_chat
+from chats import MARKS, NO_TOOLS, real_chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -88,10 +88,7 @@ def read(form: CallForm | None, text: str) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_are_read_as_the_template_writes_them(name):
-    template = TURN.replace("CALLS", LOOP.replace("ONE", FORMS[name])) + HEADER
-    made = tokenizer()
-    made.chat_template = template
-    chat = load_chat(made, None)
+    chat = chat_of(FORMS[name])
     form = call_form(chat)
     assert read(form, written(chat, CALLS[:1])) == CALLS[:1]
     assert read(form, written(chat, CALLS)) == CALLS
@@ -100,12 +97,9 @@ def test_calls_are_read_as_the_template_writes_them(name):
     assert read(form, text) == CALLS
     assert form is not None
     assert text[: form.read(text, TOOLS)[0].start].strip() == said
-    for broken in (said, "", text_of_half(written(chat, CALLS[:1]))):
+    half = written(chat, CALLS[:1]).partition("S")[0]
+    for broken in (said, "", half):
         assert read(form, broken) == []
-
-
-def text_of_half(text: str) -> str:
-    return text[: text.index("S")]
 
 
 @pytest.mark.parametrize("name", sorted(set(MARKS) - NO_TOOLS))
