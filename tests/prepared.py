@@ -19,7 +19,7 @@ PAIRS = [{"question": f"What is {n}", "answer": f"The answer is {n}"} for n in r
 SAID = [f"The answer is {n}<|im_end|>" for n in range(6)]
 
 
-def write_jsonl(path: Path, rows: list[Any]) -> str:
+def write_rows(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 

@@ -3,7 +3,6 @@
 import datetime
 import decimal
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from conftest import ROOT
-from prepared import CHAT, prepare, problems_of, recipe_of, texts, write_jsonl
+from conftest import ROOT, run_command
+from prepared import CHAT, prepare, problems_of, recipe_of, texts, write_rows
 
 from finetune.data.files import READERS
 from finetune.data.sources import Source
@@ -34,18 +33,12 @@ def called(name: str, arguments: dict[str, Any], schema: dict[str, Any]) -> dict
 
 
 CALLS = [
-    called(
-        "weather",
-        {"city": "Oslo", "days": [1, 2], "place": {"lat": 1.5}},
-        {"type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo", None]}}},
-    ),
-    called(
-        "add",
-        {"place": {"name": "here"}, "terms": [{"a": 2**60}, {"b": "x"}]},
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": []},
-    ),
+    called("weather", {"city": "Oslo", "days": [1, 2], "place": {"lat": 1.5}},
+        {"type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo", None]}}}),
+    called("add", {"place": {"name": "here"}, "terms": [{"a": 2**60}, {"b": "x"}]},
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": []}),
     called("now", {}, {"type": "object", "properties": {}}),
-]
+]  # fmt: skip
 
 
 def write_table(path: Path, rows: list[Any], schema: pyarrow.Schema | None = None) -> None:
@@ -64,7 +57,7 @@ def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path, cache, name):
     path = tmp_path / name
     write_table(path, CALLS)
     assert [row for _, row in READERS[path.suffix](path)] == CALLS
-    lines = write_jsonl(tmp_path / "a.jsonl", CALLS)
+    lines = write_rows(tmp_path / "a.jsonl", CALLS)
     ours, json_rows = (
         prepare(recipe_of(each, "messages", max_length=10**4), CHAT, cache).train
         for each in (str(path), lines)
@@ -76,7 +69,7 @@ def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path, cache, name):
 
 def test_a_null_that_stands_in_json_stays(tmp_path, cache):
     row = called("f", {"a": None, "b": {"c": None}}, {"properties": {"a": {"default": None}}})
-    source = write_jsonl(tmp_path / "a.jsonl", [row])
+    source = write_rows(tmp_path / "a.jsonl", [row])
     (text,) = texts(prepare(recipe_of(source, "messages"), CHAT, cache).train)
     assert '{"a": null, "b": {"c": null}}' in text
     assert '"default": null' in text
@@ -84,38 +77,23 @@ def test_a_null_that_stands_in_json_stays(tmp_path, cache):
 
 def test_maps_lists_dictionaries_and_json_columns_keep_their_nulls(tmp_path):
     text = pyarrow.string()
-    map_kind = pyarrow.map_(text, pyarrow.struct([("x", text), ("y", text)]))
-    rows = [
-        {
-            "map": [("a", {"x": "1", "y": None}), ("b", None)],
-            "list": [None, {"x": None}],
-            "dictionary": "often",
-            "top": None,
-            "json": '{"a": null}',
-            "large": [{"x": None, "y": "2"}],
-        }
-    ]
-    schema = pyarrow.schema(
-        [
-            ("map", map_kind),
-            ("list", pyarrow.list_(pyarrow.struct([("x", text)]))),
-            ("dictionary", pyarrow.dictionary(pyarrow.int32(), text)),
-            ("top", text),
-            ("json", pyarrow.json_(text)),
-            ("large", pyarrow.large_list(pyarrow.struct([("x", text), ("y", text)]))),
-        ]
-    )
-    path = tmp_path / "a.arrow"
-    write_table(path, rows, schema)
-    ((_, row),) = READERS[".arrow"](path)
-    assert row == {
-        "map": {"a": {"x": "1"}, "b": None},
-        "list": [None, {}],
-        "dictionary": "often",
-        "top": None,
-        "json": {"a": None},
-        "large": [{"y": "2"}],
-    }
+    x, both = (pyarrow.struct([(key, text) for key in keys]) for keys in ("x", "xy"))
+    kinds = {
+        "map": pyarrow.map_(text, both), "list": pyarrow.list_(x), "top": text,
+        "dictionary": pyarrow.dictionary(pyarrow.int32(), text), "json": pyarrow.json_(text),
+        "large": pyarrow.large_list(both),
+    }  # fmt: skip
+    row = {
+        "map": [("a", {"x": "1", "y": None}), ("b", None)], "list": [None, {"x": None}],
+        "top": None, "dictionary": "often", "json": '{"a": null}',
+        "large": [{"x": None, "y": "2"}],
+    }  # fmt: skip
+    write_table(tmp_path / "a.arrow", [row], pyarrow.schema(list(kinds.items())))
+    ((_, found),) = READERS[".arrow"](tmp_path / "a.arrow")
+    assert found == {
+        "map": {"a": {"x": "1"}, "b": None}, "list": [None, {}], "top": None,
+        "dictionary": "often", "json": {"a": None}, "large": [{"y": "2"}],
+    }  # fmt: skip
 
 
 VALUES: dict[str, tuple[Any, str]] = {
@@ -140,23 +118,25 @@ def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path, c
     ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_hub_library_and_what_it_saves_give_the_rows_of_json(tmp_path, stream):
-    """In a process of its own: that library is asked for a folder, which it reads as the hub."""
-    write_table(tmp_path / "a.parquet", CALLS)
-    script = f"""
+LOADING = """
 import json
 from datasets import load_dataset
 from finetune.data.sources import Source
 from finetune.recipe import Data
-data = Data({str(tmp_path)!r}, "messages", stream={stream})
-print(json.dumps([row.value for row in Source(data, ()).rows()]))
-load_dataset({str(tmp_path)!r}, split="train").save_to_disk({str(tmp_path / "saved")!r})
+for stream in (False, True):
+    data = Data(FOLDER, "messages", stream=stream)
+    print(json.dumps([row.value for row in Source(data, ()).rows()]))
+load_dataset(FOLDER, split="train").save_to_disk(FOLDER + "/saved")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == CALLS
+
+
+def test_the_hub_library_and_what_it_saves_give_the_rows_of_json(tmp_path):
+    """In a process of its own: that library is asked for a folder, which it reads as the hub."""
+    write_table(tmp_path / "a.parquet", CALLS)
+    command = [sys.executable, "-c", LOADING.replace("FOLDER", repr(str(tmp_path)))]
+    done = run_command(command, tmp_path, cwd=ROOT, env={"HF_HOME": str(tmp_path / "home")})
+    assert done.status == 0, done.output
+    assert [json.loads(line) for line in done.stdout.splitlines()[-2:]] == [CALLS, CALLS]
     saved = sorted((tmp_path / "saved").glob("*.arrow"))
     rows = Source(Data(str(tmp_path / "saved"), "messages"), tuple(saved)).rows()
     assert [row.value for row in rows] == CALLS
@@ -186,13 +166,9 @@ def test_a_column_that_occurs_twice_is_refused(tmp_path, cache):
 
 
 def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path, cache):
-    kinds = pyarrow.schema(
-        [
-            ("question", pyarrow.string()),
-            ("answer", pyarrow.string()),
-            ("days", pyarrow.map_(pyarrow.date32(), pyarrow.string())),
-        ]
-    )
+    text = pyarrow.string()
+    days = pyarrow.map_(pyarrow.date32(), text)
+    kinds = pyarrow.schema([("question", text), ("answer", text), ("days", days)])
     days = [(datetime.date(2020, 1, 2), "x")]
     path = tmp_path / "a.parquet"
     rows = [{"question": "q", "answer": answer, "days": days} for answer in ("Bye", None)]

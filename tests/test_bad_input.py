@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from prepared import CHAT, answers, counts_of, problems_of, recipe_of, write_jsonl
+from prepared import CHAT, answers, counts_of, problems_of, recipe_of, write_rows
 from small_tokenizer import small_tokenizer
 
 from finetune.data.audit import describe, mistakes
@@ -24,16 +24,16 @@ SAY: dict[str, Any] = {"messages": [
 
 def test_rows_without_content_are_named(tmp_path, cache):
     rows = [SAY, {}, {"messages": []}, {"messages": None}, {"messages": [None]}, None, [], 3]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
-    assert problems_of(recipe_of(source, "messages"), cache) == [
-        f"{source} row 2: format 'messages' needs 'messages', the row has no columns",
-        f"{source} row 3: messages is empty",
-        f"{source} row 4: format 'messages' needs 'messages', the row has 'messages' (null)",
-        f"{source} row 5: messages[0] is null, expected an object with role and content",
-        f"{source} row 6: is null, expected an object with columns",
-        f"{source} row 7: is a list, expected an object with columns",
-        f"{source} row 8: is a number, expected an object with columns",
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    told = [
+        "format 'messages' needs 'messages', the row has no columns",
+        "messages is empty",
+        "format 'messages' needs 'messages', the row has 'messages' (null)",
+        "messages[0] is null, expected an object with role and content",
+        *(f"is {kind}, expected an object with columns" for kind in ("null", "a list", "a number")),
     ]
+    problems = problems_of(recipe_of(source, "messages"), cache)
+    assert problems == [f"{source} row {row}: {each}" for row, each in enumerate(told, 2)]
 
 
 NESTED: dict[str, tuple[list[Any], list[str]]] = {
@@ -90,61 +90,49 @@ def test_a_column_that_cannot_be_read_is_named(tmp_path, cache, suffix):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with one file, of one row."""
-    made = tmp_path / "data"
-    made.mkdir()
-    write_jsonl(made / "a.jsonl", [SAY])
-    return made
+    (tmp_path / "data").mkdir()
+    return Path(write_rows(tmp_path / "data/a.jsonl", [SAY])).parent
 
 
 def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(folder, cache):
     (folder / "b.csv").write_text("question,answer\n1,2\n")
     (folder / "c.txt").write_text("Hi there")
-    assert problems_of(recipe_of(str(folder), "messages"), cache) == [
-        f"{folder}/b.csv row 1: format 'messages' needs 'messages', the row has 'question', "
-        "'answer'; format 'question_answer' would fit",
-        f"{folder}/c.txt row 1: format 'messages' needs 'messages', the row has 'text'; "
-        "format 'text' would fit",
+    needs = "format 'messages' needs 'messages', the row has"
+    assert problems_of(recipe_of(folder, "messages"), cache) == [
+        f"{folder}/b.csv row 1: {needs} 'question', 'answer'; format 'question_answer' would fit",
+        f"{folder}/c.txt row 1: {needs} 'text'; format 'text' would fit",
     ]
 
 
-def test_files_of_a_folder_that_are_not_read_are_named(folder, cache):
-    recipe = recipe_of(str(folder), "messages")
-    assert len(describe(counts_of(recipe, cache))) == 1
+def test_files_of_a_folder_that_are_not_read_or_have_no_row_are_named(folder, cache):
+    assert len(describe(counts_of(recipe_of(folder, "messages"), cache))) == 1
     for name in ("b.jsonl.rar", "c.JS", "d.parquet.gz", "e.md", ".hidden"):
         (folder / name).write_text("x")
+    unread = ", ".join(f"{folder}/{name}" for name in ("b.jsonl.rar", "c.JS", "d.parquet.gz"))
     for source in (folder, folder / "*"):
-        recipe = recipe_of(str(source), "messages")
-        counts = counts_of(recipe, cache)
-        assert describe(counts)[-1] == (
-            f"not read, unsupported file type: {folder}/b.jsonl.rar, {folder}/c.JS, "
-            f"{folder}/d.parquet.gz and 1 more"
-        )
-
-
-def test_files_of_a_folder_without_a_row_are_named(folder, cache):
-    (folder / "b.json").write_text("[]")
-    (folder / "c.csv").write_text("messages\n")
-    (folder / "d.jsonl").write_text("\n\n")
-    recipe = recipe_of(str(folder), "messages")
-    counts = counts_of(recipe, cache)
-    assert describe(counts)[-1] == (
-        f"without rows: {folder}/b.json, {folder}/c.csv, {folder}/d.jsonl"
-    )
+        counts = counts_of(recipe_of(source, "messages"), cache)
+        assert describe(counts)[-1] == f"not read, unsupported file type: {unread} and 1 more"
+    empty = {"b.json": "[]", "c.csv": "messages\n", "d.jsonl": "\n\n"}
+    for name, content in empty.items():
+        (folder / name).write_text(content)
+    named = ", ".join(f"{folder}/{name}" for name in empty)
+    counts = counts_of(recipe_of(folder, "messages"), cache)
+    assert f"without rows: {named}" in describe(counts)
 
 
 def test_half_a_character_is_named(tmp_path, cache):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "a \udfff"}])
+    source = write_rows(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "a \udfff"}])
     assert problems_of(recipe_of(source), cache) == [
         f"{source} row 1: the text contains an unpaired surrogate ('\\udfff'), which tokenizers "
         "cannot encode; the text may have been cut inside a character"
     ]
 
 
-def test_a_line_of_a_hundred_megabytes_is_too_long_and_named_at_once(tmp_path, cache):
-    long = {"question": "Hi", "answer": "the cat " * 13_000_000}
-    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, long])
-    longest = max(map(len, small_tokenizer().get_vocab()))
-    least = (2 + 8 * 13_000_000) // (4 * longest)
+def test_a_line_of_megabytes_is_too_long_and_named_at_once(tmp_path, cache):
+    words = 1_300_000  # of eight bytes
+    long = {"question": "Hi", "answer": "the cat " * words}
+    source = write_rows(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, long])
+    least = (2 + 8 * words) // (4 * max(map(len, small_tokenizer().get_vocab())))
     assert problems_of(recipe_of(source), cache) == [
         f"{source}: 1 of 2 rows are longer than batch.max_length=1024 tokens, the longest {least} "
         f"({source} row 2, a lower bound); set batch.max_length={least}, or batch.overlong to "
@@ -165,7 +153,7 @@ BROKEN = {
 @pytest.mark.parametrize("template", BROKEN)
 def test_a_broken_chat_template_is_reported_once(tmp_path, cache, template):
     rows = [{"question": f"Hi {n}", "answer": f"Bye {n}"} for n in range(40)]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    source = write_rows(tmp_path / "a.jsonl", rows)
     broken = Chat(CHAT.tokenizer, template)
     (problem,) = problems_of(recipe_of(source), cache, broken)
     assert problem.startswith(f"{source} row 1 (and 39 more rows): chat template: ")
@@ -173,7 +161,7 @@ def test_a_broken_chat_template_is_reported_once(tmp_path, cache, template):
 
 
 def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path, cache):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "Hi", "completion": " there"}])
+    source = write_rows(tmp_path / "a.jsonl", [{"prompt": "Hi", "completion": " there"}])
     chat = load_chat(small_tokenizer(), None)
     assert chat.template is None
     prepared = prepare(recipe_of(source, "prompt_completion"), chat, cache)
@@ -186,7 +174,7 @@ ANSWERS = [{"question": f"Hi {n}", "answer": "Hello there " * 20} for n in range
 
 
 def test_losing_the_end_of_every_row_is_an_error(tmp_path, cache):
-    source = write_jsonl(tmp_path / "a.jsonl", ANSWERS)
+    source = write_rows(tmp_path / "a.jsonl", ANSWERS)
     recipe = recipe_of(source, max_length=24, overlong="truncate")
     counts = counts_of(recipe, cache)
     assert (counts["truncated"], counts["unended"], counts["eaten"]) == (5, 5, 0)
@@ -200,21 +188,17 @@ def test_losing_the_end_of_every_row_is_an_error(tmp_path, cache):
 
 def test_truncating_every_answer_away_is_an_error(tmp_path, cache):
     asked = [{"question": "What is " * 30, "answer": "Bye"}] * 2
-    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, *asked])
+    source = write_rows(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, *asked])
     recipe = recipe_of(source, max_length=24, overlong="truncate")
     counts = counts_of(recipe, cache)
-    assert (counts["rows"], counts["truncated"], counts["eaten"], counts["untrained"]) == (
-        1,
-        2,
-        2,
-        2,
-    )
+    found = [counts[key] for key in ("rows", "truncated", "eaten", "untrained")]
+    assert found == [1, 2, 2, 2]
     assert list(mistakes(counts)) == [
         f"{source}: truncation removed the complete answer of all 2 truncated rows, of 3 rows; "
         "raise batch.max_length, or set batch.overlong=drop; if this is intended, set "
         "data_checks=report"
     ]
-    write_jsonl(tmp_path / "a.jsonl", asked)
+    write_rows(tmp_path / "a.jsonl", asked)
     assert problems_of(recipe, tmp_path / "empty") == [
         f"{source}: none of its 2 rows is left to train on (2 without a trained token, 2 of them "
         "because truncation removed their answer, 0 longer than batch.max_length=24, 0 skipped by "
@@ -227,7 +211,7 @@ def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_p
     answers = ("Bye", " \n", "Bye", "", "Bye " * 30)
     talks = [[asked, {"role": "assistant", "content": answer}] for answer in answers]
     rows = [{"messages": each} for each in [*talks[:2], [asked], *talks[2:], [asked]]]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    source = write_rows(tmp_path / "a.jsonl", rows)
     recipe = recipe_of(source, "messages", max_length=32, overlong="drop")
     counts = counts_of(recipe, cache)
     assert describe(counts)[1] == (
@@ -238,8 +222,8 @@ def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_p
 
 
 def test_a_source_whose_rows_never_end_is_refused_in_a_mixture(tmp_path, cache):
-    cut = write_jsonl(tmp_path / "cut.jsonl", [{"question": "Hi", "answer": "Bye " * 40}] * 3)
-    whole = write_jsonl(tmp_path / "whole.jsonl", [{"question": "Hi", "answer": "Bye"}])
+    cut = write_rows(tmp_path / "cut.jsonl", [{"question": "Hi", "answer": "Bye " * 40}] * 3)
+    whole = write_rows(tmp_path / "whole.jsonl", [{"question": "Hi", "answer": "Bye"}])
     sources = (Data(source, "question_answer") for source in (whole, cut))
     recipe = SFT().with_data(*sources).with_batch(max_length=24, overlong="truncate")
     counts = counts_of(recipe, cache)
@@ -251,7 +235,7 @@ def test_unusual_rows_are_counted_and_reported(tmp_path, cache):
     short = {"question": "Hi", "answer": "Bye"}
     only_asked = {"messages": [{"role": "user", "content": "Hi"}]}
     rows = [short, short, short, ANSWERS[0], {**short, "messages": only_asked}]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    source = write_rows(tmp_path / "a.jsonl", rows)
     recipe = recipe_of(source, max_length=24, overlong="truncate")
     counts = counts_of(recipe, cache)
     tokens, trained = counts["tokens"], counts["trained_tokens"]

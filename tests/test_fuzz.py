@@ -28,7 +28,7 @@ NAMES = (
     "recipes", "overrides", "plans", "backends", "reports", "cards", "resumed", "manifests",
     "proofs", "data", "asked", "templates", "prepared", "models", "adapters", "exports", "starts",
 )  # fmt: skip
-QUICK, MANY = 600, 6_000
+QUICK, MANY = 300, 3_000
 """Cases of all subjects together."""
 
 
@@ -49,11 +49,6 @@ def every(home: Path) -> Iterator[dict[str, Subject]]:
         os.environ.update(before)
 
 
-def check(every: dict[str, Subject], name: str, count: int, seed: int) -> None:
-    found = cases.run_cases(name, every[name], seed, range(max(3, shares(every, count)[name])))
-    assert [str(fault) for fault in found.faults] == []
-
-
 def test_every_subject_has_its_tests(every):
     assert tuple(every) == NAMES
 
@@ -67,14 +62,13 @@ def test_a_file_that_is_not_changed_is_read(every, name):
 
 @pytest.mark.signals
 @pytest.mark.parametrize("name", NAMES)
-def test_a_changed_file_is_read_or_refused(every, name):
-    check(every, name, QUICK, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_many_changed_files_are_read_or_refused(every, name):
-    check(every, name, MANY, seed=2)
+@pytest.mark.parametrize(
+    ("count", "seed"), [(QUICK, 1), pytest.param(MANY, 2, marks=pytest.mark.slow)]
+)
+def test_a_changed_file_is_read_or_refused(every, name, count, seed):
+    number = max(3, shares(every, count)[name])
+    found = cases.run_cases(name, every[name], seed, range(number))
+    assert [str(fault) for fault in found.faults] == []
 
 
 def test_a_case_is_made_again_from_its_number(tmp_path):

@@ -120,33 +120,18 @@ loss_watchdog_threshold: 5.0, warmup_steps: 10, evals_per_epoch: 4, saves_per_ep
 weight_decay: 0.1, deepspeed: zero.json, special_tokens: {pad_token: "<|end_of_text|>"}}
 """
 FULL = """
-base_model: Qwen/Qwen3-8B
-datasets:
-  - {path: my/stories, type: completion, field: story, name: long}
-test_datasets:
-  - {path: json, data_files: [held.jsonl], ds_type: json, type: completion, field: story}
-sequence_len: 4096
-micro_batch_size: 1
-gradient_accumulation_steps: 8
-max_steps: 500
-optimizer: adamw_torch_fused
-lr_scheduler: linear
-learning_rate: 1e-5
-warmup_ratio: 0.1
-adam_beta2: 0.95
-max_grad_norm: 0.3
-bf16: true
-fsdp_version: 2
-fsdp_config:
-  offload_params: true
-  reshard_after_forward: true
-  transformer_layer_cls_to_wrap: Qwen3DecoderLayer
-eval_steps: 50
-save_steps: 100
-save_total_limit: 3
-early_stopping_patience: 4
-seed: 7
-chat_template: llama3
+{
+base_model: Qwen/Qwen3-8B,
+datasets: [{path: my/stories, type: completion, field: story, name: long}],
+test_datasets: [
+  {path: json, data_files: [held.jsonl], ds_type: json, type: completion, field: story}],
+sequence_len: 4096, micro_batch_size: 1, gradient_accumulation_steps: 8, max_steps: 500,
+optimizer: adamw_torch_fused, lr_scheduler: linear, learning_rate: 1e-5, warmup_ratio: 0.1,
+adam_beta2: 0.95, max_grad_norm: 0.3, bf16: true, fsdp_version: 2,
+fsdp_config: {offload_params: true, reshard_after_forward: true,
+  transformer_layer_cls_to_wrap: Qwen3DecoderLayer},
+eval_steps: 50, save_steps: 100, save_total_limit: 3, early_stopping_patience: 4, seed: 7,
+chat_template: llama3}
 """
 LLAMA = """
 ### model

@@ -27,7 +27,7 @@ from prepared import (
     problems_of,
     recipe_of,
     texts,
-    write_jsonl,
+    write_rows,
 )
 from pydantic.dataclasses import dataclass
 from small_tokenizer import small_tokenizer
@@ -54,7 +54,7 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def pairs(tmp_path: Path) -> str:
     """A file of six questions with their answers."""
-    return write_jsonl(tmp_path / "a.jsonl", PAIRS)
+    return write_rows(tmp_path / "a.jsonl", PAIRS)
 
 
 def asked(source: str, **fields: Any) -> Data:
@@ -103,7 +103,7 @@ def test_rows_of_a_file_become_columns_in_its_order_and_are_counted(pairs, cache
 def write_as(path: Path, rows: list[dict[str, str]]) -> None:
     match path.suffix:
         case ".jsonl":
-            write_jsonl(path, rows)
+            write_rows(path, rows)
         case ".json":
             path.write_text(json.dumps(rows, indent=2))
         case ".parquet":
@@ -128,7 +128,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, cache, suffix):
 
 
 def test_json_lines_may_be_named_json_and_have_a_mark_and_line_ends_of_windows(tmp_path, cache):
-    write_jsonl(tmp_path / "a.json", PAIRS)
+    write_rows(tmp_path / "a.json", PAIRS)
     lines = b"\r\n".join(json.dumps(row).encode() for row in PAIRS)
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + lines + b"\r\n\r\n")
     for name in ("a.json", "b.jsonl"):
@@ -148,10 +148,10 @@ def test_a_folder_and_a_glob_are_their_files_in_order(tmp_path, cache):
     folder = tmp_path / "data"
     for inside in ("sub", ".hidden"):
         (folder / inside).mkdir(parents=True)
-    write_jsonl(folder / "b.jsonl", PAIRS[2:4])
-    write_jsonl(folder / "a.jsonl", PAIRS[:2])
-    write_jsonl(folder / "sub" / "c.jsonl", PAIRS[4:])
-    write_jsonl(folder / ".hidden" / "d.jsonl", [{"no": "row"}])
+    write_rows(folder / "b.jsonl", PAIRS[2:4])
+    write_rows(folder / "a.jsonl", PAIRS[:2])
+    write_rows(folder / "sub" / "c.jsonl", PAIRS[4:])
+    write_rows(folder / ".hidden" / "d.jsonl", [{"no": "row"}])
     (folder / "README.md").write_text("not data")
     assert answers(prepare(recipe_of(folder), CHAT, cache).train) == SAID
     assert answers(prepare(recipe_of(folder / "*.jsonl"), CHAT, cache).train) == SAID[:4]
@@ -215,7 +215,7 @@ def test_all_tokens_with_white_space_behind_the_last_turn_are_trained_to_end(pai
 
 
 def test_a_mixture_takes_the_first_rows_and_repeats_them(pairs, tmp_path, cache):
-    other = Data(write_jsonl(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text")
+    other = Data(write_rows(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text")
     prepared = prepare(SFT().with_data(asked(pairs, first=2, repeat=2), other), CHAT, cache)
     assert answers(prepared.train) == [*SAID[:2], *SAID[:2], " there</s>"]
     counts = prepared.counts["train"]
@@ -228,7 +228,7 @@ def test_a_mixture_takes_the_first_rows_and_repeats_them(pairs, tmp_path, cache)
 def halves(tmp_path: Path) -> tuple[str, str]:
     """Files of four of the pairs, and of the other two."""
     parts = (("four", PAIRS[:4]), ("two", PAIRS[4:]))
-    four, two = (write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in parts)
+    four, two = (write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in parts)
     return four, two
 
 
@@ -253,7 +253,7 @@ def test_a_weight_that_gives_no_row_is_refused(halves, cache):
 
 def test_the_seed_chooses_the_rows_of_a_weighted_source(halves, tmp_path, cache):
     many = asked(halves[0], weight=1)
-    one = Data(write_jsonl(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text", weight=1)
+    one = Data(write_rows(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text", weight=1)
     recipes = (SFT(data=(many, one), seed=seed) for seed in range(6))
     chosen = {answers(prepare(recipe, CHAT, cache).train)[0] for recipe in recipes}
     assert len(chosen) > 1
@@ -292,7 +292,7 @@ def test_more_rows_held_out_than_there_are_is_refused(pairs, cache):
 def long(tmp_path: Path) -> str:
     """A file of three rows, of which the second has 72 tokens."""
     middle = {"question": "Hi", "answer": "Hello there " * 30}
-    return write_jsonl(tmp_path / "long.jsonl", [PAIRS[0], middle, PAIRS[1]])
+    return write_rows(tmp_path / "long.jsonl", [PAIRS[0], middle, PAIRS[1]])
 
 
 def shortened(source: str, cache: Path, overlong: str) -> Prepared:
@@ -343,11 +343,11 @@ def test_pieces_overlap_by_the_token_that_the_next_one_follows():
 def test_rows_without_a_trained_token_are_counted_and_left_out(tmp_path, cache):
     only_asked = {"messages": [{"role": "user", "content": "Hi"}]}
     answered = {"messages": [*only_asked["messages"], {"role": "assistant", "content": "Bye"}]}
-    source = write_jsonl(tmp_path / "a.jsonl", [only_asked, answered])
+    source = write_rows(tmp_path / "a.jsonl", [only_asked, answered])
     prepared = prepare(recipe_of(source, "messages"), CHAT, cache)
     assert answers(prepared.train) == ["Bye<|im_end|>"]
     assert prepared.counts["train"]["untrained"] == 1
-    write_jsonl(tmp_path / "a.jsonl", [only_asked, only_asked])
+    write_rows(tmp_path / "a.jsonl", [only_asked, only_asked])
     assert problems_of(recipe_of(source, "messages"), tmp_path / "empty") == [
         f"{source}: none of its 2 rows is left to train on (2 without a trained token, 0 longer "
         "than batch.max_length=1024, 0 skipped by format 'messages')"
@@ -393,7 +393,7 @@ def test_many_rows_are_encoded_by_several_processes_as_by_one(tmp_path, cache):
     def write(rows: list[Any]) -> str:
         for number, size in enumerate(sizes):
             start = sum(sizes[:number])
-            name = write_jsonl(tmp_path / f"many/{number:02}.jsonl", rows[start : start + size])
+            name = write_rows(tmp_path / f"many/{number:02}.jsonl", rows[start : start + size])
         return name
 
     last = write([*rows[:-1], {"question": "no answer"}])
@@ -504,7 +504,7 @@ def test_whatever_changes_the_rows_changes_the_key(pairs, tmp_path, cache):
     marked = Chat(CHAT.tokenizer, f"{CHAT.template} ")
     for chat in (marked, load_chat(longer, "chatml"), load_chat(renamed, "chatml")):
         variants.append(prepare(recipe, chat, cache))
-    write_jsonl(tmp_path / "a.jsonl", PAIRS[:5])
+    write_rows(tmp_path / "a.jsonl", PAIRS[:5])
     variants.append(prepare(recipe, CHAT, cache))
     assert len({each.folder for each in variants}) == len(variants) == 14
     assert answers(variants[-1].train) == SAID[:5]
@@ -558,7 +558,7 @@ def test_a_cache_under_a_file_is_refused(pairs, cache):
 
 
 def test_every_problem_of_the_sections_is_reported_at_once(tmp_path, cache):
-    write_jsonl(tmp_path / "train.jsonl", PAIRS)
+    write_rows(tmp_path / "train.jsonl", PAIRS)
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.xlsx").write_text("x")
     recipe = SFT().with_data(
@@ -696,13 +696,13 @@ def test_a_torn_parquet_file_is_named(tmp_path, cache):
 def test_several_bad_rows_are_reported_at_once_up_to_a_limit(tmp_path, cache):
     bad = [{"question": n, "answer": "x"} for n in range(3)]
     rows = [PAIRS[0], *bad, PAIRS[1], {"question": "x", "answer": None}]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    source = write_rows(tmp_path / "a.jsonl", rows)
     assert problems_of(recipe_of(source), cache) == [
         f"{source} row 2 (and 2 more rows): question is a number, expected text",
         f"{source} row 6: format 'question_answer' needs 'question' + 'answer', the row has "
         "'question', 'answer' (null)",
     ]
-    write_jsonl(tmp_path / "a.jsonl", bad * 1000)
+    write_rows(tmp_path / "a.jsonl", bad * 1000)
     assert problems_of(recipe_of(source), cache) == [
         f"{source} row 1 (and 1023 more rows): question is a number, expected text",
         "reading stopped here; there may be more",
@@ -759,7 +759,7 @@ def test_what_is_not_here_is_asked_of_the_hub_library(pairs, tmp_path):
 
 def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(tmp_path, cache):
     """A limit on the size of files stands in for the full disk: the write itself fails."""
-    source = write_jsonl(tmp_path / "a.jsonl", PAIRS * 100)
+    source = write_rows(tmp_path / "a.jsonl", PAIRS * 100)
     small = prepare(SFT().with_data(asked(source, first=1)), CHAT, cache)
     before = contents(cache)
     least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
