@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from chats import refusal, trained_texts
+from conftest import write_recipe
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
+from finetune.cli import main as cli
 from finetune.data.chat.chat_templates import template_variables, with_defaults
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.encode import Chunk, Encoder
@@ -18,20 +20,24 @@ from finetune.methods.sft import SFT
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + HEADER
+ARGUMENTS = "{{ c.function.arguments | tojson }}"
+
+
+def loop(turn: str) -> str:
+    return "{% for m in messages %}" + turn + "{% endfor %}" + HEADER
+
+
+CHATML = loop(TURN)
+CALL = "<call>{{ c.function.name }} " + ARGUMENTS + "</call>"
 CALLS = CHATML.replace(
-    "<|im_end|>",
-    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} "
-    "{{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>",
+    "<|im_end|>", "{% for c in m.tool_calls or [] %}" + CALL + "{% endfor %}<|im_end|>"
 )
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
+LISTED = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {
+    "name": "get_weather", "description": "Weather of a city.", "parameters": PARAMETERS,
+}  # fmt: skip
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 def user(content: str) -> dict[str, Any]:
@@ -99,12 +105,8 @@ def said(chat: Chat, sample: Conversation) -> list[str]:
 
 # Where the turns are.
 
-NUMBERS = (
-    "{% for i in range(messages|length) %}{% set m = messages[i] %}"
-    + TURN
-    + "{% endfor %}"
-    + HEADER
-)
+NUMBERS = loop(TURN).replace("m in messages", "i in range(messages|length)")
+NUMBERS = NUMBERS.replace("<|im_start|>{{ m", "{% set m = messages[i] %}<|im_start|>{{ m", 1)
 SLICED = (
     "{% set rest = messages[1:] %}{{ messages[0].content }}\n"
     "{% for i in range(rest|length) %}<|im_start|>{{ rest[i]['role'] }}\n{{ rest[i].content }}"
@@ -120,7 +122,7 @@ IN_A_MACRO = (
     "{% macro talk(all) %}{% for m in all %}" + TURN + "{% endfor %}{% endmacro %}"
     "{{ talk(messages) }}" + HEADER
 )
-RECURSIVE = "{% for m in messages recursive %}" + TURN + "{% endfor %}" + HEADER
+RECURSIVE = CHATML.replace("in messages", "in messages recursive")
 REBUILT = (
     "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + "
     "[{'role': m.role, 'content': m.content}] %}{% endfor %}"
@@ -180,10 +182,8 @@ DEEPSEEK_TOKENS = ("<|User|>", "<|Assistant|>", "<|out|>", "<|outs|>", "<|call|>
 def test_an_answer_to_a_tool_begins_behind_the_prompt_of_that_place():
     assert said(chat_of(DEEPSEEK, *DEEPSEEK_TOKENS), TALK) == ["Hello there<|end|>", "red<|end|>"]
     chat = chat_of(DEEPSEEK, *DEEPSEEK_TOKENS)
-    assert trained_texts(chat, chat.render(WEATHER, "assistant")) == [
-        '<|call|>get_weather\n{"city":"Oslo"}<|end|>',
-        "cold rain<|end|>",
-    ]
+    call = '<|call|>get_weather\n{"city":"Oslo"}<|end|>'
+    assert trained_texts(chat, chat.render(WEATHER, "assistant")) == [call, "cold rain<|end|>"]
 
 
 # What a template leaves out.
@@ -212,10 +212,8 @@ def test_a_template_that_cuts_every_thought_is_refused():
 def test_thoughts_left_out_of_earlier_turns_only_are_noted():
     chat = chat_of(CUTTING_HISTORY)
     row = chat.render(HISTORY, "assistant")
-    assert trained_texts(chat, row) == [
-        "Hello<|im_end|>",
-        "<think>\nslow\n</think>\n\nBye<|im_end|>",
-    ]
+    last = "<think>\nslow\n</think>\n\nBye<|im_end|>"
+    assert trained_texts(chat, row) == ["Hello<|im_end|>", last]
     assert row.notes == {"history_thoughts"}
     assert chat.render(INLINE, "assistant").notes == set()
 
@@ -246,10 +244,9 @@ def test_a_mark_of_thoughts_inside_a_sentence_is_not_the_end_of_a_thought():
     for thought, answer in (
         ("fast\n", "\n\nHello"), ("It is 4.", "It is 4"), ("Two. ", " Two"), ("so 4", "Four"),
     ):  # fmt: skip
-        open_in_the_prompt = sample_of(asks, says(f"{thought}</think>{answer}"))
-        assert said(chat_of(moving), open_in_the_prompt) == [
-            f"<think>{thought}</think>\n{answer}<|im_end|>"
-        ]
+        opened = sample_of(asks, says(f"{thought}</think>{answer}"))
+        told = f"<think>{thought}</think>\n{answer}<|im_end|>"
+        assert said(chat_of(moving), opened) == [told]
 
 
 def test_thoughts_in_other_tags_and_with_other_white_space_are_found():
@@ -292,51 +289,40 @@ def test_a_short_message_that_is_lost_is_not_mistaken_for_the_same_letters_elsew
 @pytest.mark.parametrize(
     "detail",
     [
-        {"description": "The name of a town"},
-        {"enum": ["Oslo", "Bergen"]},
-        {"default": 'Oslo "by"'},
-        {"type": "array", "items": {"enum": ["Bergen"]}},
+        {"description": "The name of a town"}, {"enum": ["Oslo", "Bergen"]},
+        {"default": 'Oslo "by"'}, {"type": "array", "items": {"enum": ["Bergen"]}},
         {"type": "object", "properties": {"postcode": {"type": "integer"}}},
     ],
-)
+)  # fmt: skip
 def test_details_of_tools_that_a_template_leaves_out_are_counted(detail):
     parameters = {"type": "object", "properties": {"city": detail}}
-    function = {"name": "get_weather", "description": "Weather", "parameters": parameters}
-    sample = dataclasses.replace(WEATHER, tools=({"type": "function", "function": function},))
+    tool = {"type": "function", "function": FUNCTION | {"parameters": parameters}}
+    sample = dataclasses.replace(WEATHER, tools=(tool,))
     names = (
         "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.description }}"
         "{% for p in t.function.parameters.properties %} {{ p }}{% endfor %}\n{% endfor %}" + CALLS
     )
     assert chat_of(names).render(sample, "assistant").notes == {"tool_details"}
-    whole = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CALLS
-    assert chat_of(whole).render(sample, "assistant").notes == set()
+    assert chat_of(LISTED + CALLS).render(sample, "assistant").notes == set()
 
 
 def test_arguments_and_tools_are_looked_for_by_their_parts():
-    names = CALLS.replace("{{ c.function.arguments | tojson }}", "")
-    assert "it leaves out arguments of the tool calls of message 1" in refusal(
-        chat_of(names), WEATHER
-    )
-    pairs = CALLS.replace(
-        "{{ c.function.arguments | tojson }}",
-        "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}",
-    )
-    assert said(chat_of(pairs), WEATHER)[0] == (
-        "<call>get_weather <city>Oslo</city></call><|im_end|>"
-    )
+    told = refusal(chat_of(CALLS.replace(ARGUMENTS, "")), WEATHER)
+    assert "it leaves out arguments of the tool calls of message 1" in told
+    pair = "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}"
+    pairs = chat_of(CALLS.replace(ARGUMENTS, pair))
+    assert said(pairs, WEATHER)[0] == "<call>get_weather <city>Oslo</city></call><|im_end|>"
     tools = dataclasses.replace(WEATHER, tools=(TOOL,))
     assert "it leaves out the tools (get_weather);" in refusal(chat_of(CALLS), tools)
-    bare = "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}" + CALLS
-    assert "the description of get_weather, the parameter city of get_weather" in refusal(
-        chat_of(bare), tools
-    )
-    function = dict(TOOL["function"])
+    bare = chat_of("{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}" + CALLS)
+    told = "the description of get_weather, the parameter city of get_weather"
+    assert told in refusal(bare, tools)
     for key in ("input_schema", "inputSchema"):  # of Anthropic and MCP
-        other = {**function, key: function["parameters"]}
+        other = {**FUNCTION, key: PARAMETERS}
         del other["parameters"]
         given = dataclasses.replace(WEATHER, tools=({"type": "function", "function": other},))
-        assert "the parameter city of get_weather" in refusal(chat_of(bare), given)
-    whole = "{% for t in tools or [] %}{{ t | tojson(indent=4) }}\n{% endfor %}" + CALLS
+        assert "the parameter city of get_weather" in refusal(bare, given)
+    whole = LISTED.replace("tojson", "tojson(indent=4)") + CALLS
     assert len(said(chat_of(whole), tools)) == 2
 
 
@@ -350,23 +336,16 @@ def test_escaped_texts_are_not_lost(escape):
 
 
 def test_arguments_are_text_where_a_template_joins_or_prints_them():
-    joined = CALLS.replace(
-        "{{ c.function.name }} {{ c.function.arguments | tojson }}",
-        "{{ c.function.name + ' ' + c.function.arguments }}",
-    )
+    joined = CALLS.replace(" " + ARGUMENTS, "{{ ' ' + c.function.arguments }}")
     printed = CALLS.replace("c.function.arguments | tojson", "c.function.arguments")
     for template in (joined, printed):
         chat = chat_of(template)
-        row = chat.render(WEATHER, "assistant")
-        assert trained_texts(chat, row)[0] == '<call>get_weather {"city":"Oslo"}</call><|im_end|>'
+        found = trained_texts(chat, chat.render(WEATHER, "assistant"))
+        assert found[0] == '<call>get_weather {"city":"Oslo"}</call><|im_end|>'
     objects = sample_of(user("Weather"), says("", tool_calls=[call({"city": "Oslo"})]))
-    chat = chat_of(joined)
-    assert trained_texts(chat, chat.render(objects, "assistant")) == [
-        '<call>get_weather {"city": "Oslo"}</call><|im_end|>'
-    ]
-    assert said(chat_of(CALLS), WEATHER)[0] == (
-        '<call>get_weather {"city": "Oslo"}</call><|im_end|>'
-    )
+    chat, told = chat_of(joined), '<call>get_weather {"city": "Oslo"}</call><|im_end|>'
+    assert trained_texts(chat, chat.render(objects, "assistant")) == [told]
+    assert said(chat_of(CALLS), WEATHER)[0] == told
 
 
 def test_call_ids_that_a_template_refuses_are_replaced_in_call_and_result():
@@ -403,7 +382,7 @@ def named(**templates: str) -> Any:
 
 
 RAG = "Rules\n" + CHATML
-WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CALLS
+WITH_TOOLS = LISTED + CALLS
 
 
 def test_named_templates_are_chosen_by_name_and_tools_have_their_own(tmp_path):
@@ -473,9 +452,8 @@ def test_unknown_variables_are_refused_with_the_known_ones():
         "mean 'enable_thinking'?; the variables that it reads: enable_thinking",
     )
     own = dataclasses.replace(TALK, template_kwargs={"thinking": True})
-    assert "chat_template_kwargs: the chat template does not read 'thinking'" in refusal(
-        chat_of(THINKING), own
-    )
+    told = "chat_template_kwargs: the chat template does not read 'thinking'"
+    assert told in refusal(chat_of(THINKING), own)
     with pytest.raises(FinetuneError, match="the tokenizer has no chat template to read them"):
         load_chat(small_tokenizer(), None, {"enable_thinking": True})
 
@@ -492,14 +470,8 @@ def test_the_variables_of_a_template_are_not_those_that_it_sets():
 
 @pytest.mark.parametrize("start", ["", "\n", "  {% if true %}x{% endif %}", "{#- c #} ", " y"])
 def test_a_saved_template_renders_as_training_did_and_takes_other_values(start):
-    values = {
-        "n": 3,
-        "on": True,
-        "off": False,
-        "no": None,
-        "text": 'a "b"\n\\ é 😀',
-        "of": [1, {"k": "v"}],
-    }
+    values = {"n": 3, "on": True, "off": False, "no": None, "of": [1, {"k": "v"}]}
+    values["text"] = 'a "b"\n\\ é 😀'
     reads = "{% if on %}1{% endif %}{{ [n, on, off, no, text, of] | tojson }}\n"
     tokenizer = small_tokenizer()
     template = start + reads + CHATML
@@ -601,7 +573,7 @@ def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch):
     assert chat.render(TALK, "assistant") == quick
 
 
-def test_inspect_ends_with_status_2_and_reports_each_count(finetune, tiny, tmp_path):
+def test_inspect_ends_with_status_2_and_reports_each_count(tiny, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.chat_template = {"rag": RAG, "dated": "{{ strftime_now('%Y') }}" + CUTTING_HISTORY}
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -609,13 +581,11 @@ def test_inspect_ends_with_status_2_and_reports_each_count(finetune, tiny, tmp_p
     data.write_text(json.dumps({"messages": list(HISTORY.messages)}) + "\n")
     fields = tiny.fields(data=[{"source": str(data), "format": "messages"}], eval_data=[])
     fields["model"]["tokenizer"] = str(tmp_path / "tokenizer")
-    (tmp_path / "recipe.json").write_text(json.dumps(fields))
-    done = finetune("inspect", tmp_path / "recipe.json")
-    assert (done.status, "'dated', 'rag'" in done.stderr) == (2, True)
-    done = finetune("inspect", tmp_path / "recipe.json", "model.chat_template=dated")
-    assert done.status == 0, done.output
-    assert (
-        f"1 with thoughts in earlier turns that the template leaves out (first: {data} row 1)"
-        in done.stdout
-    )
-    assert "the chat template writes the current date" in done.stdout
+    recipe = str(write_recipe(tmp_path / "recipe.json", fields))
+    assert cli.main(["inspect", recipe]) == 2
+    assert "'dated', 'rag'" in capsys.readouterr().err
+    assert cli.main(["inspect", recipe, "model.chat_template=dated"]) == 0
+    found = capsys.readouterr().out
+    told = "1 with thoughts in earlier turns that the template leaves out"
+    assert f"{told} (first: {data} row 1)" in found
+    assert "the chat template writes the current date" in found
