@@ -20,6 +20,11 @@ from finetune.methods.sft import SFT
 from finetune.recipe import Data
 
 
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
 def called(name: str, arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     messages = [

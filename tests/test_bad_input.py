@@ -17,6 +17,12 @@ from finetune.data.prepare import prepare
 from finetune.methods.sft import SFT
 from finetune.recipe import Data
 
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
 SAY: dict[str, Any] = {"messages": [
     {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"},
 ]}  # fmt: skip

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import cache
 from typing import Any
 
 import pytest
@@ -45,12 +44,13 @@ CHATML_UNMARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+UNMARKED = Chat(small_tokenizer(), CHATML_UNMARKED)
 
 
 # The built-in templates and the golden pieces.
 
 
-@pytest.mark.parametrize("chat", [CHATML, Chat(small_tokenizer(), CHATML_UNMARKED)])
+@pytest.mark.parametrize("chat", [CHATML, UNMARKED])
 def test_every_assistant_turn_is_trained_with_its_end_token(chat):
     row = chat.render(TWO_TURNS, "assistant")
     assert chat.tokenizer.decode(row.ids) == (
@@ -145,12 +145,6 @@ def test_a_conversation_without_an_assistant_trains_nothing():
         assert not any(CHATML.render(talk("Hi"), train_on).trained)
 
 
-def test_a_turn_that_repeats_the_header_or_the_question_is_still_found():
-    chat = chat_of(CHATML_UNMARKED)
-    row = chat.render(talk("Hi", "Hi", "Hi", "assistant\nHi"), "assistant")
-    assert trained_texts(chat, row) == ["Hi<|im_end|>", "assistant\nHi<|im_end|>"]
-
-
 @pytest.mark.parametrize("answer", ["\n\nHello", "\n"])
 def test_an_answer_that_begins_as_its_header_ends_is_trained_completely(answer):
     chat = Chat(small_tokenizer(more=["\n\n"]), CHATML_UNMARKED)
@@ -162,13 +156,6 @@ def test_an_answer_that_begins_as_its_header_ends_is_trained_completely(answer):
     assert row.trained.index(True) == len(prompt)
 
 
-def test_content_that_ends_in_white_space_keeps_it():
-    chat = chat_of(CHATML_UNMARKED)
-    assert trained_texts(chat, chat.render(talk("Hi", "Hello \n\n"), "assistant")) == [
-        "Hello \n\n<|im_end|>"
-    ]
-
-
 SAID = st.characters(codec="utf-8")
 """What can be said: no half characters."""
 
@@ -176,13 +163,9 @@ SAID = st.characters(codec="utf-8")
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(SAID), min_size=2, max_size=6), st.booleans())
 def test_exactly_the_answers_are_trained(contents, marked):
-    chat = load_chat(small_tokenizer_once(), "chatml") if marked else UNMARKED
+    chat = CHATML if marked else UNMARKED
     row = chat.render(talk(*contents), "assistant")
     assert trained_texts(chat, row) == [f"{said}<|im_end|>" for said in contents[1::2]]
-
-
-small_tokenizer_once = cache(small_tokenizer)
-UNMARKED = Chat(small_tokenizer_once(), CHATML_UNMARKED)
 
 
 def test_the_tokens_that_stop_an_answer_are_the_ends_of_text_and_turn():
@@ -196,41 +179,56 @@ def test_the_tokens_that_stop_an_answer_are_the_ends_of_text_and_turn():
 # Templates of other shapes.
 
 
-def test_a_template_without_a_header_trains_all_that_the_turn_writes():
-    chat = chat_of(
-        "{% for m in messages %}{% if m.role == 'user' %}Hi {{ m.content }} Bye"
-        "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
-    )
-    row = chat.render(TWO_TURNS, "assistant")
-    assert trained_texts(chat, row) == [" Hello there </s>", " The answer is four </s>"]
+NO_HEADER = (
+    "{% for m in messages %}{% if m.role == 'user' %}Hi {{ m.content }} Bye"
+    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+OPENS_A_THOUGHT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+TWICE_OVER_SLICES = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages[::-1] %}{% if m.role == 'user' %}{% set x = m %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% for word in m.content.split() %}{{ word }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DATED = "{{ strftime_now('%d %b %Y') }}\n" + CHATML_UNMARKED
+READS_WHAT_IT_WROTE = (
+    "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}"
+    "{{ all | length }}" + CHATML_UNMARKED
+)
+SHAPES = {
+    "a turn that repeats the header or the question": (CHATML_UNMARKED,
+        talk("Hi", "Hi", "Hi", "assistant\nHi"), ["Hi<|im_end|>", "assistant\nHi<|im_end|>"]),
+    "content that ends in white space": (CHATML_UNMARKED,
+        talk("Hi", "Hello \n\n"), ["Hello \n\n<|im_end|>"]),
+    "no header: all that the turn writes": (NO_HEADER, TWO_TURNS,
+        [" Hello there </s>", " The answer is four </s>"]),
+    "a header that opens a thought where the turn has none": (OPENS_A_THOUGHT,
+        talk("Hi", "<tiny> Hello", "Bye", "Bye"),
+        ["<tiny> Hello<|im_end|>", "</think>\nBye<|im_end|>"]),
+    "two loops over slices": (TWICE_OVER_SLICES,
+        talk("Hi", "Hello there", system="Bye"), ["Hellothere<|im_end|>"]),
+    "a date, which is fixed": (DATED, talk("Hi", "Hello"), ["Hello<|im_end|>"],
+        "26 Jul 2024\n<|im_start|>"),
+    "what it wrote is read": (READS_WHAT_IT_WROTE, talk("Hi", "Hello"), ["Hello<|im_end|>"],
+        "7<|im_start|>user"),
+}  # fmt: skip
+"""Templates, what they train, and how some rows begin."""
 
 
-def test_a_header_that_opens_a_thought_is_trimmed_where_the_turn_has_none():
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}"
-        "{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
+@pytest.mark.parametrize("name", SHAPES)
+def test_exactly_what_the_assistant_says_is_trained_whatever_the_template(name):
+    template, sample, trained, *begins = SHAPES[name]
     chat = chat_of(template)
-    row = chat.render(talk("Hi", "<tiny> Hello", "Bye", "Bye"), "assistant")
-    assert trained_texts(chat, row) == ["<tiny> Hello<|im_end|>", "</think>\nBye<|im_end|>"]
-
-
-def test_a_template_that_loops_twice_over_slices_is_marked():
-    template = (
-        "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
-        "{% set messages = messages[1:] %}{% endif %}"
-        "{% for m in messages[::-1] %}{% if m.role == 'user' %}{% set x = m %}{% endif %}"
-        "{% endfor %}"
-        "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
-        "<|im_start|>{{ m.role }}\n{% for word in m.content.split() %}{{ word }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    chat = chat_of(template)
-    row = chat.render(talk("Hi", "Hello there", system="Bye"), "assistant")
-    assert trained_texts(chat, row) == ["Hellothere<|im_end|>"]
+    row = chat.render(sample, "assistant")
+    assert trained_texts(chat, row) == trained
+    assert chat.tokenizer.decode(row.ids).startswith("".join(begins))
 
 
 def test_a_token_across_the_end_of_the_header_is_cut_there():
@@ -253,13 +251,6 @@ def test_a_header_that_cannot_be_cut_off_is_refused_with_both_texts():
         chat.render(talk("Hi", "Hello there"), "assistant")
 
 
-def test_the_date_of_a_template_is_fixed():
-    chat = chat_of("{{ strftime_now('%d %b %Y') }}\n" + CHATML_UNMARKED)
-    row = chat.render(talk("Hi", "Hello"), "assistant")
-    assert chat.tokenizer.decode(row.ids).startswith("26 Jul 2024\n<|im_start|>")
-    assert trained_texts(chat, row) == ["Hello<|im_end|>"]
-
-
 # BOS and EOS.
 
 
@@ -272,12 +263,16 @@ def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(na
     assert (ids[0] == bos, ids.count(bos)) == ((True, 1) if adds_bos else (False, 0))
 
 
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_text_is_trained_completely_with_its_end(adds_bos):
+@pytest.mark.parametrize(
+    ("adds_bos", "text"),
+    [(False, "Hello there"), (True, "Hello there"), (True, "<s>Hello there</s>")],
+)
+def test_text_is_trained_completely_with_its_end_and_no_second_bos(adds_bos, text):
     chat = Chat(small_tokenizer(adds_bos=adds_bos), None)
-    row = chat.render(Text("Hello there"), "assistant")
     bos = ["<s>"] if adds_bos else []
-    assert trained_pieces(chat, row) == [[*bos, "Hello", " there", "</s>"]]
+    for train_on in ("assistant", "all"):
+        row = chat.render(Text(text), train_on)
+        assert trained_pieces(chat, row) == [[*bos, "Hello", " there", "</s>"]]
 
 
 def test_what_a_tokenizer_adds_before_texts_is_added_without_a_bos():
@@ -303,12 +298,6 @@ def test_an_answer_to_nothing_is_noted():
     chat = Chat(small_tokenizer(), None)
     assert chat.render(Completion("", "Hello"), "completion").notes == {"unasked"}
     assert not chat.render(Completion("Hello", " there"), "completion").notes
-
-
-def test_a_text_that_has_its_bos_and_its_end_gets_no_second_one():
-    chat = Chat(small_tokenizer(adds_bos=True), None)
-    row = chat.render(Text("<s>Hello</s>"), "all")
-    assert trained_pieces(chat, row) == [["<s>", "Hello", "</s>"]]
 
 
 def test_only_the_completion_of_a_prompt_is_trained():
@@ -372,17 +361,6 @@ def test_marks_without_the_end_token_and_what_is_not_jinja_are_refused():
     assert "closes with 'Hello', which is not an end token" in told
     told = refusal(chat_of("{% for m in %}"), talk("Hi", "Hello"))
     assert told.startswith("chat template: it is not valid Jinja: ")
-
-
-def test_a_template_that_reads_what_it_wrote_is_rendered_as_it_is():
-    template = (
-        "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}"
-        "{{ all | length }}" + CHATML_UNMARKED
-    )
-    chat = chat_of(template)
-    row = chat.render(talk("Hi", "Hello"), "assistant")
-    assert chat.tokenizer.decode(row.ids).startswith("7<|im_start|>user")
-    assert trained_texts(chat, row) == ["Hello<|im_end|>"]
 
 
 def test_a_template_that_leaves_out_a_message_is_refused():

@@ -36,6 +36,11 @@ from finetune.recipe import Data
 # Endings.
 
 
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
 def zstandard(content: bytes) -> bytes:
     buffer = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(buffer, "zstd") as file:
