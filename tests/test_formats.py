@@ -260,257 +260,223 @@ def test_every_format_has_a_golden_row():
     assert {data_format for data_format, _, _ in GOLDEN.values()} == set(FORMATS)
 
 
-PROBLEMS: dict[str, tuple[str, Any, str]] = {
-    "missing columns": ("messages", {"instruction": "Hi", "output": "Hello"},
+PROBLEMS: list[tuple[str, Any, str]] = [
+    ("messages", {"instruction": "Hi", "output": "Hello"},
         "format 'messages' needs 'messages', the row has 'instruction', 'output'; format "
         "'alpaca' would fit"),
-    "a null column is missing": ("question_answer", {"question": "Hi", "answer": None},
+    ("question_answer", {"question": "Hi", "answer": None},
         "format 'question_answer' needs 'question' + 'answer', the row has 'question', 'answer' "
         "(null)"),
-    "alternatives": ("oasst", {"a": 1},
+    ("oasst", {"a": 1},
         "format 'oasst' needs 'message_tree_id' + 'prompt' or 'text' + 'role' + 'replies', the "
         "row has 'a'"),
-    "not a row": ("text", ["Hi"], "is a list, expected an object with columns"),
-    "a number":
-        ("question_answer", {"question": "2+2?", "answer": 4}, "answer is a number, expected text"),
-    "no messages": ("messages", {"messages": []}, "messages is empty"),
-    "no turns": ("sharegpt", {"conversations": []}, "conversations is empty"),
-    "a turn from no text": ("sharegpt", turns({"from": ["human"], "value": "Hi"}),
+    ("text", ["Hi"], "is a list, expected an object with columns"),
+    ("question_answer", {"question": "2+2?", "answer": 4}, "answer is a number, expected text"),
+    ("messages", {"messages": []}, "messages is empty"),
+    ("sharegpt", {"conversations": []}, "conversations is empty"),
+    ("sharegpt", turns({"from": ["human"], "value": "Hi"}),
         "conversations[0].from is a list, expected text"),
-    "messages as text": ("messages", {"messages": "Hi"}, "messages is text, expected a list"),
-    "no role": ("messages", messages(turn("human", "Hi")),
+    ("messages", {"messages": "Hi"}, "messages is text, expected a list"),
+    ("messages", messages(turn("human", "Hi")),
         "messages[0] has no 'role' (it has from, value); format 'sharegpt' reads 'from' and "
         "'value'"),
-    "unknown role": ("messages", messages({"role": "asistant", "content": "Hi"}),
+    ("messages", messages({"role": "asistant", "content": "Hi"}),
         "messages[0] has role 'asistant'; did you mean 'assistant'? (known: system, developer, "
         "user, assistant, tool)"),
-    "no content":
-        ("messages", messages({"role": "user"}), "messages[0].content is null, expected text"),
-    "an image": ("messages", messages(user([{"type": "image", "url": "x"}])),
+    ("messages", messages({"role": "user"}), "messages[0].content is null, expected text"),
+    ("messages", messages(user([{"type": "image", "url": "x"}])),
         "messages[0] has a part that is not text: image"),
-    "arguments that are no JSON": ("messages",
-        messages(assistant("", tool_calls=[{"name": "f", "arguments": "{"}])),
+    ("messages", messages(assistant("", tool_calls=[{"name": "f", "arguments": "{"}])),
         "messages[0].tool_calls[0].arguments is not JSON: Expecting property name enclosed in "
         "double quotes: line 1 column 2 (char 1)"),
-    "arguments nested too deeply": ("messages",
-        messages(assistant("", tool_calls=[{"name": "f", "arguments": "[" * 100_000}])),
+    ("messages", messages(assistant("", tool_calls=[{"name": "f", "arguments": "[" * 100_000}])),
         "messages[0].tool_calls[0].arguments is JSON nested too deeply"),
-    "calls that are no list": ("messages", messages(assistant("", tool_calls=5)),
+    ("messages", messages(assistant("", tool_calls=5)),
         "messages[0].tool_calls is a number, expected a list"),
-    "a tool whose function is text": ("messages",
-        messages(user("Hi"), tools=[{"type": "function", "function": "f"}]),
+    ("messages", messages(user("Hi"), tools=[{"type": "function", "function": "f"}]),
         "tools[0] has no function name"),
-    "a tool without a name":
-        ("messages", messages(user("Hi"), tools=[{"name": None}]), "tools[0] has no function name"),
-    "a user who calls": ("messages",
-        messages(user("", tool_calls=[{"name": "f", "arguments": {}}])),
+    ("messages", messages(user("Hi"), tools=[{"name": None}]), "tools[0] has no function name"),
+    ("messages", messages(user("", tool_calls=[{"name": "f", "arguments": {}}])),
         "messages[0] has tool_calls, which only an assistant makes"),
-    "sharegpt with roles": ("sharegpt", turns(user("Hi")),
+    ("sharegpt", turns(user("Hi")),
         "conversations[0] needs 'from' and 'value', it has role, content; use format 'messages' "
         "with columns={\"conversations\": \"messages\"}"),
-    "a turn with two contents": ("sharegpt",
-        turns({"from": "gpt", "value": "Hi", "role": "gpt", "content": "Go"}),
+    ("sharegpt", turns({"from": "gpt", "value": "Hi", "role": "gpt", "content": "Go"}),
         "conversations[0] has 'value' and another 'content'; keep one of them"),
-    "sharegpt from a stranger": ("sharegpt", turns(turn("humann", "Hi")),
+    ("sharegpt", turns(turn("humann", "Hi")),
         "conversations[0] is from 'humann'; did you mean 'human'? (known: human, user, gpt, "
         "assistant, system, observation, tool, function_call)"),
-    "tools that are no JSON": ("sharegpt", turns(turn("human", "Hi"), tools="none"),
+    ("sharegpt", turns(turn("human", "Hi"), tools="none"),
         "tools is not JSON: Expecting value: line 1 column 1 (char 0)"),
-    "prompt and completion of two kinds": ("prompt_completion",
-        {"prompt": "Hi", "completion": [assistant("Hello")]},
+    ("prompt_completion", {"prompt": "Hi", "completion": [assistant("Hello")]},
         "prompt is text and completion is a list, expected two texts or two lists of messages"),
-    "a message half trained": ("messages", messages(assistant("Hi", weight=0.5)),
+    ("messages", messages(assistant("Hi", weight=0.5)),
         "messages[0].weight is 0.5, expected 0 or false (context only), or 1 or true (trained)"),
-    "a user who is to be trained": ("sharegpt",
-        turns({"from": "human", "value": "Hi", "train": True}),
+    ("sharegpt", turns({"from": "human", "value": "Hi", "train": True}),
         "conversations[0] (user) has train True, but only turns of the assistant are trained; "
         "leave the key out"),
-    "a message trained and not trained": ("messages",
-        messages(assistant("Hi", weight=1, train=False)),
+    ("messages", messages(assistant("Hi", weight=1, train=False)),
         "messages[0] has weight 1 and train False, which contradict each other; keep one of them"),
-    "stretches of a message": ("messages",
-        messages(assistant("Hi", train_detail=[{"begin_offset": 0}])),
+    ("messages", messages(assistant("Hi", train_detail=[{"begin_offset": 0}])),
         "messages[0] has 'train_detail', which is not read: a turn is trained as a whole or not "
         "at all; use weight: 0 or 1"),
-    "an answer labelled as unwanted": ("messages", messages(assistant("Hi", label=False)),
+    ("messages", messages(assistant("Hi", label=False)),
         "messages[0] has label False, and an unwanted answer would be trained; use weight: 0 "
         "(context only), or format 'kto', which reads a label of each row"),
-    "an answer tagged as unwanted": ("sharegpt",
-        turns({"from": "gpt", "value": "Hi", "kto_tag": "false"}),
+    ("sharegpt", turns({"from": "gpt", "value": "Hi", "kto_tag": "false"}),
         "conversations[0] has kto_tag 'false', and an unwanted answer would be trained; use "
         "weight: 0 (context only), or format 'kto', which reads a label of each row"),
-    "an image with an empty text": ("messages",
-        messages(user([{"type": "image", "text": "", "url": "x"}])),
+    ("messages", messages(user([{"type": "image", "text": "", "url": "x"}])),
         "messages[0] has a part that is not text: image"),
-    "a part that is a bare text": ("messages", messages(user(["Hi"])),
+    ("messages", messages(user(["Hi"])),
         'messages[0].content holds text among its parts, expected objects such as {"type": '
         '"text", "text": "..."}'),
-    "a text with an image in it": ("messages", messages(user([{"text": "a", "image": "x"}])),
+    ("messages", messages(user([{"text": "a", "image": "x"}])),
         "messages[0] has a part that is not text: image"),
-    "images of a message": ("messages", messages(user("<image>", images=["a.png"])),
+    ("messages", messages(user("<image>", images=["a.png"])),
         "messages[0] has 'images', which is not read: only text is trained"),
-    "a refusal": ("messages", messages(assistant("No", refusal="I cannot")),
+    ("messages", messages(assistant("No", refusal="I cannot")),
         "messages[0] has 'refusal', which is not read: write what the assistant says into content"),
-    "two thoughts": ("messages", messages(assistant("4", reasoning="a", thinking="b")),
+    ("messages", messages(assistant("4", reasoning="a", thinking="b")),
         "messages[0] has reasoning and thinking with different texts; keep one"),
-    "a thought of the user": ("messages", messages(user("4", reasoning="a")),
+    ("messages", messages(user("4", reasoning="a")),
         "messages[0] has reasoning, which only an assistant has"),
-    "a thought in parts": ("messages", messages(assistant("4", reasoning_content=["a"])),
+    ("messages", messages(assistant("4", reasoning_content=["a"])),
         "messages[0].reasoning_content is a list, expected text"),
-    "calls of both kinds": ("messages",
-        messages(assistant("", tool_calls=[{"name": "f"}], function_call={"name": "f"})),
+    ("messages", messages(assistant("", tool_calls=[{"name": "f"}], function_call={"name": "f"})),
         "messages[0] has both tool_calls and function_call; keep one of them"),
-    "a user who calls as one used to": ("messages",
-        messages(user("", function_call={"name": "f", "arguments": "{}"})),
+    ("messages", messages(user("", function_call={"name": "f", "arguments": "{}"})),
         "messages[0] has function_call, which only an assistant makes"),
-    "tools and functions": ("messages", messages(user("Hi"), tools=[SCHEMA], functions=[SCHEMA]),
+    ("messages", messages(user("Hi"), tools=[SCHEMA], functions=[SCHEMA]),
         "the row has both 'tools' and 'functions'; keep one of them"),
-    "two system prompts": ("sharegpt", turns(turn("system", "A"), system="B"),
+    ("sharegpt", turns(turn("system", "A"), system="B"),
         "the row has a column 'system' and a system message with a different text; keep one of "
         "them, or leave the column out: columns={\"system\": null}"),
-    "a system prompt by another name": ("question_answer",
-        {"question": "Hi", "answer": "Hello", "system_prompt": "Be brief"},
+    ("question_answer", {"question": "Hi", "answer": "Hello", "system_prompt": "Be brief"},
         "column 'system_prompt' is not read by format 'question_answer': use "
         "columns={\"system_prompt\": \"system\"}; to leave it out: columns={\"system_prompt\": "
         "null}"),
-    "a system prompt of bare text": ("prompt_completion",
-        {"prompt": "Hi", "completion": "Hello", "system": "Be brief"},
+    ("prompt_completion", {"prompt": "Hi", "completion": "Hello", "system": "Be brief"},
         "column 'system' belongs to a conversation, but prompt and completion are bare text; "
         "write it into the prompt, or give two lists of messages"),
-    "history that is no pairs": ("alpaca",
-        {"instruction": "Hi", "output": "Hello", "history": [["Hi", "Hello", "Bye"]]},
+    ("alpaca", {"instruction": "Hi", "output": "Hello", "history": [["Hi", "Hello", "Bye"]]},
         "history[0] is not a pair of texts: a question, an answer"),
-    "history of messages": ("messages", messages(user("Hi"), history=[["Hi", "Hello"]]),
+    ("messages", messages(user("Hi"), history=[["Hi", "Hello"]]),
         "column 'history' is not read by format 'messages': earlier turns would be lost; to "
         "leave it out: columns={\"history\": null}"),
-    "pictures": ("sharegpt", turns(turn("human", "<image>"), images=["a.png"]),
+    ("sharegpt", turns(turn("human", "<image>"), images=["a.png"]),
         "column 'images' is not read by format 'sharegpt': only text is trained; to leave it "
         "out: columns={\"images\": null}"),
-    "a label in words": ("alpaca", {"instruction": "Hi", "output": "Go", "label": "False"},
+    ("alpaca", {"instruction": "Hi", "output": "Go", "label": "False"},
         "column 'label' is not read by format 'alpaca': unwanted answers would be trained too; "
         "format 'kto' reads it; to leave it out: columns={\"label\": null}"),
-    "preferences": ("messages", messages(user("Hi"), chosen=[assistant("Hello")], rejected=None),
+    ("messages", messages(user("Hi"), chosen=[assistant("Hello")], rejected=None),
         "column 'chosen' is not read by format 'messages': it belongs to a pair of answers, "
         "which methods such as 'dpo' learn from; to leave it out: columns={\"chosen\": null}"),
-    "a row that is not to be trained": ("question_answer",
-        {"question": "Hi", "answer": "Hello", "weight": 0},
+    ("question_answer", {"question": "Hi", "answer": "Hello", "weight": 0},
         "column 'weight' is not read by format 'question_answer': every row has the same weight; "
         "a source has `repeat` and `weight`; to leave it out: columns={\"weight\": null}"),
-    "columns by other names": ("messages",
-        {"task_id": 1, "text": "Write a function", "code": "def f(): ..."},
+    ("messages", {"task_id": 1, "text": "Write a function", "code": "def f(): ..."},
         "format 'messages' needs 'messages', the row has 'task_id', 'text', 'code'; format "
         "'question_answer' would fit with columns={\"text\": \"question\", \"code\": \"answer\"}"),
-    "turns by another name": ("messages", {"dialog": [*HELLO]},
+    ("messages", {"dialog": [*HELLO]},
         "format 'messages' needs 'messages', the row has 'dialog'; format 'messages' would fit "
         "with columns={\"dialog\": \"messages\"}"),
-    "unwanted turns alone": ("messages", {"rejected": [user("Hi"), assistant("Go")]},
+    ("messages", {"rejected": [user("Hi"), assistant("Go")]},
         "format 'messages' needs 'messages', the row has 'rejected'"),
-    "turns of ShareGPT by another name": ("messages", {"conversation": [turn("human", "Hi")]},
+    ("messages", {"conversation": [turn("human", "Hi")]},
         "format 'messages' needs 'messages', the row has 'conversation'; format 'sharegpt' would "
         "fit with columns={\"conversation\": \"conversations\"}"),
-    "a completion by another name": ("prompt_completion", {"prompt": "2+2=", "response": "4"},
+    ("prompt_completion", {"prompt": "2+2=", "response": "4"},
         "format 'prompt_completion' needs 'prompt' + 'completion', the row has 'prompt', "
         "'response'; format 'prompt_completion' would fit with columns={\"response\": "
         "\"completion\"}"),
-    "columns that have the names of others": ("messages",
-        {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
+    ("messages", {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
         "format 'messages' needs 'messages', the row has 'problem', 'solution', 'answer'; format "
         "'question_answer' would fit with columns={\"problem\": \"question\", \"solution\": "
         "\"answer\", \"answer\": null}"),
-    "a column that has the name of another and no value": ("alpaca",
-        {"instruction": None, "problem": "2+2?", "output": "4"},
+    ("alpaca", {"instruction": None, "problem": "2+2?", "output": "4"},
         "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction' (null), "
         "'problem', 'output'; format 'alpaca' would fit with columns={\"problem\": "
         "\"instruction\", \"instruction\": null}"),
-    "columns by other names beside pictures": ("messages",
-        {"instruction": "What is this?", "output": "A cat", "images": ["a.png"]},
+    ("messages", {"instruction": "What is this?", "output": "A cat", "images": ["a.png"]},
         "format 'messages' needs 'messages', the row has 'instruction', 'output', 'images'"),
-    "a prompt that is to be trained": ("prompt_completion",
+    ("prompt_completion",
         {"prompt": [user("Hi"), assistant("Go", weight=1)], "completion": [assistant("a")]},
         "prompt[1] is marked as trained (weight or train), but a prompt is context; leave the "
         "key out, or use format 'messages'"),
-    "columns of three": ("alpaca", {"instruction": "Sum up", "context": "A, B", "response": "B"},
+    ("alpaca", {"instruction": "Sum up", "context": "A, B", "response": "B"},
         "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction', 'context', "
         "'response'; format 'alpaca' would fit with columns={\"response\": \"output\", "
         "\"context\": \"input\"}"),
-    "no chosen answer": ("preference", {"prompt": "Hi", "chosen": None, "rejected": "Go"},
+    ("preference", {"prompt": "Hi", "chosen": None, "rejected": "Go"},
         "format 'preference' needs 'prompt' + 'chosen' + 'rejected' or 'chosen' + 'rejected', "
         "the row has 'prompt', 'chosen' (null), 'rejected'"),
-    "answers of two kinds": ("preference",
-        {"prompt": "Hi", "chosen": "Hello", "rejected": [assistant("Go")]},
+    ("preference", {"prompt": "Hi", "chosen": "Hello", "rejected": [assistant("Go")]},
         "chosen is text and rejected is a list, expected two texts or two lists of messages"),
-    "texts without a prompt": ("preference", {"chosen": "Hi Hello", "rejected": "Hi Go"},
+    ("preference", {"chosen": "Hi Hello", "rejected": "Hi Go"},
         "chosen and rejected are texts without a prompt, so it is unknown where the prompt ends; "
         "give it in a column 'prompt', or use format 'hh' for dialogues as text"),
-    "a system prompt of bare preferences": ("preference",
-        {"prompt": "Hi", "chosen": "Hello", "rejected": "Go", "system": "Be brief"},
+    ("preference", {"prompt": "Hi", "chosen": "Hello", "rejected": "Go", "system": "Be brief"},
         "column 'system' belongs to a conversation, but prompt, chosen and rejected are bare "
         "text; use format 'alpaca_preference' with columns={\"prompt\": \"instruction\"}, or "
         "give lists of messages"),
-    "equal texts": ("preference", {"prompt": "Hi", "chosen": "Go", "rejected": "Go "},
+    ("preference", {"prompt": "Hi", "chosen": "Go", "rejected": "Go "},
         "chosen and rejected are equal, so neither is preferred; remove the row"),
-    "equal messages": ("preference",
+    ("preference",
         {"chosen": [user("Hi"), assistant("Go")], "rejected": [user("Hi"), assistant("Go")]},
         "chosen and rejected are equal, so neither is preferred; remove the row"),
-    "an empty text": ("preference", {"prompt": "Hi", "chosen": " ", "rejected": "Go"},
+    ("preference", {"prompt": "Hi", "chosen": " ", "rejected": "Go"},
         "chosen is empty: there is no answer to compare"),
-    "an empty message": ("preference",
+    ("preference",
         {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("")]},
         "rejected is empty: there is no answer to compare"),
-    "an answer that ends with the prompt": ("preference",
-        {"chosen": [user("Hi")], "rejected": [user("Hi"), assistant("Go")]},
+    ("preference", {"chosen": [user("Hi")], "rejected": [user("Hi"), assistant("Go")]},
         "chosen is empty: no message follows the prompt"),
-    "a prompt that is not a prefix": ("preference",
+    ("preference",
         {"prompt": [user("Hi")], "chosen": [*HELLO], "rejected": [user("Hey"), assistant("Go")]},
         "chosen[0] is from 'user', expected the assistant: the prompt is not the beginning of "
         "both chosen and rejected"),
-    "a prompt as text that is not a prefix": ("preference",
-        {"prompt": "Hey", "chosen": [*HELLO], "rejected": [user("Hi"), assistant("Go")]},
+    ("preference", {"prompt": "Hey", "chosen": [*HELLO], "rejected": [user("Hi"), assistant("Go")]},
         'prompt is text, but not one of the messages that both chosen and rejected begin with; '
         'give it as a list of messages, or leave the column out: columns={"prompt": null}'),
-    "no prompt in common": ("preference",
-        {"chosen": [*HELLO], "rejected": [user("Hey"), assistant("Go")]},
+    ("preference", {"chosen": [*HELLO], "rejected": [user("Hey"), assistant("Go")]},
         "there is no prompt: chosen and rejected begin with different messages; give it in a "
         "column 'prompt'"),
-    "prompts that differ behind their beginning": ("preference",
+    ("preference",
         {"chosen": [*HELLO, user("Bye"), assistant("See you")],
             "rejected": [*HELLO, user("So?"), assistant("Go")]},
         "chosen and rejected differ from message 2 on, which is from 'user': they need the same "
         "prompt, and may first differ in a message of the assistant"),
-    "a prompt that ends with the assistant": ("sharegpt_preference",
+    ("sharegpt_preference",
         {"conversations": [turn("human", "Hi"), turn("gpt", "Hello")],
             "chosen": turn("gpt", "Hello"), "rejected": turn("gpt", "Go")},
         "the prompt ends with a message of the assistant, but an answer must follow a message of "
         "the user; put that message into chosen and rejected"),
-    "text that is no dialogue": ("hh",
-        {"chosen": "Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
+    ("hh", {"chosen": "Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
         "chosen does not begin with an empty line and 'Human:'"),
-    "tools beside a text that is a prompt": ("prompts",
-        {"prompt": "2+2=", "tools": [{"name": "add"}]},
+    ("prompts", {"prompt": "2+2=", "tools": [{"name": "add"}]},
         "column 'tools' belongs to a conversation, but prompt is bare text; write it into the "
         "prompt, give a list of messages, or name the text a question: columns={\"prompt\": "
         "\"question\"}"),
-    "dialogues that end with the human": ("hh",
+    ("hh",
         {"chosen": "\n\nHuman: Hi\n\nAssistant: Go\n\nHuman: Thanks",
             "rejected": "\n\nHuman: Hi\n\nAssistant: Go\n\nHuman: No"},
         "chosen and rejected end with a turn of the Human, expected an answer: cut the text "
         "behind the last turn of the Assistant, or remove the row"),
-    "ranks of other answers": ("ranked", {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1]},
+    ("ranked", {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1]},
         "ranks has 1 entries for 2 responses"),
-    "a margin of words": ("preference",
-        {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": "much"},
+    ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": "much"},
         "margin is 'much', expected a finite number"),
-    "arguments by another name": ("messages",
-        messages(assistant("", tool_calls=[{"name": "f", "args": {"at": 1}}])),
+    ("messages", messages(assistant("", tool_calls=[{"name": "f", "args": {"at": 1}}])),
         "messages[0].tool_calls[0] has 'args' and no arguments; write them into 'arguments'"),
-    "arguments by the name of a schema": ("sharegpt",
-        turns(turn("function_call", '{"name": "f", "parameters": {"at": 1}}')),
+    ("sharegpt", turns(turn("function_call", '{"name": "f", "parameters": {"at": 1}}')),
         "conversations[0] has 'parameters' and no arguments; write them into 'arguments'"),
-    "arguments next to the function": ("messages",
+    ("messages",
         messages(assistant("", tool_calls=[{"function": {"name": "f"}, "arguments": {"at": 1}}])),
         "messages[0].tool_calls[0] has 'arguments' next to its function and no arguments; write "
         "them into 'arguments' of the function"),
-    "calls in another order than their index": ("messages",
+    ("messages",
         messages(user("Oslo?"),
             assistant("",
                 tool_calls=[
@@ -518,47 +484,40 @@ PROBLEMS: dict[str, tuple[str, Any, str]] = {
                     {"index": 0, "id": "a", "function": {"name": "weather", "arguments": "{}"}}])),
         "messages[1].tool_calls[0].index is 1, expected 0, its position in the list; put the "
         "calls in the order of their index, each once, or leave index out"),
-    "a call whose index occurs twice": ("messages",
+    ("messages",
         messages(user("Oslo?"),
             assistant("", tool_calls=[{"index": 0, "name": "f"}, {"index": 0, "name": "g"}])),
         "messages[1].tool_calls[1].index is 0, expected 1, its position in the list; put the "
         "calls in the order of their index, each once, or leave index out"),
-    "a second instance without an answer": ("self_instruct",
-        {"instruction": "Add", "instances": [{"output": "4"}, {"input": "2 3"}]},
+    ("self_instruct", {"instruction": "Add", "instances": [{"output": "4"}, {"input": "2 3"}]},
         "instances[1] has no 'output'"),
-    "an instance with a number as answer": ("self_instruct",
-        {"instruction": "Add", "instances": [{"output": "4"}, {"output": 5}]},
+    ("self_instruct", {"instruction": "Add", "instances": [{"output": "4"}, {"output": 5}]},
         "instances[1].output is a number, expected text"),
-    "a part of an answer that is not trained": ("messages",
-        messages(assistant([PART | {"train": False}, PART])),
+    ("messages", messages(assistant([PART | {"train": False}, PART])),
         "messages[0] (assistant) has a part with train False, but a turn of the assistant is "
         "trained as a whole or not at all, and other turns are not; set weight: 0 or 1 on the "
         "message"),
-    "a part of a question that is trained": ("messages",
-        messages(user([PART | {"weight": 0}, PART | {"weight": 1}])),
+    ("messages", messages(user([PART | {"weight": 0}, PART | {"weight": 1}])),
         "messages[0] (user) has a part with weight 1, but a turn of the assistant is trained as "
         "a whole or not at all, and other turns are not; set weight: 0 or 1 on the message"),
-    "zero as input": ("alpaca", {"instruction": "Is it even?", "input": 0, "output": "yes"},
+    ("alpaca", {"instruction": "Is it even?", "input": 0, "output": "yes"},
         "input is a number, expected text"),
-    "false as system prompt": ("messages", messages(user("Hi"), assistant("Bye"), system=False),
+    ("messages", messages(user("Hi"), assistant("Bye"), system=False),
         "system is true or false, expected text"),
-    "zero as history": ("question_answer", {"question": "Hi", "answer": "Bye", "history": 0},
+    ("question_answer", {"question": "Hi", "answer": "Bye", "history": 0},
         "history is a number, expected a list"),
-    "false as tools next to bare text": ("prompt_completion",
-        {"prompt": "Hi", "completion": "Bye", "tools": False},
+    ("prompt_completion", {"prompt": "Hi", "completion": "Bye", "tools": False},
         "column 'tools' belongs to a conversation, but prompt and completion are bare text; "
         "write it into the prompt, or give two lists of messages"),
-    "a label of words":
-        ("kto", messages(user("Hi"), label="yes"), "label is 'yes', expected true or false"),
-}  # fmt: skip
+    ("kto", messages(user("Hi"), label="yes"), "label is 'yes', expected true or false"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_row_that_does_not_fit_is_refused_with_the_reason(name):
-    data_format, row, message = PROBLEMS[name]
+@pytest.mark.parametrize(("data_format", "row", "told"), PROBLEMS)
+def test_a_row_that_does_not_fit_is_refused_with_the_reason(data_format, row, told):
     with pytest.raises(RowProblem) as error:
         read_row(data_format, row)
-    assert str(error.value) == message
+    assert str(error.value) == told
 
 
 def test_the_most_specific_format_is_suggested_first():

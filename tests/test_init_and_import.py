@@ -186,28 +186,18 @@ disable_gradient_checkpointing: true, optim: lion_8bit, report_to: [wandb, swanl
 """
 INFO = {
     "identity": {"file_name": "identity.json"},
-    "talks": {
-        "hf_hub_url": "my/talks",
-        "subset": "long",
-        "formatting": "sharegpt",
+    "talks": {"hf_hub_url": "my/talks", "subset": "long", "formatting": "sharegpt",
         "columns": {"messages": "turns", "system": "preamble"},
-        "tags": {
-            "role_tag": "role", "content_tag": "content", "user_tag": "user",
-            "assistant_tag": "assistant", "system_tag": "system",
-        },
-    },
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
+            "assistant_tag": "assistant", "system_tag": "system"}},
     "books": {"file_name": "books.jsonl", "columns": {"prompt": "body"}},
     "books_held": {"file_name": "held.jsonl", "columns": {"prompt": "body"}},
     "pairs": {"file_name": "p.json", "ranking": True},
-    "judged": {
-        "file_name": "k.json", "formatting": "sharegpt",
+    "judged": {"file_name": "k.json", "formatting": "sharegpt",
         "columns": {"messages": "messages", "kto_tag": "label"},
-        "tags": {"role_tag": "role", "content_tag": "content"},
-    },
-    "compared": {
-        "file_name": "c.json", "ranking": True, "formatting": "sharegpt",
-        "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
-    },
+        "tags": {"role_tag": "role", "content_tag": "content"}},
+    "compared": {"file_name": "c.json", "ranking": True, "formatting": "sharegpt",
+        "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"}},
 }  # fmt: skip
 FILES = {"qlora": QLORA, "full": FULL, "llama": LLAMA, "llama_full": LLAMA_FULL}
 

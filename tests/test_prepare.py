@@ -597,92 +597,84 @@ def test_a_recipe_without_data_is_refused(cache):
     ]
 
 
-BROKEN: dict[str, tuple[str, bytes, str]] = {
-    "empty file": ("a.jsonl", b"", "{path}: the file is empty"),
-    "only blank lines": ("a.jsonl", b"\n\n", "{path}: it has no rows"),
-    "empty list": ("a.json", b"[]", "{path}: it has no rows"),
-    "not UTF-8": ("a.jsonl", b'{"question": "a", "answer": "b"}\n{"question": "caf\xe9"}\n',
+BROKEN: list[tuple[str, bytes, str]] = [
+    ("a.jsonl", b"", "{path}: the file is empty"),
+    ("a.jsonl", b"\n\n", "{path}: it has no rows"),
+    ("a.json", b"[]", "{path}: it has no rows"),
+    ("a.jsonl", b'{"question": "a", "answer": "b"}\n{"question": "caf\xe9"}\n',
         "{path} row 2: not UTF-8 (byte 17 of the line is 0xe9); convert it from its encoding, as "
         "in iconv -f LATIN1 -t UTF-8"),
-    "UTF-16": ("a.jsonl", '{"question": "a", "answer": "b"}\n'.encode("utf-16"),
+    ("a.jsonl", '{"question": "a", "answer": "b"}\n'.encode("utf-16"),
         "{path} row 1: not UTF-8 but UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
-    "UTF-16 without a mark": ("a.csv", "question,answer\na,b\n".encode("utf-16-be"),
+    ("a.csv", "question,answer\na,b\n".encode("utf-16-be"),
         "{path} row 1: not UTF-8 but UTF-16BE; convert it: iconv -f UTF-16BE -t UTF-8"),
-    "UTF-32": ("a.jsonl", '{"question": "a", "answer": "b"}\n'.encode("utf-32"),
+    ("a.jsonl", '{"question": "a", "answer": "b"}\n'.encode("utf-32"),
         "{path} row 1: not UTF-8 but UTF-32; convert it: iconv -f UTF-32 -t UTF-8"),
-    "UTF-32 without a mark": ("a.txt", "Hi there".encode("utf-32-le"),
+    ("a.txt", "Hi there".encode("utf-32-le"),
         "{path} row 1: not UTF-8 but UTF-32LE; convert it: iconv -f UTF-32LE -t UTF-8"),
-    "gzip under another name": ("a.jsonl", gzip.compress(b'{"question": "a", "answer": "b"}\n'),
+    ("a.jsonl", gzip.compress(b'{"question": "a", "answer": "b"}\n'),
         "{path}: it is compressed with gzip; rename it to end in .gz"),
-    "a torn gzip file": ("a.jsonl.gz", gzip.compress(b'{"question": "a", "answer": "b"}\n')[:-9],
+    ("a.jsonl.gz", gzip.compress(b'{"question": "a", "answer": "b"}\n')[:-9],
         "{path}: it cannot be decompressed: Compressed file ended before the end-of-stream "
         "marker was reached"),
-    "what is no gzip file": ("a.jsonl.gz", b"not compressed",
+    ("a.jsonl.gz", b"not compressed",
         "{path}: it cannot be decompressed: Not a gzipped file (b'no')"),
-    "a list under the name of JSON lines": ("a.jsonl", b'[{"question": "a", "answer": "b"}]',
+    ("a.jsonl", b'[{"question": "a", "answer": "b"}]',
         "{path}: it contains a JSON list, expected one row per line; rename it to end in .json"),
-    "a list of turns on a line": ("a.jsonl",
-        b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]',
+    ("a.jsonl", b'[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]',
         "{path} row 1: is a list, expected an object with columns"),
-    "a list over lines under the name of JSON lines": ("a.jsonl",
-        b'[\n{"question": "a", "answer": "b"}\n]',
+    ("a.jsonl", b'[\n{"question": "a", "answer": "b"}\n]',
         "{path}: it contains a JSON list, expected one row per line; rename it to end in .json"),
-    "rows over several lines": ("a.jsonl", b'{\n"question": "a",\n"answer": "b"\n}\n',
+    ("a.jsonl", b'{\n"question": "a",\n"answer": "b"\n}\n',
         "{path}: its first row spans several lines, expected one row per line; write each row on "
         "one line (jq -c . does), or a list of rows to a file that ends in .json"),
-    "CSV with semicolons": ("a.csv", b"question;answer\na;b\n",
+    ("a.csv", b"question;answer\na;b\n",
         "{path}: its header is one column, 'question;answer': the delimiter is ';', expected "
         "','; write it with commas"),
-    "CSV with tabs": ("a.csv", b"question\tanswer\na\tb\n",
+    ("a.csv", b"question\tanswer\na\tb\n",
         "{path}: its header is one column, 'question\\tanswer': the delimiter is a tab, expected "
         "','; rename it to end in .tsv"),
-    "broken line": ("a.jsonl", b'{"question": "a", "answer": "b"}\n\n{"question": "a", "answer"\n',
+    ("a.jsonl", b'{"question": "a", "answer": "b"}\n\n{"question": "a", "answer"\n',
         "{path} row 3: broken JSON at column 27: Expecting ':' delimiter near "
         '\'tion": "a", "answer"\''),
-    "broken file": ("a.json", b'[{"question": "a"},\n {"question": }]',
+    ("a.json", b'[{"question": "a"},\n {"question": }]',
         "{path}: broken JSON at line 2 column 15: Expecting value near "
         '\'"a"}},\\n {{"question": }}]\''),
-    "one object":
-        ("a.json", b'{"a": 1}', "{path}: it contains one JSON value, expected a list of rows"),
-    "rows inside an object": ("a.json",
-        b'{"version": 1, "data": [{"question": "a"}, {"question": "b"}]}',
+    ("a.json", b'{"a": 1}', "{path}: it contains one JSON value, expected a list of rows"),
+    ("a.json", b'{"version": 1, "data": [{"question": "a"}, {"question": "b"}]}',
         "{path}: it contains one JSON value, expected a list of rows; extract the list 'data' "
         "(jq .data)"),
-    "TSV with an unpaired quote": ("a.tsv",
-        b'question\tanswer\n"a\nb"\t2\n"Hello\tworld\nHi\tthere\nBye"\tsee you\n',
+    ("a.tsv", b'question\tanswer\n"a\nb"\t2\n"Hello\tworld\nHi\tthere\nBye"\tsee you\n',
         "{path} row 2: a quote at the start of a cell joins 3 lines, each of which is a row of its "
         "own by its tabs; write a quote that belongs to the text twice within quotes: "
         '"""Hello"" she said"'),
-    "TSV with commas": ("a.tsv", b"question,answer\na,b\n",
+    ("a.tsv", b"question,answer\na,b\n",
         "{path}: its header is one column, 'question,answer': the delimiter is ',', expected a "
         "tab; rename it to end in .csv"),
-    "not a row": ("a.jsonl", b"[1]\n", "{path} row 1: is a list, expected an object with columns"),
-    "too many cells": ("a.csv", b"question,answer\na,b,c\n",
+    ("a.jsonl", b"[1]\n", "{path} row 1: is a list, expected an object with columns"),
+    ("a.csv", b"question,answer\na,b,c\n",
         "{path} row 1: 1 more cells than the header has columns"),
-    "too few cells": ("a.csv", b"question,answer\na,b\na\n",
+    ("a.csv", b"question,answer\na,b\na\n",
         "{path} row 2: format 'question_answer' needs 'question' + 'answer', the row has "
         "'question', 'answer' (null)"),
-    "a column twice": ("a.csv", b"question,answer,answer\na,b,c\n",
+    ("a.csv", b"question,answer,answer\na,b,c\n",
         "{path}: the header has the column 'answer' more than once"),
-    "a number too long": ("a.jsonl",
-        b'{"question": "a", "answer": "b"}\n{"question": ' + b"1" * 5000 + b"}\n",
+    ("a.jsonl", b'{"question": "a", "answer": "b"}\n{"question": ' + b"1" * 5000 + b"}\n",
         "{path} row 2: broken JSON: Exceeds the limit (4300 digits) for integer string "
         "conversion: value has 5000 digits; use sys.set_int_max_str_digits() to increase the "
         "limit"),
-    "a number too long in a list": ("a.json", b'{"question":\n' + b"1" * 5000 + b"}",
+    ("a.json", b'{"question":\n' + b"1" * 5000 + b"}",
         "{path}: broken JSON: Exceeds the limit (4300 digits) for integer string conversion: "
         "value has 5000 digits; use sys.set_int_max_str_digits() to increase the limit"),
-    "open quote":
-        ("a.csv", b'question,answer\na,"b\n', "{path} row 1: broken CSV: unexpected end of data"),
-}  # fmt: skip
+    ("a.csv", b'question,answer\na,"b\n', "{path} row 1: broken CSV: unexpected end of data"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_named_with_its_row(tmp_path, cache, name):
-    file, content, message = BROKEN[name]
+@pytest.mark.parametrize(("file", "content", "told"), BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_file_is_named_with_its_row(tmp_path, cache, file, content, told):
     path = tmp_path / file
     path.write_bytes(content)
-    assert problems_of(recipe_of(path), cache) == [message.format(path=path)]
+    assert problems_of(recipe_of(path), cache) == [told.format(path=path)]
 
 
 def test_a_torn_parquet_file_is_named(tmp_path, cache):
