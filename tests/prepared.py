@@ -8,7 +8,7 @@ import pytest
 from small_tokenizer import small_tokenizer
 
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.prepare import prepare
+from finetune.data.prepare import Prepared, prepare
 from finetune.data.store import Rows
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
@@ -38,8 +38,12 @@ def answers(rows: Rows, chat: Chat = CHAT) -> list[str]:
     return [chat.tokenizer.decode(ids[trained]) for ids, trained in columns]
 
 
-def counts_of(recipe: Recipe, cache: Path, chat: Chat = CHAT) -> dict[str, Any]:
-    return prepare(recipe, chat, cache).counts["train"]
+def ready(recipe: Recipe, cache: Path, chat: Chat = CHAT) -> Prepared:
+    return prepare(recipe, chat, cache)
+
+
+def counted(recipe: Recipe, cache: Path, chat: Chat = CHAT) -> dict[str, Any]:
+    return ready(recipe, cache, chat).counts["train"]
 
 
 def problems_of(recipe: Recipe, cache: Path, chat: Chat = CHAT) -> list[str]:

@@ -12,7 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from conftest import ROOT, run_command
-from prepared import CHAT, prepare, problems_of, recipe_of, texts, write_rows
+from prepared import problems_of, ready, recipe_of, texts, write_rows
 
 from finetune.data.files import READERS
 from finetune.data.sources import Source
@@ -64,7 +64,7 @@ def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path, cache, name):
     assert [row for _, row in READERS[path.suffix](path)] == CALLS
     lines = write_rows(tmp_path / "a.jsonl", CALLS)
     ours, json_rows = (
-        prepare(recipe_of(each, "messages", max_length=10**4), CHAT, cache).train
+        ready(recipe_of(each, "messages", max_length=10**4), cache).train
         for each in (str(path), lines)
     )
     assert texts(ours) == texts(json_rows)
@@ -75,7 +75,7 @@ def test_tool_calls_of_typed_columns_are_those_of_json(tmp_path, cache, name):
 def test_a_null_that_stands_in_json_stays(tmp_path, cache):
     row = called("f", {"a": None, "b": {"c": None}}, {"properties": {"a": {"default": None}}})
     source = write_rows(tmp_path / "a.jsonl", [row])
-    (text,) = texts(prepare(recipe_of(source, "messages"), CHAT, cache).train)
+    (text,) = texts(ready(recipe_of(source, "messages"), cache).train)
     assert '{"a": null, "b": {"c": null}}' in text
     assert '"default": null' in text
 
@@ -179,7 +179,7 @@ def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path, cache):
     rows = [{"question": "q", "answer": answer, "days": days} for answer in ("Bye", None)]
     write_table(path, rows, kinds)
     recipe = SFT().with_data(Data(str(path), "question_answer", on_bad_row="drop"))
-    prepared = prepare(recipe, CHAT, cache)
+    prepared = ready(recipe, cache)
     assert prepared.bad_rows is not None
     assert json.loads(prepared.bad_rows.read_text())["value"] == {
         "question": "q", "answer": None, "days": {"2020-01-02": "x"},

@@ -8,12 +8,11 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from prepared import CHAT, answers, counts_of, problems_of, recipe_of, write_rows
+from prepared import CHAT, answers, counted, problems_of, ready, recipe_of, write_rows
 from small_tokenizer import small_tokenizer
 
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.prepare import prepare
 from finetune.methods.sft import SFT
 from finetune.recipe import Data
 
@@ -111,18 +110,18 @@ def test_a_folder_of_several_formats_names_each_file_that_does_not_fit(folder, c
 
 
 def test_files_of_a_folder_that_are_not_read_or_have_no_row_are_named(folder, cache):
-    assert len(describe(counts_of(recipe_of(folder, "messages"), cache))) == 1
+    assert len(describe(counted(recipe_of(folder, "messages"), cache))) == 1
     for name in ("b.jsonl.rar", "c.JS", "d.parquet.gz", "e.md", ".hidden"):
         (folder / name).write_text("x")
     unread = ", ".join(f"{folder}/{name}" for name in ("b.jsonl.rar", "c.JS", "d.parquet.gz"))
     for source in (folder, folder / "*"):
-        counts = counts_of(recipe_of(source, "messages"), cache)
+        counts = counted(recipe_of(source, "messages"), cache)
         assert describe(counts)[-1] == f"not read, unsupported file type: {unread} and 1 more"
     empty = {"b.json": "[]", "c.csv": "messages\n", "d.jsonl": "\n\n"}
     for name, content in empty.items():
         (folder / name).write_text(content)
     named = ", ".join(f"{folder}/{name}" for name in empty)
-    counts = counts_of(recipe_of(folder, "messages"), cache)
+    counts = counted(recipe_of(folder, "messages"), cache)
     assert f"without rows: {named}" in describe(counts)
 
 
@@ -144,7 +143,7 @@ def test_a_line_of_megabytes_is_too_long_and_named_at_once(tmp_path, cache):
         f"({source} row 2, a lower bound); set batch.max_length={least}, or batch.overlong to "
         "drop, truncate or split"
     ]
-    prepared = prepare(recipe_of(source, overlong="drop"), CHAT, cache)
+    prepared = ready(recipe_of(source, overlong="drop"), cache)
     assert answers(prepared.train) == ["Bye<|im_end|>"]
     assert prepared.counts["train"]["dropped"] == 1
 
@@ -170,7 +169,7 @@ def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path, cache):
     source = write_rows(tmp_path / "a.jsonl", [{"prompt": "Hi", "completion": " there"}])
     chat = load_chat(small_tokenizer(), None)
     assert chat.template is None
-    prepared = prepare(recipe_of(source, "prompt_completion"), chat, cache)
+    prepared = ready(recipe_of(source, "prompt_completion"), cache, chat)
     assert answers(prepared.train, chat) == [" there</s>"]
 
 
@@ -182,7 +181,7 @@ ANSWERS = [{"question": f"Hi {n}", "answer": "Hello there " * 20} for n in range
 def test_losing_the_end_of_every_row_is_an_error(tmp_path, cache):
     source = write_rows(tmp_path / "a.jsonl", ANSWERS)
     recipe = recipe_of(source, max_length=24, overlong="truncate")
-    counts = counts_of(recipe, cache)
+    counts = counted(recipe, cache)
     assert (counts["truncated"], counts["unended"], counts["eaten"]) == (5, 5, 0)
     assert counts["first"]["unended"] == f"{source} row 1"
     assert list(mistakes(counts)) == [
@@ -196,7 +195,7 @@ def test_truncating_every_answer_away_is_an_error(tmp_path, cache):
     asked = [{"question": "What is " * 30, "answer": "Bye"}] * 2
     source = write_rows(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Bye"}, *asked])
     recipe = recipe_of(source, max_length=24, overlong="truncate")
-    counts = counts_of(recipe, cache)
+    counts = counted(recipe, cache)
     found = [counts[key] for key in ("rows", "truncated", "eaten", "untrained")]
     assert found == [1, 2, 2, 2]
     assert list(mistakes(counts)) == [
@@ -219,7 +218,7 @@ def test_empty_masked_and_too_long_rows_are_counted_with_the_first_of_each(tmp_p
     rows = [{"messages": each} for each in [*talks[:2], [asked], *talks[2:], [asked]]]
     source = write_rows(tmp_path / "a.jsonl", rows)
     recipe = recipe_of(source, "messages", max_length=32, overlong="drop")
-    counts = counts_of(recipe, cache)
+    counts = counted(recipe, cache)
     assert describe(counts)[1] == (
         f"2 with only empty answers (first: {source} row 2), "
         f"2 without a trained token (first: {source} row 3), "
@@ -232,7 +231,7 @@ def test_a_source_whose_rows_never_end_is_refused_in_a_mixture(tmp_path, cache):
     whole = write_rows(tmp_path / "whole.jsonl", [{"question": "Hi", "answer": "Bye"}])
     sources = (Data(source, "question_answer") for source in (whole, cut))
     recipe = SFT().with_data(*sources).with_batch(max_length=24, overlong="truncate")
-    counts = counts_of(recipe, cache)
+    counts = counted(recipe, cache)
     (said,) = mistakes(counts)
     assert said.startswith(f"{cut}: none of its 3 rows is trained to end (3 are truncated); raise")
 
@@ -243,7 +242,7 @@ def test_unusual_rows_are_counted_and_reported(tmp_path, cache):
     rows = [short, short, short, ANSWERS[0], {**short, "messages": only_asked}]
     source = write_rows(tmp_path / "a.jsonl", rows)
     recipe = recipe_of(source, max_length=24, overlong="truncate")
-    counts = counts_of(recipe, cache)
+    counts = counted(recipe, cache)
     tokens, trained = counts["tokens"], counts["trained_tokens"]
     assert describe(counts) == [
         f"5 rows; {tokens} tokens, {trained / tokens:.1%} trained; longest 24",

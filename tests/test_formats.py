@@ -535,38 +535,39 @@ def test_no_format_is_suggested_that_ignores_what_a_row_means():
     assert fitting_formats({"text": "a", "label": 1}) == ["text"]
 
 
-# What real files hold: file, format, rows, samples, what the first sample begins with.
-REAL = [
-    ("gsm8k/train.jsonl", "question_answer", 7473, 7473, "Natalia sold clips to 48"),
-    ("gpteacher/roleplay.json", "alpaca", 3146, 3146, "Imagine you are a detective"),
-    ("gpteacher/toolformer-0.6.json", "alpaca", 2396, 2396, "toolformer: enabled"),
-    ("llamafactory_demo/alpaca_en_demo.json", "alpaca", 999, 999, "Describe a process"),
-    ("llamafactory_demo/identity.json", "alpaca", 91, 91, "hi"),
-    ("llamafactory_demo/glaive_toolcall_en_demo.json", "sharegpt", 300, 300, "Hi, I have some"),
-    ("llamafactory_demo/kto_en_demo.json", "kto", 300, 300, None),
-    ("llamafactory_demo/c4_demo.jsonl", "text", 300, 300, "Don\u2019t think you need"),
-    ("seed_tasks/seed_tasks.jsonl", "self_instruct", 175, 175, "Is there anything I can eat"),
-    ("seed_tasks/user_oriented_instructions.jsonl", "self_instruct", 252, 252, "The sentence"),
-    ("sharegpt/dummy_conversation.json", "sharegpt", 500, 500, "Who are you?"),
-    ("oasst_sample/en_100_tree.jsonl", "oasst", 100, 100, "How can I find the best 401k"),
-    ("oasst_sample/en_100_message.jsonl", "oasst", 100, 100, "How can I find the best 401k"),
-    ("wikitext2/valid.txt", "text", 1, 1, " \n = Homarus gammarus"),
-    ("tinystories/tinystories_197k.txt", "text", 1, 1, "One day, a little girl"),
-    ("tinystories/tinystories_sample_cs336.txt", "text", 5, 5, "Once upon a time"),
-    ("tinyshakespeare/input.txt", "text", 1, 1, "First Citizen:\nBefore"),
-]
+REAL = r"""
+gsm8k/train.jsonl question_answer 7473 "Natalia sold clips to 48"
+gpteacher/roleplay.json alpaca 3146 "Imagine you are a detective"
+gpteacher/toolformer-0.6.json alpaca 2396 "toolformer: enabled"
+llamafactory_demo/alpaca_en_demo.json alpaca 999 "Describe a process"
+llamafactory_demo/identity.json alpaca 91 "hi"
+llamafactory_demo/glaive_toolcall_en_demo.json sharegpt 300 "Hi, I have some"
+llamafactory_demo/kto_en_demo.json kto 300 null
+llamafactory_demo/c4_demo.jsonl text 300 "Don\u2019t think you need"
+seed_tasks/seed_tasks.jsonl self_instruct 175 "Is there anything I can eat"
+seed_tasks/user_oriented_instructions.jsonl self_instruct 252 "The sentence"
+sharegpt/dummy_conversation.json sharegpt 500 "Who are you?"
+oasst_sample/en_100_tree.jsonl oasst 100 "How can I find the best 401k"
+oasst_sample/en_100_message.jsonl oasst 100 "How can I find the best 401k"
+wikitext2/valid.txt text 1 " \n = Homarus gammarus"
+tinystories/tinystories_197k.txt text 1 "One day, a little girl"
+tinystories/tinystories_sample_cs336.txt text 5 "Once upon a time"
+tinyshakespeare/input.txt text 1 "First Citizen:\nBefore"
+"""
+"""What real files hold: file, format, rows, each a sample, and what the first begins with."""
 
 
-@pytest.mark.parametrize(("name", "data_format", "rows", "samples", "beginning"), REAL)
-def test_real_files_are_read_whole(assets, name, data_format, rows, samples, beginning):
+@pytest.mark.parametrize("line", REAL.split("\n")[1:-1])
+def test_real_files_are_read_whole(assets, line):
+    name, data_format, rows, beginning = line.split(" ", 3)
     path = assets / "data" / name
     read = [read_row(data_format, row) for _, row in READERS[path.suffix](path)]
     kept = [sample for sample in read if sample is not None]
-    assert (len(read), len(kept)) == (rows, samples)
-    if beginning is not None:
+    assert len(read) == len(kept) == int(rows)
+    if (text := json.loads(beginning)) is not None:
         first = kept[0]
-        text = first.text if isinstance(first, Text) else first.messages[0]["content"]
-        assert text.startswith(beginning)
+        said = first.text if isinstance(first, Text) else first.messages[0]["content"]
+        assert said.startswith(text)
 
 
 def test_tool_calls_of_a_real_file_keep_their_arguments_and_find_their_results(assets):

@@ -23,8 +23,9 @@ from prepared import (
     PAIRS,
     SAID,
     answers,
-    counts_of,
+    counted,
     problems_of,
+    ready,
     recipe_of,
     texts,
     write_rows,
@@ -38,7 +39,7 @@ from finetune.data.encode import split
 from finetune.data.encode_pool import ALONE
 from finetune.data.example import Example
 from finetune.data.order import permutation
-from finetune.data.prepare import CHUNK, Prepared, prepare
+from finetune.data.prepare import CHUNK, Prepared
 from finetune.data.store import DocumentWriter, check_origins, digest, single_rows
 from finetune.errors import FinetuneError
 from finetune.methods.pretrain import Pretrain
@@ -71,7 +72,7 @@ ZEROS = (
 
 
 def test_rows_of_a_file_become_columns_in_its_order_and_are_counted(pairs, cache):
-    prepared = prepare(recipe_of(pairs), CHAT, cache)
+    prepared = ready(recipe_of(pairs), cache)
     assert answers(prepared.train) == SAID
     assert texts(prepared.train)[0] == (
         "<|im_start|>user\nWhat is 0<|im_end|>\n<|im_start|>assistant\nThe answer is 0<|im_end|>\n"
@@ -123,7 +124,7 @@ def write_as(path: Path, rows: list[dict[str, str]]) -> None:
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, cache, suffix):
     rows = [*PAIRS, {"question": 'Name a\ncolour, "red"', "answer": "blue\u00e9" * 50_000}]
     write_as(tmp_path / f"a{suffix}", rows)
-    prepared = prepare(recipe_of(tmp_path / f"a{suffix}", max_length=10**6), CHAT, cache)
+    prepared = ready(recipe_of(tmp_path / f"a{suffix}", max_length=10**6), cache)
     assert answers(prepared.train) == [*SAID, "blue\u00e9" * 50_000 + "<|im_end|>"]
 
 
@@ -132,13 +133,13 @@ def test_json_lines_may_be_named_json_and_have_a_mark_and_line_ends_of_windows(t
     lines = b"\r\n".join(json.dumps(row).encode() for row in PAIRS)
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + lines + b"\r\n\r\n")
     for name in ("a.json", "b.jsonl"):
-        assert answers(prepare(recipe_of(tmp_path / name), CHAT, cache).train) == SAID
+        assert answers(ready(recipe_of(tmp_path / name), cache).train) == SAID
 
 
 def test_a_text_file_is_a_document_or_several(tmp_path, cache):
     (tmp_path / "a.txt").write_text("Hi there\n\nBye\n")
     (tmp_path / "b.txt").write_bytes(b"Hi\r\nthere\r\n<|endoftext|>\r\n\n<|endoftext|>\nBye\n")
-    rows = prepare(Pretrain().with_data(Data(str(tmp_path), "text")), CHAT, cache).train
+    rows = ready(Pretrain().with_data(Data(str(tmp_path), "text")), cache).train
     assert texts(rows) == ["Hi there\n\nBye</s>", "Hi\nthere</s>", "Bye</s>"]
     trained = [int(rows.row(index)[1].sum()) for index in range(3)]
     assert trained == [length - 1 for length in rows.lengths.tolist()]
@@ -153,8 +154,8 @@ def test_a_folder_and_a_glob_are_their_files_in_order(tmp_path, cache):
     write_rows(folder / "sub" / "c.jsonl", PAIRS[4:])
     write_rows(folder / ".hidden" / "d.jsonl", [{"no": "row"}])
     (folder / "README.md").write_text("not data")
-    assert answers(prepare(recipe_of(folder), CHAT, cache).train) == SAID
-    assert answers(prepare(recipe_of(folder / "*.jsonl"), CHAT, cache).train) == SAID[:4]
+    assert answers(ready(recipe_of(folder), cache).train) == SAID
+    assert answers(ready(recipe_of(folder / "*.jsonl"), cache).train) == SAID[:4]
 
 
 def test_a_data_set_that_was_saved_to_disk_is_its_rows(tmp_path, cache):
@@ -166,7 +167,7 @@ def test_a_data_set_that_was_saved_to_disk_is_its_rows(tmp_path, cache):
         (asked(place), SAID), (asked(f"{place}/train"), SAID),
         (asked(place, split="test"), SAID[:1]),
     ):  # fmt: skip
-        assert answers(prepare(SFT().with_data(data), CHAT, cache).train) == said
+        assert answers(ready(SFT().with_data(data), cache).train) == said
     assert problems_of(SFT().with_data(asked(place, split="tset")), tmp_path / "empty") == [
         f"data.split: {place} has no split 'tset'; did you mean 'test'?; it has test, train"
     ]
@@ -181,7 +182,7 @@ def test_old_files_and_caches_next_to_a_saved_data_set_are_not_its_rows(tmp_path
     load_from_disk(saved).map(lambda row: {"answer": "changed"})
     assert len(list(saved.glob("*.arrow"))) == 6  # 3 of the first, 2 of the second, a cache
     for source in (saved, saved.parent):
-        assert answers(prepare(recipe_of(source), CHAT, cache).train) == SAID[:4]
+        assert answers(ready(recipe_of(source), cache).train) == SAID[:4]
     recipe = SFT().with_data(asked(str(saved), subset="small"))
     (problem,) = problems_of(recipe, tmp_path / "empty")
     assert problem.startswith(f"data.subset: {saved} is a single saved split and has no subsets")
@@ -204,11 +205,11 @@ def test_a_saved_data_set_with_a_mapping_of_indices_is_refused(tmp_path, cache):
 
 def test_all_tokens_with_white_space_behind_the_last_turn_are_trained_to_end(pairs, cache):
     recipe = dataclasses.replace(recipe_of(pairs), train_on="all")
-    prepared = prepare(recipe, CHAT, cache)
+    prepared = ready(recipe, cache)
     assert texts(prepared.train)[0].endswith("The answer is 0<|im_end|>\n")
     assert prepared.counts["train"]["unended"] == 0
     cut = recipe.with_batch(max_length=6, overlong="truncate")
-    assert counts_of(cut, cache)["unended"] == len(PAIRS)
+    assert counted(cut, cache)["unended"] == len(PAIRS)
 
 
 # Mixtures, held-out rows.
@@ -216,7 +217,7 @@ def test_all_tokens_with_white_space_behind_the_last_turn_are_trained_to_end(pai
 
 def test_a_mixture_takes_the_first_rows_and_repeats_them(pairs, tmp_path, cache):
     other = Data(write_rows(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text")
-    prepared = prepare(SFT().with_data(asked(pairs, first=2, repeat=2), other), CHAT, cache)
+    prepared = ready(SFT().with_data(asked(pairs, first=2, repeat=2), other), cache)
     assert answers(prepared.train) == [*SAID[:2], *SAID[:2], " there</s>"]
     counts = prepared.counts["train"]
     assert [counts[key] for key in ("samples", "rows", "trained_tokens")] == [3, 5, 26]
@@ -238,7 +239,7 @@ def halves(tmp_path: Path) -> tuple[str, str]:
 )
 def test_weights_give_the_shares_of_an_epoch(halves, cache, weights, expected):
     sources = (asked(part, weight=weight) for part, weight in zip(halves, weights, strict=True))
-    prepared = prepare(SFT().with_data(*sources), CHAT, cache)
+    prepared = ready(SFT().with_data(*sources), cache)
     counts = prepared.counts["train"]
     assert [each["rows"] for each in counts["by_source"]] == expected
     assert len(set(answers(prepared.train))) == sum(expected)
@@ -248,14 +249,14 @@ def test_weights_give_the_shares_of_an_epoch(halves, cache, weights, expected):
 def test_a_weight_that_gives_no_row_is_refused(halves, cache):
     four, two = (asked(part, weight=weight) for part, weight in zip(halves, (9, 1), strict=True))
     with pytest.raises(FinetuneError, match=r"data.weight: 1.0 gives no row of .*two.jsonl"):
-        prepare(SFT().with_data(four, two), CHAT, cache)
+        ready(SFT().with_data(four, two), cache)
 
 
 def test_the_seed_chooses_the_rows_of_a_weighted_source(halves, tmp_path, cache):
     many = asked(halves[0], weight=1)
     one = Data(write_rows(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text", weight=1)
     recipes = (SFT(data=(many, one), seed=seed) for seed in range(6))
-    chosen = {answers(prepare(recipe, CHAT, cache).train)[0] for recipe in recipes}
+    chosen = {answers(ready(recipe, cache).train)[0] for recipe in recipes}
     assert len(chosen) > 1
     assert chosen <= set(SAID[:4])
 
@@ -264,7 +265,7 @@ def test_held_out_rows_are_chosen_by_the_seed_and_never_trained(pairs, cache):
     chosen = []
     for seed in range(4):
         recipe = SFT(data=(asked(pairs, repeat=3),), eval_rows=2, seed=seed)
-        prepared = prepare(recipe, CHAT, cache)
+        prepared = ready(recipe, cache)
         held_out, trained = answers(prepared.eval), answers(prepared.train)
         assert sorted(held_out + trained[:4]) == SAID
         assert trained == trained[:4] * 3
@@ -275,7 +276,7 @@ def test_held_out_rows_are_chosen_by_the_seed_and_never_trained(pairs, cache):
 
 def test_evaluation_data_is_read_with_the_training_data(halves, cache):
     four, two = map(asked, halves)
-    prepared = prepare(SFT(eval_rows=1).with_data(four, eval_data=two), CHAT, cache)
+    prepared = ready(SFT(eval_rows=1).with_data(four, eval_data=two), cache)
     assert (answers(prepared.train), answers(prepared.eval)) == (SAID[:4], SAID[4:])
 
 
@@ -296,7 +297,7 @@ def long(tmp_path: Path) -> str:
 
 
 def shortened(source: str, cache: Path, overlong: str) -> Prepared:
-    return prepare(recipe_of(source, max_length=24, overlong=overlong), CHAT, cache)
+    return ready(recipe_of(source, max_length=24, overlong=overlong), cache)
 
 
 def test_overlong_rows_are_an_error_with_their_length(long, cache):
@@ -319,14 +320,14 @@ def test_overlong_rows_are_cut_on_request(long, cache):
     prepared = shortened(long, cache, "truncate")
     ids, trained = prepared.train.row(1)
     assert (len(ids), prepared.counts["train"]["truncated"]) == (24, 1)
-    whole = prepare(recipe_of(long), CHAT, cache).train.row(1)
+    whole = ready(recipe_of(long), cache).train.row(1)
     assert np.array_equal(ids, whole[0][:24])
     assert np.array_equal(trained, whole[1][:24])
 
 
 def test_overlong_rows_are_split_and_every_token_is_trained_once(long, cache):
     prepared = shortened(long, cache, "split")
-    whole = prepare(recipe_of(long), CHAT, cache).train.row(1)
+    whole = ready(recipe_of(long), cache).train.row(1)
     pieces = [prepared.train.row(index) for index in range(1, len(prepared.train) - 1)]
     assert [len(ids) for ids, _ in pieces] == [24, 24, 24, 3]
     said = np.concatenate([ids[trained] for ids, trained in pieces])
@@ -344,7 +345,7 @@ def test_rows_without_a_trained_token_are_counted_and_left_out(tmp_path, cache):
     only_asked = {"messages": [{"role": "user", "content": "Hi"}]}
     answered = {"messages": [*only_asked["messages"], {"role": "assistant", "content": "Bye"}]}
     source = write_rows(tmp_path / "a.jsonl", [only_asked, answered])
-    prepared = prepare(recipe_of(source, "messages"), CHAT, cache)
+    prepared = ready(recipe_of(source, "messages"), cache)
     assert answers(prepared.train) == ["Bye<|im_end|>"]
     assert prepared.counts["train"]["untrained"] == 1
     write_rows(tmp_path / "a.jsonl", [only_asked, only_asked])
@@ -359,8 +360,8 @@ def test_rows_without_a_trained_token_are_counted_and_left_out(tmp_path, cache):
 
 def test_packed_rows_hold_every_document_once_and_are_counted(pairs, cache):
     recipe = recipe_of(pairs, max_length=64, packing=True)
-    prepared = prepare(recipe, CHAT, cache)
-    single = prepare(recipe.with_batch(packing=False), CHAT, cache).train
+    prepared = ready(recipe, cache)
+    single = ready(recipe.with_batch(packing=False), cache).train
     rows, counts = prepared.train, prepared.counts["train"]
     assert sorted(rows.members.tolist()) == list(range(6))
     assert rows.lengths.tolist() == [rows.row(index)[0].size for index in range(len(rows))]
@@ -376,7 +377,7 @@ def test_packed_rows_hold_every_document_once_and_are_counted(pairs, cache):
 def test_a_real_set_of_short_rows_fills_its_slots(assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/qwen3")
     recipe = recipe_of(str(assets / "data/gsm8k/test.jsonl"), packing=True)
-    prepared = prepare(recipe, load_chat(tokenizer, None), tmp_path)
+    prepared = ready(recipe, tmp_path, load_chat(tokenizer, None))
     assert prepared.counts["train"]["filled"] >= 0.98
 
 
@@ -401,7 +402,7 @@ def test_many_rows_are_encoded_by_several_processes_as_by_one(tmp_path, cache):
         f"{last} row 2: format 'question_answer' needs 'question' + 'answer'"
     )
     write(rows)
-    prepared = prepare(recipe_of(tmp_path / "many"), CHAT, cache)
+    prepared = ready(recipe_of(tmp_path / "many"), cache)
     assert answers(prepared.train) == [f"Bye {n % 7}<|im_end|>" for n in range(len(rows))]
     assert prepared.train.documents.origins.tolist() == list(map(list, places))
 
@@ -416,15 +417,15 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def test_the_same_data_is_prepared_once(pairs, tmp_path, cache):
-    first = prepare(recipe_of(pairs), CHAT, cache)
+    first = ready(recipe_of(pairs), cache)
     before, written = contents(first.folder), (first.folder / "counts.json").stat().st_mtime_ns
     for recipe in (
         recipe_of(pairs).with_optim(lr=1.0), dataclasses.replace(recipe_of(pairs), seed=5),
     ):  # fmt: skip
-        again = prepare(recipe, CHAT, cache)
+        again = ready(recipe, cache)
         assert (again.folder, again.counts) == (first.folder, first.counts)
     assert (first.folder / "counts.json").stat().st_mtime_ns == written
-    assert contents(prepare(recipe_of(pairs), CHAT, tmp_path / "other").folder) == before
+    assert contents(ready(recipe_of(pairs), tmp_path / "other").folder) == before
     assert [path.name for path in cache.iterdir()] == [first.folder.name]
 
 
@@ -447,17 +448,17 @@ def flipped(content: bytes, place: int) -> bytes:
     ],
 )  # fmt: skip
 def test_prepared_data_that_is_damaged_is_refused(pairs, cache, name, damage):
-    folder = prepare(recipe_of(pairs), CHAT, cache).folder
+    folder = ready(recipe_of(pairs), cache).folder
     content = (folder / name).read_bytes()
     damaged = damage(content)
     (folder / name).write_bytes(damaged)
     told = r"the prepared data is damaged .* delete that folder"
     with pytest.raises(FinetuneError, match=told) as refused:
-        prepare(recipe_of(pairs), CHAT, cache)
+        ready(recipe_of(pairs), cache)
     if len(damaged) == len(content):  # a bit turned: its sum is another
         assert name in str(refused.value)
     shutil.rmtree(folder)
-    assert answers(prepare(recipe_of(pairs), CHAT, cache).train) == SAID
+    assert answers(ready(recipe_of(pairs), cache).train) == SAID
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -482,7 +483,7 @@ def test_what_a_dead_process_left_in_the_cache_goes_and_a_living_ones_stays(pair
     (dead / "ids.bin").write_bytes(b"0")
     held = os.open(living, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    folder = prepare(recipe_of(pairs), CHAT, cache).folder
+    folder = ready(recipe_of(pairs), cache).folder
     os.close(held)
     assert sorted(path.name for path in cache.iterdir()) == sorted([living.name, folder.name])
 
@@ -500,27 +501,27 @@ def test_whatever_changes_the_rows_changes_the_key(pairs, tmp_path, cache):
         recipe.with_data(recipe.data[0], eval_data=recipe.data),
         recipe.with_data(recipe.data[0], recipe.data[0]),
     ]  # fmt: skip
-    variants = [prepare(each, CHAT, cache) for each in recipes]
+    variants = [ready(each, cache) for each in recipes]
     marked = Chat(CHAT.tokenizer, f"{CHAT.template} ")
     for chat in (marked, load_chat(longer, "chatml"), load_chat(renamed, "chatml")):
-        variants.append(prepare(recipe, chat, cache))
+        variants.append(ready(recipe, cache, chat))
     write_rows(tmp_path / "a.jsonl", PAIRS[:5])
-    variants.append(prepare(recipe, CHAT, cache))
+    variants.append(ready(recipe, cache))
     assert len({each.folder for each in variants}) == len(variants) == 14
     assert answers(variants[-1].train) == SAID[:5]
 
 
 def test_a_process_that_dies_while_preparing_leaves_nothing_that_is_taken_for_data(pairs, cache):
-    whole = prepare(recipe_of(pairs), CHAT, cache)
+    whole = ready(recipe_of(pairs), cache)
     scratch = cache / f".{whole.folder.name}.1234"
     whole.folder.rename(scratch)
     (scratch / "counts.json").unlink()
-    assert answers(prepare(recipe_of(pairs), CHAT, cache).train) == SAID
+    assert answers(ready(recipe_of(pairs), cache).train) == SAID
 
 
 @pytest.mark.parametrize("files", [0, 2])
 def test_documents_come_from_files_that_are_counted(pairs, cache, files):
-    documents = prepare(recipe_of(pairs), CHAT, cache).train.documents
+    documents = ready(recipe_of(pairs), cache).train.documents
     check_origins(documents, 1)
     elsewhere = dataclasses.replace(documents, origins=documents.origins + np.array([files - 1, 0]))
     with pytest.raises(ValueError, match=r"^origins.npy names a file that is not one of 1$"):
@@ -544,14 +545,14 @@ def test_a_method_that_encodes_otherwise_changes_the_key(pairs, cache, first, se
     for untrained in (first, second):
         names: dict[str, Any] = {"SFT": SFT, "Example": Example}
         exec(OWN.replace("UNTRAINED", untrained), names)
-        folders.add(prepare(names["Own"]().with_data(asked(pairs)), CHAT, cache).folder)
+        folders.add(ready(names["Own"]().with_data(asked(pairs)), cache).folder)
     assert len(folders) == 2
 
 
 def test_a_cache_under_a_file_is_refused(pairs, cache):
     cache.write_text("a file")
     with pytest.raises(FinetuneError, match="cannot write the prepared data"):
-        prepare(recipe_of(pairs), CHAT, cache)
+        ready(recipe_of(pairs), cache)
 
 
 # What is refused.
@@ -752,13 +753,13 @@ def test_what_is_not_here_is_asked_of_the_hub_library(pairs, tmp_path):
 def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(tmp_path, cache):
     """A limit on the size of files stands in for the full disk: the write itself fails."""
     source = write_rows(tmp_path / "a.jsonl", PAIRS * 100)
-    small = prepare(SFT().with_data(asked(source, first=1)), CHAT, cache)
+    small = ready(SFT().with_data(asked(source, first=1)), cache)
     before = contents(cache)
     least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
     try:
         with pytest.raises(FinetuneError, match="cannot write the prepared data"):
-            prepare(recipe_of(source), CHAT, cache)
+            ready(recipe_of(source), cache)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
     assert contents(cache) == before
@@ -773,7 +774,7 @@ def test_gsm8k_on_a_tokenizer_of_512_words(assets, tmp_path):
     chat = load_chat(tokenizer, "plain")
     source = assets / "data/gsm8k/test.jsonl"
     recipe = SFT().with_data(asked(str(source), first=300))
-    prepared = prepare(recipe.with_batch(max_length=512, overlong="drop"), chat, tmp_path)
+    prepared = ready(recipe.with_batch(max_length=512, overlong="drop"), tmp_path, chat)
     lines = source.read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines[:300]]
     said = [row["answer"] + "</s>" for row in rows]
@@ -791,7 +792,7 @@ def test_a_real_text_is_split_without_losing_a_token(assets, tmp_path):
     source = assets / "data/tinystories/tinystories_197k.txt"
     recipe = Pretrain().with_data(Data(str(source), "text"))
     recipe = recipe.with_batch(max_length=256, overlong="split")
-    prepared = prepare(recipe, load_chat(tokenizer, None), tmp_path)
+    prepared = ready(recipe, tmp_path, load_chat(tokenizer, None))
     documents = prepared.train.documents
     said = [*documents.ids[:1].tolist(), *documents.ids[documents.trained].tolist()]
     whole = source.read_text(encoding="utf-8").strip("\n")

@@ -108,18 +108,19 @@ def test_built_in_templates_write_tools_and_train_the_calls(name):
     assert trained_texts(chat, row) == [f"Hello\n{call}\n{call}{end}", f"cold rain{end}"]
 
 
-@pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_generation_marks_agree_with_the_mask_of_transformers(name):
-    chat = load_chat(small_tokenizer(), name)
+def assert_masked_as_by_transformers(chat: Chat, sample: Conversation) -> None:
     theirs = chat.tokenizer.apply_chat_template(
-        list(TWO_TURNS.messages),
-        chat_template=chat.template,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    row = chat.render(TWO_TURNS, "assistant")
+        list(sample.messages), tools=list(sample.tools) or None, chat_template=chat.template,
+        return_dict=True, return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    row = chat.render(sample, "assistant")
     assert row.ids == theirs["input_ids"]
     assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_generation_marks_agree_with_the_mask_of_transformers(name):
+    assert_masked_as_by_transformers(load_chat(small_tokenizer(), name), TWO_TURNS)
 
 
 def test_a_prompt_is_the_beginning_of_the_row_that_was_trained():
@@ -327,21 +328,19 @@ BOT = CHATML_UNMARKED.replace("<|im_start|>assistant\n{% endif", "### Bot:{% end
 UNMARKABLE = {
     "a header without a generation prompt": (
         CHATML_UNMARKED.partition("{% if add_generation_prompt")[0],
-        "it begins an assistant turn with '<|im_start|>assistant' and writes no "
-        "generation prompt, so the turn cannot be marked: got "
-        "'<|im_start|>assistant\\nHello<|im_end|>\\n'; add {% if add_generation_prompt %} with "
-        "that header"),
+        "it begins an assistant turn with '<|im_start|>assistant' and writes no generation "
+        "prompt, so the turn cannot be marked: got '<|im_start|>assistant\\nHello<|im_end|>\\n'; "
+        "add {% if add_generation_prompt %} with that header"),
     "a generation prompt that turns do not begin with": (BOT,
         "its generation prompt is '### Bot:', but the assistant turn is "
         "'<|im_start|>assistant\\nHello<|im_end|>\\n', so the turn cannot be marked"),
     "a turn that does not end in an end token": (CHATML_UNMARKED.replace("<|im_end|>", "##"),
-        "the assistant turn '<|im_start|>assistant\\nHello##\\n' closes with '#', "
-        "which is not an end token of this tokenizer, so a model could not learn to stop; end it "
-        "with {{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"),
-    "marks that skip the assistant": (
-        CHATML_UNMARKED.replace("{{ m.content }}<|im_end|>",
-            f"{{% if m.role == 'user' %}}{MARKED}<|im_end|>"
-            "{% else %}{{ m.content }}<|im_end|>{% endif %}"),
+        "the assistant turn '<|im_start|>assistant\\nHello##\\n' closes with '#', which is not "
+        "an end token of this tokenizer, so a model could not learn to stop; end it with {{ "
+        "eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"),
+    "marks that skip the assistant": (CHATML_UNMARKED.replace("{{ m.content }}<|im_end|>",
+        f"{{% if m.role == 'user' %}}{MARKED}<|im_end|>"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}"),
         "it has {% generation %} marks, but none in the assistant turn "
         "'<|im_start|>assistant\\nHello<|im_end|>'"),
     "a refusal of the template": ("{{ raise_exception('roles must alternate') }}",
@@ -522,16 +521,7 @@ def test_the_mask_of_transformers_agrees_on_real_tool_conversations(assets, name
     for raw in json.loads(path.read_text())[:60]:
         sample = read_row("sharegpt", raw)
         assert isinstance(sample, Conversation)
-        theirs = chat.tokenizer.apply_chat_template(
-            list(sample.messages),
-            tools=list(sample.tools) or None,
-            chat_template=chat.template,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        row = chat.render(sample, "assistant")
-        assert row.ids == theirs["input_ids"]
-        assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
+        assert_masked_as_by_transformers(chat, sample)
 
 
 def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets):

@@ -25,15 +25,11 @@ SHARED = {
 }
 ALONE = {
     "a recurrent state": ("mamba", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}),
-    "linear attention": (
-        "qwen3_next",
-        {**SMALL, "layer_types": ["linear_attention", "full_attention"]},
-    ),
-    "positions by length": (
-        "llama",
-        {**SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-    ),
-}
+    "linear attention":
+        ("qwen3_next", {**SMALL, "layer_types": ["linear_attention", "full_attention"]}),
+    "positions by length": ("llama",
+        {**SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+}  # fmt: skip
 
 
 def tiny(kind: str, fields: dict[str, Any]) -> Any:

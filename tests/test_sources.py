@@ -11,23 +11,12 @@ from typing import Any
 
 import pyarrow
 import pytest
-from prepared import (
-    CHAT,
-    PAIRS,
-    SAID,
-    answers,
-    counts_of,
-    problems_of,
-    recipe_of,
-    texts,
-    write_rows,
-)
+from prepared import PAIRS, SAID, answers, counted, problems_of, ready, recipe_of, texts, write_rows
 from small_tokenizer import small_tokenizer
 
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.lines import raw_lines
-from finetune.data.prepare import prepare
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
@@ -62,7 +51,7 @@ def test_compressed_files_are_read_also_of_several_parts(tmp_path, cache, ending
     path = tmp_path / f"a.v1.jsonl{ending}"
     half = len(b"".join(ROWS.splitlines(keepends=True)[:3]))
     path.write_bytes(COMPRESS[ending](ROWS[:half]) + COMPRESS[ending](ROWS[half:]))
-    assert answers(prepare(recipe_of(str(path)), CHAT, cache).train) == SAID
+    assert answers(ready(recipe_of(str(path)), cache).train) == SAID
     whole = path.read_bytes()
     for wrong in (whole[:-5], whole + b"and more text, which is not compressed"):
         path.write_bytes(wrong)
@@ -70,7 +59,7 @@ def test_compressed_files_are_read_also_of_several_parts(tmp_path, cache, ending
         assert problem.startswith(f"{path}: it cannot be decompressed: ")
     if ending != ".zst":  # whose frames have no padding
         path.write_bytes(whole + bytes(8))
-        assert answers(prepare(recipe_of(str(path)), CHAT, tmp_path / "padded").train) == SAID
+        assert answers(ready(recipe_of(str(path)), tmp_path / "padded").train) == SAID
 
 
 def test_a_large_compressed_file_is_read_whole(tmp_path):
@@ -103,7 +92,7 @@ TABLE = "".join(f"{row['question']}\t{row['answer']}\n" for row in PAIRS)
 def test_other_endings_are_read(tmp_path, cache, name, content):
     (tmp_path / name).write_bytes(content)
     recipe = recipe_of(str(tmp_path / name))
-    assert answers(prepare(recipe, CHAT, cache).train) == SAID
+    assert answers(ready(recipe, cache).train) == SAID
 
 
 @pytest.mark.parametrize("name", ["a.zip", "a.jsonl.tar.gz", "a.gz", "a.parquet.gz"])
@@ -248,12 +237,12 @@ def test_folders_that_a_pattern_matches_are_named(tmp_path, cache):
     (tmp_path / "d" / "empty").mkdir()
     write_rows(tmp_path / "d" / "a.jsonl", PAIRS)
     write_rows(tmp_path / "d" / "sub" / "b.jsonl", PAIRS[:1])
-    prepared = prepare(recipe_of(f"{tmp_path}/d/*"), CHAT, cache)
+    prepared = ready(recipe_of(f"{tmp_path}/d/*"), cache)
     assert answers(prepared.train) == SAID
     assert describe(prepared.counts["train"])[-1] == (
         f"not read, folders that the pattern matches (** reads their files): {tmp_path}/d/sub"
     )
-    both = prepare(recipe_of(f"{tmp_path}/d/**"), CHAT, cache)
+    both = ready(recipe_of(f"{tmp_path}/d/**"), cache)
     assert answers(both.train) == [*SAID, SAID[0]]
     assert both.counts["train"]["folders"] == []
 
@@ -270,7 +259,7 @@ def test_a_file_has_no_splits(tmp_path):
 
 def test_files_in_no_split_are_named(tmp_path, cache):
     write_files(tmp_path / "data", ["train.jsonl", "other.jsonl", "test.jsonl"])
-    counts = counts_of(recipe_of(str(tmp_path / "data")), cache)
+    counts = counted(recipe_of(str(tmp_path / "data")), cache)
     assert describe(counts)[-1] == (
         f"not read, not in a split by their names: {tmp_path}/data/other.jsonl"
     )
@@ -284,7 +273,7 @@ def test_columns_are_read_by_other_names(tmp_path, cache):
     source = write_rows(tmp_path / "a.jsonl", rows)
     columns = {"text": "question", "code": "answer", "answer": None}
     data = Data(source, "question_answer", columns=columns)
-    prepared = prepare(SFT(data=(data,)), CHAT, cache)
+    prepared = ready(SFT(data=(data,)), cache)
     assert answers(prepared.train) == SAID
     assert prepared.counts["train"]["columns_unread"] == {}
 
@@ -322,7 +311,7 @@ def chat_of(template: str, folder: Path) -> Chat:
     return load_chat(small_tokenizer(), str(folder / "template.jinja"))
 
 
-CHATML = CHAT.template or ""
+CHATML = load_chat(small_tokenizer(), "chatml").template or ""
 
 
 def talk(asked: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
@@ -343,7 +332,7 @@ def test_names_of_speakers_are_used_by_the_template_or_reported(tmp_path, cache)
     named = {"messages[].name": 2}
     for template, unread in ((CHATML, named), (of_tools, named), (of_speakers, {})):
         chat = chat_of(template, tmp_path)
-        prepared = prepare(recipe_of(source, "messages"), chat, cache)
+        prepared = ready(recipe_of(source, "messages"), cache, chat)
         assert prepared.counts["train"].get("columns_unread", {}) == unread
         assert ("Ann" in texts(prepared.train, chat)[0]) == (not unread)
 
@@ -353,7 +342,7 @@ def test_columns_and_keys_that_nothing_reads_are_named_with_their_rows(tmp_path,
     said = talk({}, {"content": [part, part], "mood": "good"})
     rows = [said | {"id": number, "note": note} for number, note in enumerate(["a", None, ""])]
     source = write_rows(tmp_path / "a.jsonl", rows)
-    counts = counts_of(recipe_of(source, "messages"), cache)
+    counts = counted(recipe_of(source, "messages"), cache)
     cited = "messages[].content[].citations"
     assert counts["columns_unread"] == {"id": 3, "messages[].mood": 3, cited: 3, "note": 1}
     assert describe(counts)[-1] == (
@@ -371,7 +360,7 @@ def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path, cache):
     result, mood = (f"messages[].tool_calls[].{key}" for key in ("function.result", "mood"))
     for template, unread in ((writing, {mood: 1}), (CHATML, {result: 2, mood: 1})):
         chat = chat_of(template, tmp_path)
-        prepared = prepare(recipe_of(source, "messages"), chat, cache)
+        prepared = ready(recipe_of(source, "messages"), cache, chat)
         assert prepared.counts["train"]["columns_unread"] == unread
         assert ('"result": "5"' in texts(prepared.train, chat)[0]) == (result not in unread)
 
@@ -379,13 +368,13 @@ def test_keys_of_tool_calls_reach_the_template_or_are_named(tmp_path, cache):
 def test_a_column_without_a_name_is_shown_in_quotes(tmp_path, cache):
     path = tmp_path / "a.csv"
     path.write_text(",question,answer\n0,Hi,Bye\n")
-    counts = counts_of(recipe_of(str(path)), cache)
+    counts = counted(recipe_of(str(path)), cache)
     assert describe(counts)[-1] == "columns that the format does not read: '' (1 row)"
 
 
 def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path, cache):
     source = write_rows(tmp_path / "a.jsonl", [{"text": "Add two numbers", "code": "a + b"}])
-    counts = counts_of(recipe_of(source, "text"), cache)
+    counts = counted(recipe_of(source, "text"), cache)
     assert describe(counts)[-2:] == [
         "columns that the format does not read: code (1 row)",
         f"{source}: format 'text' trains only the column 'text'; format 'question_answer' would "
@@ -402,7 +391,7 @@ def test_bad_rows_are_dropped_on_request_and_listed(tmp_path, cache):
     half = json.dumps({"question": "Hi", "answer": "a \udfff"}).encode()
     path.write_bytes(b"\n".join([bad[0], *ROWS.splitlines(), *bad[1:], half]) + b"\n")
     recipe = SFT().with_data(Data(str(path), "question_answer", on_bad_row="drop"))
-    prepared = prepare(recipe, CHAT, cache)
+    prepared = ready(recipe, cache)
     assert answers(prepared.train) == SAID
     counts = prepared.counts["train"]
     assert (counts["samples"], counts["bad"]) == (10, 4)
@@ -436,7 +425,7 @@ def test_rows_that_are_all_bad_leave_none(tmp_path, cache):
 def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path, cache):
     source = write_rows(tmp_path / "a.jsonl", [{"a": 1}, {"text": "Hi"}, {"a": 2}])
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
-    counts = counts_of(recipe, cache)
+    counts = counted(recipe, cache)
     assert list(mistakes(counts)) == [
         f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1: format "
         "'text' needs 'text', the row has 'a'; if this is intended, set data_checks=report"
@@ -464,10 +453,10 @@ def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path, cache):
     sources = (Data(each, "question_answer") for each in (train, held_out))
     recipe = recipe_of(train).with_data(next(sources), eval_data=next(sources))
     told = f"1 also in the training data (first: {held_out} row 2, as {train} row 3)"
-    assert describe(prepare(recipe, CHAT, cache).counts["eval"])[1] == told
+    assert describe(ready(recipe, cache).counts["eval"])[1] == told
     source = write_rows(tmp_path / "c.jsonl", [PAIRS[0]] * 3)
     alike = SFT(data=(Data(source, "question_answer"),), eval_rows=1)
-    counts = prepare(alike, CHAT, cache).counts
+    counts = ready(alike, cache).counts
     assert (counts["eval"]["also_trained"], counts["train"]["duplicates"]) == (1, 1)
 
 
@@ -518,7 +507,7 @@ def test_a_key_with_meaning_is_read_by_the_template_or_refused(tmp_path, cache, 
     assert problem.partition(", which")[0] == f"{source} row 1: message 0 has '{key}'"
     reads = f"+ (message.{key} or '') + message.role"
     reading = chat_of(CHATML.replace("+ message.role", reads), tmp_path)
-    prepared = prepare(recipe, reading, cache)
+    prepared = ready(recipe, cache, reading)
     assert "look user" in texts(prepared.train, reading)[0]
     assert not prepared.counts["train"].get("columns_unread")
 
@@ -532,5 +521,5 @@ def test_a_column_of_reasoning_is_refused_and_a_flag_is_not(tmp_path, cache, col
         f'columns={{"{column}": null}}'
     ]
     source = write_rows(tmp_path / "b.jsonl", [{**row, column: True} for row in PAIRS])
-    counts = counts_of(recipe_of(source), cache)
+    counts = counted(recipe_of(source), cache)
     assert counts["columns_unread"] == {column: len(PAIRS)}
