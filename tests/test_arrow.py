@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, run_command
+from conftest import run_command
 from prepared import problems_of, ready, recipe_of, texts, write_rows
 
 from finetune.data.files import READERS
@@ -131,15 +131,16 @@ from finetune.recipe import Data
 for stream in (False, True):
     data = Data(FOLDER, "messages", stream=stream)
     print(json.dumps([row.value for row in Source(data, ()).rows()]))
-load_dataset(FOLDER, split="train").save_to_disk(FOLDER + "/saved")
+load_dataset(FOLDER, split="train").save_to_disk("saved")
 """
 
 
 def test_the_hub_library_and_what_it_saves_give_the_rows_of_json(tmp_path):
     """In a process of its own: that library is asked for a folder, which it reads as the hub."""
-    write_table(tmp_path / "a.parquet", CALLS)
-    command = [sys.executable, "-c", LOADING.replace("FOLDER", repr(str(tmp_path)))]
-    done = run_command(command, tmp_path, cwd=ROOT, env={"HF_HOME": str(tmp_path / "home")})
+    (tmp_path / "data").mkdir()
+    write_table(tmp_path / "data/a.parquet", CALLS)
+    command = [sys.executable, "-c", LOADING.replace("FOLDER", repr(str(tmp_path / "data")))]
+    done = run_command(command, tmp_path, env={"HF_HOME": str(tmp_path / "home")})
     assert done.status == 0, done.output
     assert [json.loads(line) for line in done.stdout.splitlines()[-2:]] == [CALLS, CALLS]
     saved = sorted((tmp_path / "saved").glob("*.arrow"))

@@ -32,16 +32,11 @@ def test_rows_are_padded_on_the_right_and_only_trained_tokens_are_labels():
     assert batch.ids.dtype == batch.labels.dtype == batch.attention_mask.dtype == torch.int64
 
 
-def test_rows_of_one_length_need_no_mask():
-    batch = collate(rows_of(([1, 2], [1]), ([3, 4], [1])), np.array([0, 1]), 0, "cpu")
+def test_rows_of_one_length_need_no_mask_and_a_first_token_is_never_a_label():
+    batch = collate(rows_of(([1, 2], [0, 1]), ([3, 4], [1])), np.array([0, 1]), 0, "cpu")
     assert batch.attention_mask is None
+    assert batch.labels.tolist() == [[-100, 2], [-100, 4]]
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (2, 2, 4)
-
-
-def test_the_first_token_is_never_a_label():
-    batch = collate(rows_of(([1, 2, 3], [0, 1])), np.array([0]), 0, "cpu")
-    assert batch.labels.tolist() == [[-100, 2, -100]]
-    assert batch.trained_tokens == 1
 
 
 def test_no_rows_give_a_batch_that_trains_nothing():

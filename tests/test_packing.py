@@ -172,18 +172,35 @@ def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind):
     assert not torch.equal(before[changed], after[changed])
 
 
-def test_a_window_and_a_cap_are_those_of_a_written_out_attention():
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def random_inputs(length: int, dtype: torch.dtype) -> Inputs:
+    """Query, key and value: (1, heads, length, 8)."""
     torch.manual_seed(0)
-    query = torch.randn(1, 4, 15, 8)
-    key, value = torch.randn(1, 2, 15, 8), torch.randn(1, 2, 15, 8)
-    ends = torch.tensor([0, 4, 15], dtype=torch.int32)
-    for window, cap in ((None, None), (3, None), (None, 1.5), (3, 1.5)):
-        mixed, _ = attend(
-            torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window,
-            softcap=cap, cu_seq_lens_q=ends, max_length_q=11,
-        )  # fmt: skip
-        wanted = written_out(query, key, value, ends.tolist(), window, cap)
+    query, (key, value) = torch.randn(1, 4, length, 8), torch.randn(2, 1, 2, length, 8)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def attended(given: Inputs, ends: list[int], **more: Any) -> torch.Tensor:
+    bounds = torch.tensor(ends, dtype=torch.int32)
+    longest = max(end - start for start, end in itertools.pairwise(ends))
+    module = torch.nn.Module()
+    return attend(module, *given, None, cu_seq_lens_q=bounds, max_length_q=longest, **more)[0]
+
+
+@pytest.mark.parametrize("window", [None, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "cap"), [(torch.float32, None), (torch.float32, 1.5), (torch.bfloat16, None)]
+)
+def test_a_window_and_a_cap_are_those_of_a_written_out_attention(dtype, cap, window):
+    given, ends = random_inputs(15, dtype), [0, 4, 15]
+    mixed = attended(given, ends, scaling=0.3, sliding_window=window, softcap=cap)
+    wanted = written_out(*(each.float() for each in given), ends, window, cap)
+    if dtype == torch.float32:
         assert torch.allclose(mixed, wanted, atol=1e-6)
+    else:
+        assert (mixed.float() - wanted).norm() <= NEAR * wanted.norm()
 
 
 def written_out(
@@ -212,17 +229,11 @@ LONG = 2 * SCORE_BLOCK + 77
 @pytest.mark.parametrize("length", [1, 2, 17, 160, SCORE_BLOCK, LONG])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32(
-    length, groups, compiled
+    length, groups, compiled, request
 ):
     """Weights and their gradients are rounded to bf16, as the model's own products are."""
     chains.compile_chains(compiled)
-    try:
-        compare_with_fp32(length, groups)
-    finally:
-        chains.compile_chains(False)
-
-
-def compare_with_fp32(length: int, groups: int) -> None:
+    request.addfinalizer(lambda: chains.compile_chains(False))
     torch.manual_seed(length)
     shapes = ((1, 3 * groups, length, 16), (1, 3, length, 16), (1, 3, length, 16))
     given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
@@ -232,27 +243,19 @@ def compare_with_fp32(length: int, groups: int) -> None:
     ours = DocumentAttention.apply(*given, [0, length], 0.3)
     exact = F.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True)
     grad = torch.randn_like(exact).bfloat16()
-    pairs = [(ours, exact)]
-    pairs += zip(
-        torch.autograd.grad(ours, given, grad),
-        torch.autograd.grad(exact, wide, grad.float()),
-        strict=True,
-    )
+    found_grads = torch.autograd.grad(ours, given, grad)
+    exact_grads = torch.autograd.grad(exact, wide, grad.float())
+    pairs = zip((ours, *found_grads), (exact, *exact_grads), strict=True)
     for found, wanted in pairs:
         assert (found.float() - wanted).norm() <= NEAR * wanted.norm().clamp(min=1e-3)
 
 
 def test_documents_of_a_pack_in_16_bits_are_attended_to_as_each_alone():
-    torch.manual_seed(0)
-    query = torch.randn(1, 4, 500, 8).bfloat16()
-    key, value = torch.randn(2, 1, 2, 500, 8).bfloat16()
+    given = random_inputs(500, torch.bfloat16)
     ends = [0, 1, 40, 500]  # the last one has two blocks
-    mixed, _ = attend(
-        torch.nn.Module(), query, key, value, None,
-        cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32), max_length_q=460,
-    )  # fmt: skip
+    mixed = attended(given, ends)
     for start, end in itertools.pairwise(ends):
-        alone = [each[:, :, start:end].float() for each in (query, key, value)]
+        alone = [each[:, :, start:end].float() for each in given]
         wanted = F.scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True)
         found = mixed[:, start:end].transpose(1, 2).float()
         assert (found - wanted).norm() <= NEAR * wanted.norm()
@@ -267,28 +270,12 @@ def test_concatenated_documents_have_the_gradients_of_each_alone():
     together = torch.autograd.grad(mixed, given, grad)
     for start, end in itertools.pairwise(ends):
         part = slice(start, end)
-        alone = DocumentAttention.apply(
-            *(each[:, :, part] for each in given), [0, end - start], 0.4
-        )
+        cut = [each[:, :, part] for each in given]
+        alone = DocumentAttention.apply(*cut, [0, end - start], 0.4)
         assert torch.equal(mixed[:, :, part], alone)
         each_alone = torch.autograd.grad(alone, given, grad[:, :, part])
         for all_of_it, of_part in zip(together, each_alone, strict=True):
             assert torch.equal(all_of_it[:, :, part], of_part[:, :, part])
-
-
-def test_a_window_that_is_shorter_than_a_document_holds_in_16_bits():
-    torch.manual_seed(0)
-    query = torch.randn(1, 4, 15, 8).bfloat16()
-    key, value = torch.randn(2, 1, 2, 15, 8).bfloat16()
-    ends = torch.tensor([0, 4, 15], dtype=torch.int32)
-    for window in (4, 3):
-        mixed, _ = attend(
-            torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window,
-            cu_seq_lens_q=ends, max_length_q=11,
-        )  # fmt: skip
-        wide = [each.float() for each in (query, key, value)]
-        wanted = written_out(*wide, ends.tolist(), window, None)
-        assert (mixed.float() - wanted).norm() <= NEAR * wanted.norm()
 
 
 def test_the_inputs_of_attention_are_kept_and_a_number_for_each_query():
@@ -364,25 +351,26 @@ def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused()
     packed, free = (SFT().with_batch(**{field: True}) for field in ("packing", "padding_free"))
     bloom = AutoConfig.for_model("bloom")
     told = "concatenated documents have not been shown to be exact for 'bloom' models"
-    with pytest.raises(FinetuneError) as refused:
-        check_layout(packed, bloom)
-    assert list(refused.value.problems) == [f"batch.packing: {told}; set batch.packing=false"]
-    with pytest.raises(FinetuneError) as refused:
-        check_layout(free, bloom)
-    assert list(refused.value.problems) == [
-        f"batch.padding_free: {told}; use batch.padding_free=auto, which pads there"
-    ]
+    for recipe, problem in (
+        (packed, f"batch.packing: {told}; set batch.packing=false"),
+        (free, f"batch.padding_free: {told}; use batch.padding_free=auto, which pads there"),
+    ):
+        with pytest.raises(FinetuneError) as refused:
+            check_layout(recipe, bloom)
+        assert list(refused.value.problems) == [problem]
     check_layout(SFT(), bloom)
     assert layout(SFT(), bloom) == Padding(False, told)
     scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     beyond = AutoConfig.for_model("llama", **SIZES, rope_parameters=scaled)
-    with pytest.raises(FinetuneError, match="'dynamic' positions depend on the longest document"):
-        check_layout(packed.with_batch(max_length=129), beyond)
-    check_layout(packed.with_batch(max_length=128), beyond)
     hybrid = AutoConfig.for_model("qwen3", **SIZES)
     hybrid.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(FinetuneError, match="layers of linear_attention may see other documents"):
-        check_layout(packed, hybrid)
+    for config, told in (
+        (beyond, "'dynamic' positions depend on the longest document"),
+        (hybrid, "layers of linear_attention may see other documents"),
+    ):
+        with pytest.raises(FinetuneError, match=told):
+            check_layout(packed.with_batch(max_length=129), config)
+    check_layout(packed.with_batch(max_length=128), beyond)
 
 
 def test_a_model_that_does_not_say_where_documents_end_is_refused():
