@@ -173,8 +173,6 @@ def test_a_prompt_and_its_completion_need_no_chat_template(tmp_path, cache):
     assert answers(prepared.train, chat) == [" there</s>"]
 
 
-# What can only be a mistake.
-
 ANSWERS = [{"question": f"Hi {n}", "answer": "Hello there " * 20} for n in range(5)]
 
 

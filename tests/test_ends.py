@@ -59,9 +59,6 @@ def ended(
     )
 
 
-# What runs is the toolkit.
-
-
 @pytest.mark.parametrize("verb", ["launch", "list"])
 def test_a_module_of_the_working_folder_is_never_picked_up(tmp_path, words, verb):
     """By the installed script, and by `python -m`, which looks for the toolkit there."""
@@ -75,9 +72,6 @@ def test_a_module_of_the_working_folder_is_never_picked_up(tmp_path, words, verb
     assert done.returncode == 0, done.stderr
     assert "A STRANGER RUNS" not in done.stdout + done.stderr
     assert (tmp_path / "run" / WEIGHTS).is_file() == (verb == "launch")
-
-
-# Streams and signals.
 
 
 def test_training_continues_when_its_output_is_closed(tmp_path, words):
@@ -131,9 +125,6 @@ def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path, words):
     end = read_history(run).end
     assert end is not None
     assert run.newest() == end.step
-
-
-# Files and records.
 
 
 def test_a_file_error_of_a_user_is_reported_and_a_bug_is_not_hidden(tmp_path):
@@ -206,8 +197,6 @@ def test_without_a_home_directory_the_error_names_the_cache_variable(monkeypatch
         cache("data")
 
 
-# Templates.
-
 SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
 
 
@@ -228,9 +217,6 @@ def test_a_template_has_limits(template, said, monkeypatch):
         with pytest.raises(FinetuneError, match=said):
             turns.render(SAID)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
-
-
-# Ports.
 
 
 def listening(process: "subprocess.Popen[str]") -> set[str]:

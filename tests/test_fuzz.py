@@ -109,9 +109,6 @@ def test_a_reader_that_fails_hangs_or_takes_memory_is_wrong(tmp_path, monkeypatc
     assert cases.run_case("read", Subject([path], lambda _: None, 1), 0, 0) == "read"
 
 
-# YAML.
-
-
 def doubled(levels: int, form: str) -> str:
     lines = ["a0: &a0 {x: 1}"]
     for level in range(1, levels):
@@ -168,9 +165,6 @@ def test_recipes_and_backends_of_such_yaml_are_refused_by_name(tmp_path, text):
         catalog.override(recipe, [f"model.config={{b: {text.splitlines()[0][3:]}, c: &b [*b]}}"])
 
 
-# Messages.
-
-
 def test_a_problem_is_one_line_that_a_terminal_shows_as_it_is():
     assert one_line("a: 'b' is wrong") == "a: 'b' is wrong"
     assert one_line("first\n  second\r\n\n\tthird\n") == "first second third"
@@ -181,9 +175,6 @@ def test_a_problem_is_one_line_that_a_terminal_shows_as_it_is():
     error = FinetuneError("a\nb", "c")
     assert error.problems == ("a b", "c")
     assert str(error) == "a b\nc"
-
-
-# What libraries make of files.
 
 
 def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path):
@@ -240,8 +231,6 @@ def test_a_recipe_or_backend_that_cannot_be_read_does_not_hide_the_others(
     assert told.count("(cannot be read: 'utf-8' codec") == 2
     assert "quickstart" in told
 
-
-# Places that cannot be read or written.
 
 NOBODY = {"FINETUNE_CACHE": "~nobody-of-this-name/cache"}
 ASKED = "eval HOME/run --limit 1 --max-new-tokens 1"

@@ -16,8 +16,6 @@ from finetune.importers.recipe_file import render
 from finetune.methods import METHODS, find_method
 from finetune.recipe import Data, Recipe, Teacher
 
-# init
-
 
 @pytest.mark.parametrize("name", list(catalog.names()))
 def test_a_recipe_is_the_same_after_it_was_written_as_a_file(name, tmp_path):
@@ -97,8 +95,6 @@ def test_init_refuses_what_cannot_be_a_recipe(typed, tmp_path, words, told):
     assert list(tmp_path.iterdir()) == []
 
 
-# import
-
 QLORA = """
 {
 base_model: NousResearch/Llama-3.2-1B, model_type: LlamaForCausalLM,
@@ -134,49 +130,25 @@ eval_steps: 50, save_steps: 100, save_total_limit: 3, early_stopping_patience: 4
 chat_template: llama3}
 """
 LLAMA = """
-### model
-model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
-trust_remote_code: true
-quantization_bit: 4
-quantization_method: bnb
+{ ### model
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, trust_remote_code: true,
+quantization_bit: 4, quantization_method: bnb,
 ### method
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_rank: 16
-lora_target: q_proj,v_proj
-lora_dropout: 0.1
-deepspeed: examples/deepspeed/ds_z3_offload_config.json
+stage: sft, do_train: true, finetuning_type: lora, lora_rank: 16, lora_target: "q_proj,v_proj",
+lora_dropout: 0.1, deepspeed: examples/deepspeed/ds_z3_offload_config.json,
 ### dataset
-dataset: identity,talks
-dataset_dir: data
-template: llama3
-cutoff_len: 1024
-max_samples: 1000
-overwrite_cache: true
-preprocessing_num_workers: 16
+dataset: "identity,talks", dataset_dir: data, template: llama3, cutoff_len: 1024,
+max_samples: 1000, overwrite_cache: true, preprocessing_num_workers: 16,
 ### output
-output_dir: saves/llama3-8b/lora/sft
-logging_steps: 10
-save_steps: 500
-plot_loss: true
-report_to: none
+output_dir: saves/llama3-8b/lora/sft, logging_steps: 10, save_steps: 500, plot_loss: true,
+report_to: none,
 ### train
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-4
-num_train_epochs: 2.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
-ddp_timeout: 180000000
-neat_packing: true
+per_device_train_batch_size: 1, gradient_accumulation_steps: 8, learning_rate: 1.0e-4,
+num_train_epochs: 2.0, lr_scheduler_type: cosine, warmup_ratio: 0.1, bf16: true,
+ddp_timeout: 180000000, neat_packing: true,
 ### eval
-val_size: 64
-per_device_eval_batch_size: 4
-eval_strategy: steps
-eval_steps: 500
-neftune_noise_alpha: 5
+val_size: 64, per_device_eval_batch_size: 4, eval_strategy: steps, eval_steps: 500,
+neftune_noise_alpha: 5}
 """
 LLAMA_FULL = """
 {

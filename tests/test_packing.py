@@ -33,8 +33,6 @@ from finetune.planner.padding import SHOWN_EXACT, Padding, known_fields, padding
 from finetune.planner.rules import WITHOUT_SDPA
 from finetune.recipe import Model
 
-# Which documents share a slot.
-
 
 def slots_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     members, bounds = pack(np.array(lengths, dtype=np.int64), capacity)
@@ -75,8 +73,6 @@ def test_short_rows_fill_their_slots(capacity):
     assert len(members) == 20_000
     assert np.minimum(lengths, capacity).sum() / ((len(bounds) - 1) * capacity) >= 0.98
 
-
-# What they are trained to say.
 
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 EVERYDAY = ("llama", "gemma2", "gpt2", "mixtral", "lfm2", "qwen3_5_text", "mamba2")
@@ -291,9 +287,6 @@ def test_the_inputs_of_attention_are_kept_and_a_number_for_each_query():
     assert kept == [4 * 32 * 8 * 2] * 3 + [4 * 32 * 4]
 
 
-# Layers that carry a state.
-
-
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "nemotron_h", "mamba"])
 def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind):
     """Plain transformers, whose positions count from 0 in each document, runs on."""
@@ -342,9 +335,6 @@ def test_longrope_takes_the_factors_of_each_document():
     padded, _ = gradient(plain, [batch_of(rows)])
     assert abs(padded - alone[0]) > 1e-3  # the longest row of a batch decides for all
     assert_near(gradient(tiny("phi3", DOCUMENTS, **fields), [batch_of(packs(rows))]), alone)
-
-
-# What is refused.
 
 
 def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused():

@@ -62,8 +62,6 @@ def asked(source: str, **fields: Any) -> Data:
     return Data(source, "question_answer", **fields)
 
 
-# Files.
-
 ZEROS = (
     "passed_over untrained dropped truncated eaten tied split overlong empty bad empty_turns "
     "history_thoughts tool_details unserved call_ids markup_asked markup_said no_bos two_bos "
@@ -212,9 +210,6 @@ def test_all_tokens_with_white_space_behind_the_last_turn_are_trained_to_end(pai
     assert counted(cut, cache)["unended"] == len(PAIRS)
 
 
-# Mixtures, held-out rows.
-
-
 def test_a_mixture_takes_the_first_rows_and_repeats_them(pairs, tmp_path, cache):
     other = Data(write_rows(tmp_path / "b.jsonl", [{"text": "Hi there"}]), "text")
     prepared = ready(SFT().with_data(asked(pairs, first=2, repeat=2), other), cache)
@@ -286,9 +281,6 @@ def test_more_rows_held_out_than_there_are_is_refused(pairs, cache):
     ]
 
 
-# Overlong rows.
-
-
 @pytest.fixture
 def long(tmp_path: Path) -> str:
     """A file of three rows, of which the second has 72 tokens."""
@@ -355,9 +347,6 @@ def test_rows_without_a_trained_token_are_counted_and_left_out(tmp_path, cache):
     ]
 
 
-# Packing.
-
-
 def test_packed_rows_hold_every_document_once_and_are_counted(pairs, cache):
     recipe = recipe_of(pairs, max_length=64, packing=True)
     prepared = ready(recipe, cache)
@@ -371,17 +360,6 @@ def test_packed_rows_hold_every_document_once_and_are_counted(pairs, cache):
         assert all(np.array_equal(*pair) for pair in zip(alone, together, strict=True))
     assert (counts["rows"], counts["documents"], counts["samples"]) == (len(rows), 6, 6)
     assert counts["filled"] == int(rows.lengths.sum()) / (64 * len(rows))
-
-
-@pytest.mark.slow
-def test_a_real_set_of_short_rows_fills_its_slots(assets, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/qwen3")
-    recipe = recipe_of(str(assets / "data/gsm8k/test.jsonl"), packing=True)
-    prepared = ready(recipe, tmp_path, load_chat(tokenizer, None))
-    assert prepared.counts["train"]["filled"] >= 0.98
-
-
-# Several processes.
 
 
 def test_many_rows_are_encoded_by_several_processes_as_by_one(tmp_path, cache):
@@ -405,9 +383,6 @@ def test_many_rows_are_encoded_by_several_processes_as_by_one(tmp_path, cache):
     prepared = ready(recipe_of(tmp_path / "many"), cache)
     assert answers(prepared.train) == [f"Bye {n % 7}<|im_end|>" for n in range(len(rows))]
     assert prepared.train.documents.origins.tolist() == list(map(list, places))
-
-
-# The cache.
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -547,15 +522,6 @@ def test_a_method_that_encodes_otherwise_changes_the_key(pairs, cache, first, se
         exec(OWN.replace("UNTRAINED", untrained), names)
         folders.add(ready(names["Own"]().with_data(asked(pairs)), cache).folder)
     assert len(folders) == 2
-
-
-def test_a_cache_under_a_file_is_refused(pairs, cache):
-    cache.write_text("a file")
-    with pytest.raises(FinetuneError, match="cannot write the prepared data"):
-        ready(recipe_of(pairs), cache)
-
-
-# What is refused.
 
 
 def test_every_problem_of_the_sections_is_reported_at_once(tmp_path, cache):
@@ -750,7 +716,7 @@ def test_what_is_not_here_is_asked_of_the_hub_library(pairs, tmp_path):
     assert no_split.startswith(f"data.source: '{tmp_path}' {hub_gave}Unknown split")
 
 
-def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(tmp_path, cache):
+def test_a_full_disk_or_a_file_as_cache_is_refused_and_nothing_half_written(tmp_path, cache):
     """A limit on the size of files stands in for the full disk: the write itself fails."""
     source = write_rows(tmp_path / "a.jsonl", PAIRS * 100)
     small = ready(SFT().with_data(asked(source, first=1)), cache)
@@ -764,9 +730,9 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(tmp_path, ca
         resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
     assert contents(cache) == before
     assert [path.name for path in cache.iterdir()] == [small.folder.name]
-
-
-# Real data on real tokenizers.
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(FinetuneError, match="cannot write the prepared data"):
+        ready(recipe_of(source), tmp_path / "file")
 
 
 def test_gsm8k_on_a_tokenizer_of_512_words(assets, tmp_path):

@@ -47,9 +47,6 @@ CHATML_UNMARKED = (
 UNMARKED = Chat(small_tokenizer(), CHATML_UNMARKED)
 
 
-# The built-in templates and the golden pieces.
-
-
 @pytest.mark.parametrize("chat", [CHATML, UNMARKED])
 def test_every_assistant_turn_is_trained_with_its_end_token(chat):
     row = chat.render(TWO_TURNS, "assistant")
@@ -177,9 +174,6 @@ def test_the_tokens_that_stop_an_answer_are_the_ends_of_text_and_turn():
     assert load_chat(tokenizer, None).stop_ids == ends[:1]
 
 
-# Templates of other shapes.
-
-
 NO_HEADER = (
     "{% for m in messages %}{% if m.role == 'user' %}Hi {{ m.content }} Bye"
     "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
@@ -252,9 +246,6 @@ def test_a_header_that_cannot_be_cut_off_is_refused_with_both_texts():
         chat.render(talk("Hi", "Hello there"), "assistant")
 
 
-# BOS and EOS.
-
-
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("name", ["chatml", "plain"])
 def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(name, adds_bos):
@@ -318,9 +309,6 @@ def test_a_prompt_that_ends_in_a_space_is_tokenised_as_it_is_served():
     pieces = [chat.tokenizer.decode([token]) for token in row.ids]
     assert pieces == ["The", " answer", " ", "four", "</s>"]
     assert trained_pieces(chat, row) == [["four", "</s>"]]
-
-
-# What cannot be marked is refused.
 
 
 MARKED = "{% generation %}{{ m.content }}{% endgeneration %}"
@@ -422,8 +410,6 @@ def test_a_template_comes_from_a_file_or_from_the_tokenizer(tmp_path):
     tokenizer.chat_template = CHATML_UNMARKED
     assert load_chat(tokenizer, None).template == CHATML_UNMARKED
 
-
-# Real templates on real tokenizers.
 
 ENDS = {
     "google-gemma-2-2b-it": "<end_of_turn>",

@@ -22,8 +22,6 @@ from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
 from finetune.recipe import Data
 
-# Endings.
-
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
@@ -38,11 +36,8 @@ def zstandard(content: bytes) -> bytes:
 
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
-    ".BZ2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": zstandard,
-}
+    ".gz": gzip.compress, ".BZ2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard,
+}  # fmt: skip
 ROWS = "".join(json.dumps(row) + "\n" for row in PAIRS).encode()
 
 
@@ -78,19 +73,16 @@ def halves(lines: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 TABLE = "".join(f"{row['question']}\t{row['answer']}\n" for row in PAIRS)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.ndjson", ROWS),
-        ("a.JSONL", ROWS),
-        ("a.Json.gz", gzip.compress(json.dumps(PAIRS).encode())),
-        ("a.tsv", ("question\tanswer\n" + TABLE).encode()),
-        ("a.CSV.gz", gzip.compress(("question,answer\n" + TABLE.replace("\t", ",")).encode())),
-    ],
-    ids=["ndjson", "JSONL", "Json.gz", "tsv", "CSV.gz"],  # gzip writes the time into its bytes
-)
-def test_other_endings_are_read(tmp_path, cache, name, content):
-    (tmp_path / name).write_bytes(content)
+ENDINGS = {
+    "a.ndjson": ROWS, "a.JSONL": ROWS, "a.tsv": f"question\tanswer\n{TABLE}".encode(),
+    "a.Json.gz": gzip.compress(json.dumps(PAIRS).encode()),
+    "a.CSV.gz": gzip.compress(f"question\tanswer\n{TABLE}".replace("\t", ",").encode()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_other_endings_are_read(tmp_path, cache, name):
+    (tmp_path / name).write_bytes(ENDINGS[name])
     recipe = recipe_of(str(tmp_path / name))
     assert answers(ready(recipe, cache).train) == SAID
 
@@ -101,8 +93,6 @@ def test_what_has_to_be_unpacked_is_named(tmp_path, name):
     with pytest.raises(FinetuneError, match=r"unpack it$"):
         find_source(Data(str(tmp_path / name), "text"))
 
-
-# Splits.
 
 CARD = """---
 configs:
@@ -265,9 +255,6 @@ def test_files_in_no_split_are_named(tmp_path, cache):
     )
 
 
-# Columns.
-
-
 def test_columns_are_read_by_other_names(tmp_path, cache):
     rows = [{"text": row["question"], "code": row["answer"], "answer": 0} for row in PAIRS]
     source = write_rows(tmp_path / "a.jsonl", rows)
@@ -382,9 +369,6 @@ def test_a_text_with_an_answer_is_refused_with_a_format_for_both(tmp_path, cache
     ]
 
 
-# Rows that are dropped.
-
-
 def test_bad_rows_are_dropped_on_request_and_listed(tmp_path, cache):
     path = tmp_path / "a.jsonl"
     bad = [b'{"question": "a', json.dumps({"question": "a", "answer": 4}).encode(), b"caf\xe9"]
@@ -444,9 +428,6 @@ def test_by_default_every_kind_of_bad_row_is_reported(tmp_path, cache):
     ]
 
 
-# Evaluation rows that are trained.
-
-
 def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path, cache):
     train = write_rows(tmp_path / "a.jsonl", PAIRS)
     held_out = write_rows(tmp_path / "b.jsonl", [{"question": "Hi", "answer": "x"}, PAIRS[2]])
@@ -458,9 +439,6 @@ def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path, cache):
     alike = SFT(data=(Data(source, "question_answer"),), eval_rows=1)
     counts = ready(alike, cache).counts
     assert (counts["eval"]["also_trained"], counts["train"]["duplicates"]) == (1, 1)
-
-
-# Weights.
 
 
 def test_contradicting_weights_are_refused_by_every_reader(tmp_path, cache):
@@ -475,9 +453,6 @@ def test_contradicting_weights_are_refused_by_every_reader(tmp_path, cache):
         "data.0.repeat: 2, but the weights determine how much of each source an epoch contains; "
         "remove one of the two"
     ]
-
-
-# Repeated keys, of which `json.loads` keeps the last.
 
 
 def test_a_repeated_key_is_refused_where_it_is(tmp_path, cache):

@@ -103,8 +103,6 @@ def said(chat: Chat, sample: Conversation) -> list[str]:
     return trained_texts(chat, row)
 
 
-# Where the turns are.
-
 NUMBERS = loop(TURN).replace("m in messages", "i in range(messages|length)")
 NUMBERS = NUMBERS.replace("<|im_start|>{{ m", "{% set m = messages[i] %}<|im_start|>{{ m", 1)
 SLICED = (
@@ -184,9 +182,6 @@ def test_an_answer_to_a_tool_begins_behind_the_prompt_of_that_place():
     chat = chat_of(DEEPSEEK, *DEEPSEEK_TOKENS)
     call = '<|call|>get_weather\n{"city":"Oslo"}<|end|>'
     assert trained_texts(chat, chat.render(WEATHER, "assistant")) == [call, "cold rain<|end|>"]
-
-
-# What a template leaves out.
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
@@ -332,9 +327,6 @@ def test_escaped_texts_are_not_lost(escape):
     assert len(said(chat_of(CHATML.replace("m.content", escape)), sample)) == 1
 
 
-# The form of the data that a template needs.
-
-
 def test_arguments_are_text_where_a_template_joins_or_prints_them():
     joined = CALLS.replace(" " + ARGUMENTS, "{{ ' ' + c.function.arguments }}")
     printed = CALLS.replace("c.function.arguments | tojson", "c.function.arguments")
@@ -370,9 +362,6 @@ def test_call_ids_that_a_template_refuses_are_replaced_in_call_and_result():
     assert "rain of call00001" in text
     assert row.notes == {"call_ids"}
     assert chat_of(CALLS).render(sample, "assistant").notes == set()
-
-
-# Named templates.
 
 
 def named(**templates: str) -> Any:
@@ -422,8 +411,6 @@ def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path):
     (tmp_path / "t.jinja").write_bytes(b"\xef\xbb\xbf" + CHATML.encode())
     assert load_chat(small_tokenizer(), str(tmp_path / "t.jinja")).template == CHATML
 
-
-# Variables of a template.
 
 THINKING = CHATML.replace(
     "assistant\n{% endif %}",
@@ -498,9 +485,6 @@ def test_the_saved_template_asks_as_training_did(tmp_path):
     assert load_chat(saved, None).render(TALK, "assistant") == chat.render(TALK, "assistant")
 
 
-# What is counted.
-
-
 def counted(chat: Chat, *samples: dict[str, Any], data_format: str = "messages") -> dict[str, str]:
     """The counts that are not zero, each with its number and its first row."""
     rows = list(enumerate(samples, 1))
@@ -547,9 +531,6 @@ def test_an_answer_that_lacks_what_the_prompt_opens_is_counted():
     plain = row_of(user("Hi"), says("Hello"))
     thinks = row_of(user("Hi"), says("Hello"), user("Hi"), says("<think>\nfast</think>Hello"))
     assert counted(chat, plain, thinks) == {"unserved": "1 1"}
-
-
-# One by one and a chunk at a time.
 
 
 @pytest.mark.parametrize("template", [CHATML, NUMBERS, MEASURED, IN_A_MACRO, PROMPT_IN_THE_LOOP])

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from chats import MARKS, NO_TOOLS, real_chat
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_run import byte_tokenizer
 
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.chat.written_calls import CallForm, call_form
@@ -32,34 +31,16 @@ FORMS = {
     + "</tool_call>\n",
     "hermes": "<tool_call>\n{{ f | tojson }}\n</tool_call>\n",
 }
+FIELDS = {"where": {"type": "string"}, "days": {"type": "integer"}}
+SCHEMA = {"type": "object", "properties": FIELDS}
 TOOLS = tuple(
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"where": {"type": "string"}, "days": {"type": "integer"}},
-            },
-        },
-    }
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
     for name in ("get_weather", "find-way.to")
 )
 CALLS = [
     ("get_weather", {"where": 'São "P" <b>\n{x}', "days": 3, "more": {"a": [1, None]}}),
     ("find-way.to", {"where": "7", "days": 0}),
 ]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(sorted(alphabet))}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>")
-    special = ["<|user|>", "<|assistant|>", "<stop>", "<sep>", "<|channel|>"]
-    made.add_tokens(special, special_tokens=True)
-    return made
 
 
 def written(chat: Any, calls: list[tuple[str, dict[str, Any]]], words: str = "") -> str:
@@ -76,8 +57,9 @@ def written(chat: Any, calls: list[tuple[str, dict[str, Any]]], words: str = "")
 
 def chat_of(calls: str) -> Chat:
     """A chat whose template writes each call in this form."""
-    made = tokenizer()
-    made.chat_template = TURN.replace("CALLS", LOOP.replace("ONE", calls)) + HEADER
+    made = byte_tokenizer(TURN.replace("CALLS", LOOP.replace("ONE", calls)) + HEADER)
+    special = ["<|user|>", "<|assistant|>", "<stop>", "<sep>", "<|channel|>"]
+    made.add_tokens(special, special_tokens=True)
     return load_chat(made, None)
 
 
@@ -116,8 +98,6 @@ def test_calls_of_real_templates_are_read(assets, name):
 def test_a_template_without_calls_has_no_form(assets, name):
     assert call_form(real_chat(assets, name)) is None
 
-
-# Words beside calls.
 
 WORDS = ["Let me see where it rains for 3 days.", "3", "where", "name", 'Schau "nach" <b>\nin São']
 BESIDE = {
