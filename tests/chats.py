@@ -3,6 +3,7 @@
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -46,6 +47,13 @@ def trained_runs(row: Row) -> list[list[int]]:
 
 def trained_texts(chat: Chat, row: Row) -> list[str]:
     return [chat.tokenizer.decode(run) for run in trained_runs(row)]
+
+
+def load_error(tokenizer: Any, template: str | None) -> str:
+    """Why a chat template is refused before it renders anything."""
+    with pytest.raises(FinetuneError) as error:
+        load_chat(tokenizer, template)
+    return str(error.value)
 
 
 def refusal(chat: Chat, sample: Conversation) -> str:

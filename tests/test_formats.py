@@ -1,6 +1,7 @@
 """Each format turns a row into exactly one sample, or says what the row lacks."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +21,11 @@ from finetune.data.formats import (
 from finetune.data.samples import Conversations, Judged, Labelled, Pairs, Preference, Prompt
 
 
-def user(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **more}
+def speaker(role: str) -> Callable[..., dict[str, Any]]:
+    return lambda content, **more: {"role": role, "content": content, **more}
 
 
-def assistant(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def system(content: str) -> dict[str, Any]:
-    return {"role": "system", "content": content}
+user, assistant, system = map(speaker, ("user", "assistant", "system"))
 
 
 def result(content: str, identity: str) -> dict[str, Any]:

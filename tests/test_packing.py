@@ -75,6 +75,7 @@ def test_short_rows_fill_their_slots(capacity):
 
 
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+SLOW = pytest.mark.slow
 EVERYDAY = ("llama", "gemma2", "gpt2", "mixtral", "lfm2", "qwen3_5_text", "mamba2")
 """One kind of each way to tell documents apart."""
 TOLERANCE = 4e-6
@@ -127,11 +128,7 @@ def assert_near(found: Found, wanted: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in EVERYDAY else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in SHOWN_EXACT
-    ],
+    "kind", [pytest.param(kind, marks=() if kind in EVERYDAY else SLOW) for kind in SHOWN_EXACT]
 )
 def test_documents_side_by_side_have_the_loss_and_the_gradient_of_each_alone(kind):
     rows = documents()
@@ -220,7 +217,7 @@ LONG = 2 * SCORE_BLOCK + 77
 
 
 @pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+    "compiled", [False, pytest.param(True, marks=SLOW)], ids=["eager", "compiled"]
 )
 @pytest.mark.parametrize("length", [1, 2, 17, 160, SCORE_BLOCK, LONG])
 @pytest.mark.parametrize("groups", [1, 3])

@@ -275,9 +275,12 @@ def test_evaluation_data_is_read_with_the_training_data(halves, cache):
     assert (answers(prepared.train), answers(prepared.eval)) == (SAID[:4], SAID[4:])
 
 
-def test_more_rows_held_out_than_there_are_is_refused(pairs, cache):
+def test_a_recipe_that_leaves_no_rows_to_train_on_is_refused(pairs, cache):
     assert problems_of(dataclasses.replace(recipe_of(pairs), eval_rows=6), cache) == [
         "eval_rows: 6 rows held out of 6 leave none to train on; set eval_rows below 6"
+    ]
+    assert problems_of(SFT(), cache) == [
+        "data: the recipe has no data; use with_data(Data(source, format))"
     ]
 
 
@@ -555,12 +558,6 @@ def test_every_problem_of_the_sections_is_reported_at_once(tmp_path, cache):
         f"{tmp_path}/a.xlsx is not a {known} file",
         f"data.source: the folder {tmp_path}/empty has no file that can be read",
         f"data.source: {tmp_path}/a.xlsx is not a {known} file",
-    ]
-
-
-def test_a_recipe_without_data_is_refused(cache):
-    assert problems_of(SFT(), cache) == [
-        "data: the recipe has no data; use with_data(Data(source, format))"
     ]
 
 

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from chats import MARKS, NO_TOOLS, real_chat, refusal, trained_runs, trained_texts
+from chats import MARKS, NO_TOOLS, load_error, real_chat, refusal, trained_runs, trained_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import SPECIAL, small_tokenizer
@@ -78,20 +78,13 @@ def test_the_plain_template_needs_nothing_but_an_end_token():
 @pytest.mark.parametrize("name", ["chatml", "plain"])
 def test_built_in_templates_write_tools_and_train_the_calls(name):
     function = {"name": "weather", "arguments": {"city": "Oslo"}}
-    sample = Conversation(
-        (
-            {"role": "system", "content": "Be fast"},
-            {"role": "user", "content": "Weather in Oslo"},
-            {
-                "role": "assistant",
-                "content": "Hello",
-                "tool_calls": [{"id": "call00000", "type": "function", "function": function}] * 2,
-            },
-            {"role": "tool", "content": "rain", "tool_call_id": "call00000"},
-            {"role": "assistant", "content": "cold rain"},
-        ),
-        ({"type": "function", "function": {"name": "weather", "parameters": {}}},),
-    )
+    called = {"id": "call00000", "type": "function", "function": function}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    asked = talk("Weather in Oslo", "Hello", system="Be fast").messages
+    result = {"role": "tool", "content": "rain", "tool_call_id": "call00000"}
+    answers = {"role": "assistant", "content": "cold rain"}
+    calling = {**asked[-1], "tool_calls": [called] * 2}
+    sample = Conversation((*asked[:-1], calling, result, answers), (tool,))
     chat = load_chat(small_tokenizer(), name)
     row = chat.render(sample, "assistant")
     text = chat.tokenizer.decode(row.ids)
@@ -373,37 +366,28 @@ def test_a_template_that_leaves_out_tool_calls_or_tools_is_refused():
     )
 
 
-def test_a_tokenizer_without_an_end_token_is_refused():
+def test_a_template_whose_tokens_are_not_there_is_refused(tmp_path):
     with pytest.raises(FinetuneError, match="it has no end-of-sequence token"):
         Chat(small_tokenizer(eos=None), None).render(Text("Hi"), "all")
-    with pytest.raises(FinetuneError, match="'plain' needs an end-of-sequence token"):
-        load_chat(small_tokenizer(eos=None), "plain")
-
-
-def test_chatml_is_refused_where_its_tokens_are_not_tokens():
-    with pytest.raises(FinetuneError) as error:
-        load_chat(small_tokenizer(special=SPECIAL[:1]), "chatml")
-    assert str(error.value) == (
+    assert "'plain' needs an end-of-sequence token" in load_error(
+        small_tokenizer(eos=None), "plain"
+    )
+    assert load_error(small_tokenizer(special=SPECIAL[:1]), "chatml") == (
         "model.chat_template: 'chatml' needs <|im_end|>, which the tokenizer does not have as "
         "tokens; use 'plain'"
     )
+    (tmp_path / "latin.jinja").write_bytes(b"{# caf\xe9 #}")
+    told = load_error(small_tokenizer(), str(tmp_path / "latin.jinja"))
+    assert "latin.jinja is not UTF-8 (byte 6)" in told
 
 
-def test_an_unknown_template_names_the_built_in_ones(tmp_path):
-    with pytest.raises(FinetuneError) as error:
-        load_chat(small_tokenizer(), "chatlm")
-    assert str(error.value) == (
+def test_a_template_is_a_built_in_one_or_comes_from_a_file_or_from_the_tokenizer(tmp_path):
+    assert load_error(small_tokenizer(), "chatlm") == (
         "model.chat_template: 'chatlm' is neither a file nor a built-in template; did you mean "
         "'chatml'? (built in: chatml, plain)"
     )
-    (tmp_path / "latin.jinja").write_bytes(b"{# caf\xe9 #}")
-    with pytest.raises(FinetuneError, match=r"latin.jinja is not UTF-8 \(byte 6\)"):
-        load_chat(small_tokenizer(), str(tmp_path / "latin.jinja"))
-
-
-def test_a_template_comes_from_a_file_or_from_the_tokenizer(tmp_path):
     path = tmp_path / "own.jinja"
-    path.write_text(CHATML_UNMARKED)
+    path.write_text(CHATML_UNMARKED, encoding="utf-8-sig")  # the mark is not part of it
     tokenizer = small_tokenizer()
     assert load_chat(tokenizer, str(path)).template == CHATML_UNMARKED
     assert load_chat(tokenizer, None).template is None
@@ -447,11 +431,9 @@ def test_real_templates_are_trained_from_where_serving_asks(assets, name):
     starts = [i for i in range(1, len(row.ids)) if row.trained[i] and not row.trained[i - 1]]
     for start, turn in zip(starts, (1, 3, 5), strict=True):
         served = chat.tokenizer.apply_chat_template(
-            list(sample.messages[:turn]),
-            chat_template=chat.template,
+            list(sample.messages[:turn]), chat_template=chat.template, return_dict=False,
             add_generation_prompt=True,
-            return_dict=False,
-        )
+        )  # fmt: skip
         if "3.2" in name:  # it writes the date of the day
             served = chat.prompt(Conversation(sample.messages[:turn]))
         assert row.ids[:start] == served

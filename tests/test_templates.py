@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from chats import refusal, trained_texts
+from chats import load_error, refusal, trained_texts
 from conftest import write_recipe
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
@@ -92,12 +92,9 @@ def said(chat: Chat, sample: Conversation) -> list[str]:
     row = chat.render(sample, "assistant")
     template = chat.tool_template if sample.tools and chat.tool_template else chat.template
     theirs = chat.tokenizer.apply_chat_template(
-        list(sample.messages),
-        tools=list(sample.tools) or None,
-        chat_template=template,
-        tokenize=False,
-        **{**chat.variables, **sample.template_kwargs},
-    )
+        list(sample.messages), tools=list(sample.tools) or None, chat_template=template,
+        tokenize=False, **{**chat.variables, **sample.template_kwargs},
+    )  # fmt: skip
     if "strftime_now" not in str(template):
         assert chat.tokenizer.decode(row.ids) == theirs
     return trained_texts(chat, row)
@@ -199,12 +196,9 @@ CUTTING_HISTORY = CUTTING.replace(
 )
 
 
-def test_a_template_that_cuts_every_thought_is_refused():
+def test_thoughts_that_a_template_cuts_are_refused_or_of_earlier_turns_only_noted():
     for sample in (INLINE, HISTORY):
         assert "it leaves out the thoughts of message 1" in refusal(chat_of(CUTTING), sample)
-
-
-def test_thoughts_left_out_of_earlier_turns_only_are_noted():
     chat = chat_of(CUTTING_HISTORY)
     row = chat.render(HISTORY, "assistant")
     last = "<think>\nslow\n</think>\n\nBye<|im_end|>"
@@ -392,24 +386,16 @@ def test_named_templates_are_chosen_by_name_and_tools_have_their_own(tmp_path):
 
 
 def test_names_without_a_default_are_listed():
-    with pytest.raises(FinetuneError) as error:
-        load_chat(named(rag=RAG, tool_use=WITH_TOOLS), None)
-    assert str(error.value) == (
+    tokenizer = named(rag=RAG, tool_use=WITH_TOOLS)
+    assert load_error(tokenizer, None) == (
         "model.chat_template: the tokenizer has the chat templates 'rag', 'tool_use' and none "
         "called 'default'; choose one of them, such as model.chat_template=rag"
     )
-    with pytest.raises(FinetuneError) as error:
-        load_chat(named(rag=RAG, tool_use=WITH_TOOLS), "rug")
-    assert str(error.value) == (
+    assert load_error(tokenizer, "rug") == (
         "model.chat_template: 'rug' is neither a file nor a built-in template, nor one of the "
         "tokenizer's ('rag', 'tool_use'); did you mean 'rag'? (built in: chatml, plain)"
     )
     assert load_chat(named(rag=RAG), "chatml").saved == load_chat(small_tokenizer(), "chatml").saved
-
-
-def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path):
-    (tmp_path / "t.jinja").write_bytes(b"\xef\xbb\xbf" + CHATML.encode())
-    assert load_chat(small_tokenizer(), str(tmp_path / "t.jinja")).template == CHATML
 
 
 THINKING = CHATML.replace(
