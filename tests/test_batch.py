@@ -39,14 +39,6 @@ def test_rows_of_one_length_need_no_mask_and_a_first_token_is_never_a_label():
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (2, 2, 4)
 
 
-def test_no_rows_give_a_batch_that_trains_nothing():
-    batch = collate(rows_of(([1, 2], [1])), np.array([], dtype=np.int64), 7, "cpu")
-    assert batch.ids.tolist() == [[7, 7]]
-    assert batch.labels.tolist() == [[-100, -100]]
-    assert batch.attention_mask is None
-    assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
-
-
 def packed_rows(*packs: list[tuple[list[int], Iterable[int]]]) -> Rows:
     documents = rows_of(*[document for pack in packs for document in pack]).documents
     bounds = np.cumsum([0, *(len(pack) for pack in packs)])
@@ -90,12 +82,14 @@ def test_concatenated_rows_have_the_labels_of_padded_rows():
     assert (nothing.ids.tolist(), nothing.rows, nothing.shape) == ([[7, 7]], 0, (1, 2))
 
 
-def test_no_packs_give_a_document_that_trains_nothing():
-    batch = collate(packed_rows([([1, 2], [1])]), np.array([], dtype=np.int64), 7, "cpu")
-    assert (batch.ids.tolist(), batch.labels.tolist()) == ([[7, 7]], [[-100, -100]])
+def test_no_rows_and_no_packs_give_a_batch_that_trains_nothing():
+    for rows in (rows_of(([1, 2], [1])), packed_rows([([1, 2], [1])])):
+        batch = collate(rows, np.array([], dtype=np.int64), 7, "cpu")
+        assert (batch.ids.tolist(), batch.labels.tolist()) == ([[7, 7]], [[-100, -100]])
+        assert batch.attention_mask is None
+        assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
     assert batch.boundaries is not None
     assert batch.boundaries.ends.tolist() == [0, 2]
-    assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
 
 
 def test_a_large_pack_on_a_cpu_is_filled_with_a_padding_document():

@@ -237,7 +237,7 @@ def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file():
         assert catalog.resolve("qwen3_0_6b_full", [added]).adapter == LoRA(r=4)
 
 
-def test_every_problem_is_reported_with_its_path():
+def test_every_problem_is_reported_with_its_path_and_a_model_is_named_or_built():
     fields = {
         "method": "sft",
         "model": {"name": "a", "quantisation": "nf4", "attention": "flash"},
@@ -259,9 +259,6 @@ def test_every_problem_is_reported_with_its_path():
         "flex_attention",
         "mine.yaml: model.quantisation: unknown key; did you mean 'quantization'?",
     ]
-
-
-def test_a_model_is_either_named_or_built():
     with pytest.raises(FinetuneError, match=r"give `name` .* or `config` .*, not both"):
         catalog.resolve("quickstart_base", ["model.name=a"])
 

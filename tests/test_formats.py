@@ -516,14 +516,11 @@ def test_a_row_that_does_not_fit_is_refused_with_the_reason(data_format, row, to
     assert str(error.value) == told
 
 
-def test_the_most_specific_format_is_suggested_first():
+def test_the_most_specific_format_is_suggested_and_none_that_ignores_what_a_row_means():
     tree = {"message_tree_id": "a", "prompt": {}, "tree_state": "ready"}
     assert fitting_formats(tree) == ["oasst"]
     assert fitting_formats({"instruction": "a", "output": "b", "text": "ab"}) == ["alpaca"]
     assert fitting_formats({"a": 1}) == []
-
-
-def test_no_format_is_suggested_that_ignores_what_a_row_means():
     assert fitting_formats({"messages": [], "label": True}) == ["kto"]
     assert fitting_formats({"prompt": "a", "completion": "b", "label": False}) == ["kto"]
     assert fitting_formats({"question": "a", "answer": "b", "images": ["c.png"]}) == []

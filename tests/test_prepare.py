@@ -531,15 +531,12 @@ def test_every_problem_of_the_sections_is_reported_at_once(tmp_path, cache):
     write_rows(tmp_path / "train.jsonl", PAIRS)
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.xlsx").write_text("x")
-    recipe = SFT().with_data(
-        Data(str(tmp_path / "trian.jsonl"), "question_answer"),
-        Data(str(tmp_path / "no" / "a.jsonl"), "question_answer"),
-        Data(str(tmp_path / "train.jsonl"), "mesages"),
-        Data(str(tmp_path / "*.parquet"), "text"),
-        Data(str(tmp_path / "*.xlsx"), "text"),
-        Data(str(tmp_path / "empty"), "text"),
-        Data(str(tmp_path / "a.xlsx"), "text"),
-    )
+    named = {
+        "trian.jsonl": "question_answer", "no/a.jsonl": "question_answer",
+        "train.jsonl": "mesages", "*.parquet": "text", "*.xlsx": "text", "empty": "text",
+        "a.xlsx": "text",
+    }  # fmt: skip
+    recipe = SFT().with_data(*(Data(f"{tmp_path}/{name}", kind) for name, kind in named.items()))
     known = (
         ".jsonl, .ndjson, .json, .parquet, .arrow, .csv, .tsv, .txt (text also as .gz, .bz2, .xz, "
         ".zst)"

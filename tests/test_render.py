@@ -279,13 +279,7 @@ def test_what_a_tokenizer_adds_before_texts_is_added_without_a_bos():
     assert not chat.render(Completion("", "there"), "completion").notes
 
 
-def test_an_answer_to_nothing_is_noted():
-    chat = Chat(small_tokenizer(), None)
-    assert chat.render(Completion("", "Hello"), "completion").notes == {"unasked"}
-    assert not chat.render(Completion("Hello", " there"), "completion").notes
-
-
-def test_only_the_completion_of_a_prompt_is_trained():
+def test_only_the_completion_is_trained_and_one_without_a_prompt_noted():
     chat = Chat(small_tokenizer(adds_bos=True), None)
     sample = Completion("What is two and two", " four")
     row = chat.render(sample, "completion")
@@ -294,6 +288,9 @@ def test_only_the_completion_of_a_prompt_is_trained():
     assert row == chat.render(sample, "assistant")
     assert all(chat.render(sample, "all").trained)
     assert chat.prompt(sample) == row.ids[:-2]
+    assert not row.notes
+    alone = Chat(small_tokenizer(), None).render(Completion("", "Hello"), "completion")
+    assert alone.notes == {"unasked"}
 
 
 def test_a_prompt_that_ends_in_a_space_is_tokenised_as_it_is_served():

@@ -389,7 +389,7 @@ def test_bad_rows_are_dropped_on_request_and_listed(tmp_path, cache):
     assert [each["value"] for each in listed] == ['{"question": "a', *values]
 
 
-def test_rows_that_are_all_bad_leave_none(tmp_path, cache):
+def test_a_source_of_which_most_rows_are_bad_is_a_mistake_and_of_all_leaves_none(tmp_path, cache):
     source = write_rows(tmp_path / "a.jsonl", [{"a": 1}, {"a": 2}])
     recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
     (problem,) = problems_of(recipe, cache)
@@ -397,11 +397,7 @@ def test_rows_that_are_all_bad_leave_none(tmp_path, cache):
         f"0 skipped by format 'text', 2 dropped as bad rows, the first: {source} row 1: format "
         "'text' needs 'text', the row has 'a')"
     )
-
-
-def test_a_source_of_which_most_rows_are_bad_is_a_mistake(tmp_path, cache):
-    source = write_rows(tmp_path / "a.jsonl", [{"a": 1}, {"text": "Hi"}, {"a": 2}])
-    recipe = SFT().with_data(Data(source, "text", on_bad_row="drop"))
+    write_rows(tmp_path / "a.jsonl", [{"a": 1}, {"text": "Hi"}, {"a": 2}])
     counts = counted(recipe, cache)
     assert list(mistakes(counts)) == [
         f"{source}: 2 of its 3 rows are bad and were dropped, the first: {source} row 1: format "
