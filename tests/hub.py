@@ -82,13 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
         files = sorted(path for path in repo.rglob("*") if path.is_file())
         if rest[:1] == ["tree"]:
             inside = repo.joinpath(*rest[2:])
-            if not inside.is_dir():
-                self._missing("EntryNotFound")
-                return
             deep = parse_qs(urlsplit(self.path).query).get("recursive") == ["true"]
-            self._json(
-                [_entry(repo, path) for path in sorted(inside.glob("**/*" if deep else "*"))]
-            )
+            found = [_entry(repo, path) for path in sorted(inside.glob("**/*" if deep else "*"))]
+            self._json(found) if inside.is_dir() else self._missing("EntryNotFound")
             return
         siblings = [{"rfilename": str(path.relative_to(repo))} for path in files]
         told = {"_id": "0", "id": f"{owner}/{name}", "sha": COMMIT, "siblings": siblings}
@@ -100,11 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
         if (given := self.headers.get("Range")) is not None:
             first, last = given.removeprefix("bytes=").split("-")
             start, end = int(first), min(end, int(last) + 1 if last else end)
-        headers = {
-            "X-Repo-Commit": COMMIT,
-            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "Accept-Ranges": "bytes",
-        }
+        tag = f'"{hashlib.sha256(content).hexdigest()}"'
+        headers = {"X-Repo-Commit": COMMIT, "ETag": tag, "Accept-Ranges": "bytes"}
         if start or end < len(content):
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
         self._answer(206 if "Content-Range" in headers else 200, content[start:end], headers)
@@ -126,8 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(repo: Path, path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        return {"type": "directory", "path": str(path.relative_to(repo)), "oid": COMMIT, "size": 0}
-    oid = hashlib.sha1(path.read_bytes()).hexdigest()
-    size = path.stat().st_size
-    return {"type": "file", "path": str(path.relative_to(repo)), "oid": oid, "size": size}
+    kind, oid, size = "directory", COMMIT, 0
+    if path.is_file():
+        kind, oid = "file", hashlib.sha1(path.read_bytes()).hexdigest()
+        size = path.stat().st_size
+    return {"type": kind, "path": str(path.relative_to(repo)), "oid": oid, "size": size}

@@ -32,24 +32,11 @@ def test_rows_are_padded_on_the_right_and_only_trained_tokens_are_labels():
     assert batch.ids.dtype == batch.labels.dtype == batch.attention_mask.dtype == torch.int64
 
 
-def test_rows_of_one_length_need_no_mask():
-    batch = collate(rows_of(([1, 2], [1]), ([3, 4], [1])), np.array([0, 1]), 0, "cpu")
+def test_rows_of_one_length_need_no_mask_and_a_first_token_is_never_a_label():
+    batch = collate(rows_of(([1, 2], [0, 1]), ([3, 4], [1])), np.array([0, 1]), 0, "cpu")
     assert batch.attention_mask is None
+    assert batch.labels.tolist() == [[-100, 2], [-100, 4]]
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (2, 2, 4)
-
-
-def test_the_first_token_is_never_a_label():
-    batch = collate(rows_of(([1, 2, 3], [0, 1])), np.array([0]), 0, "cpu")
-    assert batch.labels.tolist() == [[-100, 2, -100]]
-    assert batch.trained_tokens == 1
-
-
-def test_no_rows_give_a_batch_that_trains_nothing():
-    batch = collate(rows_of(([1, 2], [1])), np.array([], dtype=np.int64), 7, "cpu")
-    assert batch.ids.tolist() == [[7, 7]]
-    assert batch.labels.tolist() == [[-100, -100]]
-    assert batch.attention_mask is None
-    assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
 
 
 def packed_rows(*packs: list[tuple[list[int], Iterable[int]]]) -> Rows:
@@ -95,12 +82,14 @@ def test_concatenated_rows_have_the_labels_of_padded_rows():
     assert (nothing.ids.tolist(), nothing.rows, nothing.shape) == ([[7, 7]], 0, (1, 2))
 
 
-def test_no_packs_give_a_document_that_trains_nothing():
-    batch = collate(packed_rows([([1, 2], [1])]), np.array([], dtype=np.int64), 7, "cpu")
-    assert (batch.ids.tolist(), batch.labels.tolist()) == ([[7, 7]], [[-100, -100]])
+def test_no_rows_and_no_packs_give_a_batch_that_trains_nothing():
+    for rows in (rows_of(([1, 2], [1])), packed_rows([([1, 2], [1])])):
+        batch = collate(rows, np.array([], dtype=np.int64), 7, "cpu")
+        assert (batch.ids.tolist(), batch.labels.tolist()) == ([[7, 7]], [[-100, -100]])
+        assert batch.attention_mask is None
+        assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
     assert batch.boundaries is not None
     assert batch.boundaries.ends.tolist() == [0, 2]
-    assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
 
 
 def test_a_large_pack_on_a_cpu_is_filled_with_a_padding_document():

@@ -5,7 +5,6 @@ import json
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +15,7 @@ from finetune.errors import FinetuneError
 from finetune.methods import find_method
 from finetune.methods.pretrain import Pretrain
 from finetune.methods.sft import SFT
-from finetune.recipe import (
-    Batch,
-    Data,
-    Evaluation,
-    Kernels,
-    LoRA,
-    Model,
-    Optim,
-    Recipe,
-    Saving,
-)
+from finetune.recipe import Batch, Data, Evaluation, Kernels, LoRA, Model, Optim, Recipe, Saving
 
 SHIPPED = catalog.names()
 
@@ -65,43 +54,34 @@ backend: zero2
 """
 
 
-def test_python_yaml_and_json_give_the_same_recipe(tmp_path: Path) -> None:
-    for name, text in (
-        ("r.py", PYTHON),
-        ("r.yaml", YAML),
-        ("r.json", json.dumps(yaml.load(YAML, catalog.ExactNumbers))),
-    ):
-        (tmp_path / name).write_text(text)
-    written, read, parsed = (
-        catalog.load(tmp_path / f"r.{kind}") for kind in ("py", "yaml", "json")
-    )
-    assert written == read == parsed
-    assert type(written) is type(read) is SFT
+def test_python_yaml_and_json_give_the_same_recipe(tmp_path):
+    as_json = json.dumps(yaml.load(YAML, catalog.ExactNumbers))
+    recipes = []
+    for kind, text in (("py", PYTHON), ("yaml", YAML), ("json", as_json)):
+        (tmp_path / f"r.{kind}").write_text(text)
+        recipes.append(catalog.load(tmp_path / f"r.{kind}"))
+    read = recipes[1]
+    assert recipes == [read] * 3
+    assert {type(recipe) for recipe in recipes} == {SFT}
     assert read.optim == Optim(lr=2e-4, betas=(0.9, 0.95), eps=1e-6, max_grad_norm=None)
-    assert read.batch.rows == 16
-    assert read.model.revision == "81e4321"
+    assert (read.batch.rows, read.model.revision) == (16, "81e4321")
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [("1e6", 1e6), ("2e-4", 2e-4), ("-1.5E+3", -1500.0), (".5e1", 5.0), ("7", 7), ("0.1", 0.1)],
-)
-def test_yaml_reads_numbers_as_python_does(tmp_path: Path, text: str, number: float) -> None:
+    ("text", "value"),
+    [
+        ("1e6", 1e6), ("2e-4", 2e-4), ("-1.5E+3", -1500.0), (".5e1", 5.0), ("7", 7), ("0.1", 0.1),
+        *((f"{text}z", f"{text}z") for text in ("1e", "e5", "1e5x", "2024-01-02e", "0xe5")),
+    ],
+)  # fmt: skip
+def test_yaml_reads_numbers_as_python_does_and_other_text_as_text(tmp_path, text, value):
     path = tmp_path / "r.yaml"
     path.write_text(f"method: sft\nmodel: {{config: {{model_type: llama, rope_theta: {text}}}}}\n")
-    config = catalog.load(path).model.config
-    assert config == {"model_type": "llama", "rope_theta": number}
-
-
-@pytest.mark.parametrize("text", ["1e", "e5", "1e5x", "2024-01-02e", "0xe5"])
-def test_text_that_is_not_a_number_stays_text_in_yaml(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(f"method: sft\nmodel: {{config: {{name: {text}z}}}}\n")
-    assert catalog.load(path).model.config == {"name": f"{text}z"}
+    assert catalog.load(path).model.config == {"model_type": "llama", "rope_theta": value}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_recipe_is_the_same_in_yaml_and_json(name: str, tmp_path: Path) -> None:
+def test_every_shipped_recipe_is_the_same_in_yaml_and_json(name, tmp_path):
     recipe = catalog.resolve(name)
     fields = catalog.to_fields(recipe)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(fields))
@@ -112,73 +92,59 @@ def test_every_shipped_recipe_is_the_same_in_yaml_and_json(name: str, tmp_path: 
     assert type(recipe) is find_method(recipe.method)
 
 
-def test_a_recipe_of_another_method_is_another_value() -> None:
-    assert catalog.from_fields({"method": "pretrain"}) == Pretrain()
-    assert catalog.from_fields({"method": "sft"}) == SFT()
+def test_a_recipe_of_another_method_is_another_value():
+    for method in (Pretrain, SFT):
+        assert catalog.from_fields({"method": method.method}) == method()
     assert SFT() != Pretrain()
+
+
+OVERRIDES: list[tuple[str, Any]] = [
+    ("optim.lr=1e-4", 1e-4), ("optim.lr=1", 1.0), ("batch.rows=64", 64), ("batch.rows=6.4e1", 64),
+    ("optim.betas=[0.8, 0.9]", (0.8, 0.9)), ("optim.max_grad_norm=null", None),
+    ("optim.max_grad_norm=None", None), ("model.activation_checkpointing=True", True),
+    ("model.name=a=b", "a=b"), ("model.name=123", "123"), ("model.name=nan", "nan"),
+    ("model.name=true", "true"), ("model.revision=1e5", "1e5"), ("model.revision=007", "007"),
+    ("model.revision=null", None), ("model.quantization=none", "none"),
+    ('model.quantization="none"', "none"), ("optim.lr_scaling=none", "none"),
+    ("model.activation_checkpointing=attention", "attention"), ("optim.betas=0.8,0.9", (0.8, 0.9)),
+    ("optim.betas=(0.8, 0.9)", (0.8, 0.9)), ("optim.max_grad_norm=none", None),
+    ("adapter.init_lora_weights=true", True), ("adapter.init_lora_weights=pissa", "pissa"),
+    ("adapter.targets=[q_proj, v_proj]", ("q_proj", "v_proj")),
+    ("adapter.targets=q_proj,v_proj", ("q_proj", "v_proj")),
+    ("adapter.targets=attn.q, mlp.up", ("attn.q", "mlp.up")),
+    ("adapter.targets=[qv]_proj", "[qv]_proj"), ("adapter.targets=(q|v)_proj", "(q|v)_proj"),
+    ("adapter.targets=('q_proj',)", ("q_proj",)), ("adapter.modules_to_save=lm_head", ("lm_head",)),
+    ("adapter.modules_to_save=[1, a]", ("1", "a")), ("adapter.layers_to_transform=3", (3,)),
+    ("adapter.layers_to_transform=0,2", (0, 2)), ("data.0.source=1e5", "1e5"),
+    ("data.0.subset=none", None), ("trackers=tensorboard", ("tensorboard",)),
+    ("backend=none", "none"), ('model.revision="123"', "123"),
+    ("adapter.targets=all-linear", "all-linear"), ('adapter.targets=["q_proj"]', ("q_proj",)),
+    ("data.0.first=10", 10), ("trackers=[]", ()), ("max_steps=5", 5), ("train_on=all", "all"),
+]  # fmt: skip
+INSIDE = [
+    ("optim.betas.1=0.95", "optim.betas", (0.9, 0.95)),
+    ("adapter.rank_pattern.layers.0.q_proj=4", "adapter.rank_pattern", {"layers.0.q_proj": 4}),
+    ("adapter.rank_pattern.q_proj=4", "adapter.rank_pattern", {"q_proj": 4}),
+]
+"""Overrides of a part of a field."""
+
+
+def read(recipe: Recipe, path: str) -> Any:
+    got: Any = recipe
+    for part in path.split("."):
+        got = got[int(part)] if part.isdigit() else getattr(got, part)
+    return got
 
 
 @pytest.mark.parametrize(
     ("pair", "path", "value"),
-    [
-        ("optim.lr=1e-4", "optim.lr", 1e-4),
-        ("optim.lr=1", "optim.lr", 1.0),
-        ("batch.rows=64", "batch.rows", 64),
-        ("batch.rows=6.4e1", "batch.rows", 64),
-        ("optim.betas=[0.8, 0.9]", "optim.betas", (0.8, 0.9)),
-        ("optim.betas.1=0.95", "optim.betas", (0.9, 0.95)),
-        ("optim.max_grad_norm=null", "optim.max_grad_norm", None),
-        ("optim.max_grad_norm=None", "optim.max_grad_norm", None),
-        ("model.activation_checkpointing=True", "model.activation_checkpointing", True),
-        ("model.name=a=b", "model.name", "a=b"),
-        ("model.name=123", "model.name", "123"),
-        ("model.name=nan", "model.name", "nan"),
-        ("model.name=true", "model.name", "true"),
-        ("model.revision=1e5", "model.revision", "1e5"),
-        ("model.revision=007", "model.revision", "007"),
-        ("model.revision=null", "model.revision", None),
-        ("model.quantization=none", "model.quantization", "none"),
-        ('model.quantization="none"', "model.quantization", "none"),
-        ("optim.lr_scaling=none", "optim.lr_scaling", "none"),
-        ("model.activation_checkpointing=attention", "model.activation_checkpointing", "attention"),
-        ("optim.betas=0.8,0.9", "optim.betas", (0.8, 0.9)),
-        ("optim.betas=(0.8, 0.9)", "optim.betas", (0.8, 0.9)),
-        ("optim.max_grad_norm=none", "optim.max_grad_norm", None),
-        ("adapter.init_lora_weights=true", "adapter.init_lora_weights", True),
-        ("adapter.init_lora_weights=pissa", "adapter.init_lora_weights", "pissa"),
-        ("adapter.targets=[q_proj, v_proj]", "adapter.targets", ("q_proj", "v_proj")),
-        ("adapter.targets=q_proj,v_proj", "adapter.targets", ("q_proj", "v_proj")),
-        ("adapter.targets=attn.q, mlp.up", "adapter.targets", ("attn.q", "mlp.up")),
-        ("adapter.targets=[qv]_proj", "adapter.targets", "[qv]_proj"),
-        ("adapter.targets=(q|v)_proj", "adapter.targets", "(q|v)_proj"),
-        ("adapter.targets=('q_proj',)", "adapter.targets", ("q_proj",)),
-        ("adapter.modules_to_save=lm_head", "adapter.modules_to_save", ("lm_head",)),
-        ("adapter.modules_to_save=[1, a]", "adapter.modules_to_save", ("1", "a")),
-        ("adapter.layers_to_transform=3", "adapter.layers_to_transform", (3,)),
-        ("adapter.layers_to_transform=0,2", "adapter.layers_to_transform", (0, 2)),
-        ("adapter.rank_pattern.layers.0.q_proj=4", "adapter.rank_pattern", {"layers.0.q_proj": 4}),
-        ("data.0.source=1e5", "data.0.source", "1e5"),
-        ("data.0.subset=none", "data.0.subset", None),
-        ("trackers=tensorboard", "trackers", ("tensorboard",)),
-        ("backend=none", "backend", "none"),
-        ('model.revision="123"', "model.revision", "123"),
-        ("adapter.targets=all-linear", "adapter.targets", "all-linear"),
-        ('adapter.targets=["q_proj"]', "adapter.targets", ("q_proj",)),
-        ("adapter.rank_pattern.q_proj=4", "adapter.rank_pattern", {"q_proj": 4}),
-        ("data.0.first=10", "data.0.first", 10),
-        ("trackers=[]", "trackers", ()),
-        ("max_steps=5", "max_steps", 5),
-        ("train_on=all", "train_on", "all"),
-    ],
+    [*((pair, pair.partition("=")[0], value) for pair, value in OVERRIDES), *INSIDE],
 )
-def test_an_override_sets_one_field_and_no_other(pair: str, path: str, value: object) -> None:
+def test_an_override_sets_one_field_and_no_other(pair, path, value):
     before = catalog.resolve("qwen3_0_6b_lora")
     after = catalog.resolve("qwen3_0_6b_lora", [pair])
-    got: Any = after
-    for part in path.split("."):
-        got = got[int(part)] if part.isdigit() else getattr(got, part)
-    assert got == value
-    assert type(got) is type(value)
+    got = read(after, path)
+    assert (got, type(got)) == (value, type(value))
     outer = path.split(".")[0]
     for field in dataclasses.fields(before):
         if field.name != outer:
@@ -216,14 +182,7 @@ LISTED = [(path, value) for path, hint, _ in every_field() for value in listed_v
 FULL = SFT(Model("m")).with_data(Data("d.jsonl", "messages")).with_lora()
 
 
-def read(recipe: Recipe, path: str) -> Any:
-    got: Any = recipe
-    for part in path.split("."):
-        got = got[int(part)] if part.isdigit() else getattr(got, part)
-    return got
-
-
-def test_every_value_that_a_field_lists_can_be_typed_as_it_is_listed() -> None:
+def test_every_value_that_a_field_lists_can_be_typed_as_it_is_listed():
     assert len(LISTED) > 70
     for path, value in LISTED:
         words = {True: "true", False: "false", None: "null"}
@@ -232,7 +191,7 @@ def test_every_value_that_a_field_lists_can_be_typed_as_it_is_listed() -> None:
         assert (got, type(got)) == (value, type(value)), path
 
 
-def test_every_default_can_be_typed_as_it_is_shown() -> None:
+def test_every_default_can_be_typed_as_it_is_shown():
     shown = catalog.to_fields(FULL)
     for path, _, field in every_field():
         if dataclasses.is_dataclass(value := read(FULL, path)) or path in ("data", "eval_data"):
@@ -247,50 +206,38 @@ def test_every_default_can_be_typed_as_it_is_shown() -> None:
 @pytest.mark.parametrize(
     ("pair", "problem"),
     [
-        (
-            "model.quantization=null",
-            "override: model.quantization: got None, expected none or nf4 or int8; "
-            "did you mean 'none'?",
-        ),
+        ("model.quantization=null",
+            "override: model.quantization: got None, expected none or nf4 or int8; did you mean "
+            "'none'?"),
         ("model.name=", "override: model.name: String should have at least 1 character, got ''"),
-        (
-            "batch.rows=none",
-            "override: batch.rows: Input should be a valid integer, got None",
-        ),
-        (
-            "adapter.modules_to_save=none",
-            "override: adapter.modules_to_save: Input should be a valid tuple, got None",
-        ),
+        ("batch.rows=none", "override: batch.rows: Input should be a valid integer, got None"),
+        ("adapter.modules_to_save=none",
+            "override: adapter.modules_to_save: Input should be a valid tuple, got None"),
         ("max_steps=true", "override: max_steps: Input should be a number, got True"),
         ("data.0.first=true", "override: data.0.first: Input should be a number, got True"),
-        (
-            "adapter.rank_pattern={q_proj: true}",
-            "override: adapter.rank_pattern.q_proj: Input should be a number, got True",
-        ),
+        ("adapter.rank_pattern={q_proj: true}",
+            "override: adapter.rank_pattern.q_proj: Input should be a number, got True"),
         ("optim.lr=nan", "override: optim.lr: Input should be a finite number, got nan"),
         ("data.1.source=a", "data.1.source: there is no such place in the recipe"),
         ("optim.lr.x=1", "optim.lr.x: there is no such place in the recipe"),
         ("optim", "'optim': expected key=value"),
     ],
-)
-def test_an_invalid_override_is_refused(pair: str, problem: str) -> None:
+)  # fmt: skip
+def test_an_invalid_override_is_refused(pair, problem):
     with pytest.raises(FinetuneError) as error:
         catalog.resolve("qwen3_0_6b_lora", [pair])
     assert error.value.problems == (problem,)
 
 
-def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file() -> None:
+def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file():
     recipe = catalog.resolve("qwen3_0_6b_lora", ["optim.lr=1", "adapter.r=4", "optim.lr=2"])
     assert (recipe.optim.lr, recipe.adapter) == (2.0, LoRA(r=4))
-
-
-def test_overrides_remove_and_add_an_adapter() -> None:
     assert catalog.resolve("qwen3_0_6b_lora", ["adapter=null"]).adapter is None
-    assert catalog.resolve("qwen3_0_6b_full", ["adapter.r=4"]).adapter == LoRA(r=4)
-    assert catalog.resolve("qwen3_0_6b_full", ['adapter={"r": 4}']).adapter == LoRA(r=4)
+    for added in ("adapter.r=4", 'adapter={"r": 4}'):
+        assert catalog.resolve("qwen3_0_6b_full", [added]).adapter == LoRA(r=4)
 
 
-def test_every_problem_is_reported_with_its_path() -> None:
+def test_every_problem_is_reported_with_its_path_and_a_model_is_named_or_built():
     fields = {
         "method": "sft",
         "model": {"name": "a", "quantisation": "nf4", "attention": "flash"},
@@ -312,22 +259,18 @@ def test_every_problem_is_reported_with_its_path() -> None:
         "flex_attention",
         "mine.yaml: model.quantisation: unknown key; did you mean 'quantization'?",
     ]
-
-
-def test_a_model_is_either_named_or_built() -> None:
     with pytest.raises(FinetuneError, match=r"give `name` .* or `config` .*, not both"):
         catalog.resolve("quickstart_base", ["model.name=a"])
 
 
-def test_a_recipe_cannot_be_changed_in_place() -> None:
+def test_a_recipe_cannot_be_changed_in_place():
     recipe = catalog.resolve("quickstart")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.seed = 1  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.optim.lr = 1.0  # type: ignore[misc]
+    for value, name in ((recipe, "seed"), (recipe.optim, "lr")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, name, 1)
 
 
-def test_only_what_changes_the_mathematics_is_a_difference() -> None:
+def test_only_what_changes_the_mathematics_is_a_difference():
     recipe = catalog.resolve("quickstart")
     free: Recipe = (
         recipe.with_backend("ddp").with_saving(every=1).with_evaluation(every=5)
@@ -342,9 +285,7 @@ def test_only_what_changes_the_mathematics_is_a_difference() -> None:
     ]
 
 
-def test_recipes_of_the_working_directory_come_before_those_that_are_shipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_of_the_working_directory_come_before_those_that_are_shipped(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/quickstart.yaml").write_text("# Mine.\nmethod: sft\nseed: 7\n")
     (tmp_path / "recipes/_part.yaml").write_text("method: sft\n")

@@ -58,7 +58,7 @@ def all_of(port: int, *parts: bytes) -> bytes:
         return found
 
 
-def test_slow_headers_and_bodies_time_out(port: int) -> None:
+def test_slow_headers_and_bodies_time_out(port):
     assert all_of(port, b"") == b""
     assert all_of(port, HEAD[:1], HEAD[1:2], HEAD[2:3]) == b""
     whole = HEAD + b"Content-Length: 2\r\n\r\n{}"
@@ -86,7 +86,7 @@ MALFORMED: dict[str, tuple[bytes, list[int]]] = {
 }
 
 
-def test_malformed_requests_are_refused_and_the_server_goes_on(port: int) -> None:
+def test_malformed_requests_are_refused_and_the_server_goes_on(port):
     for name, (request, statuses) in MALFORMED.items():
         found = re.findall(rb"HTTP/1.1 (\d+)", all_of(port, request))
         assert list(map(int, found)) == statuses, name
@@ -101,7 +101,7 @@ def test_malformed_requests_are_refused_and_the_server_goes_on(port: int) -> Non
         ("localhost.evil.example", 400), ("evil.example", 400), ("[::1", 400), ("[::2]:80", 400),
     ],
 )  # fmt: skip
-def test_only_names_of_this_machine_are_served(host: str, status: int) -> None:
+def test_only_names_of_this_machine_are_served(host, status):
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(Guard(echo, None, True))
         async with httpx.AsyncClient(transport=transport) as client:

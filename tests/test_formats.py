@@ -1,7 +1,7 @@
 """Each format turns a row into exactly one sample, or says what the row lacks."""
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,538 +15,239 @@ from finetune.data.formats import (
     RowProblem,
     Sample,
     Text,
-    find_format,
     fitting_formats,
     read_row,
 )
 from finetune.data.samples import Conversations, Judged, Labelled, Pairs, Preference, Prompt
-from finetune.errors import FinetuneError
 
 
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
+def speaker(role: str) -> Callable[..., dict[str, Any]]:
+    return lambda content, **more: {"role": role, "content": content, **more}
 
 
-def assistant(content: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
+user, assistant, system = map(speaker, ("user", "assistant", "system"))
+
+
+def result(content: str, identity: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": identity}
 
 
 def call(name: str, identity: str, **arguments: Any) -> dict[str, Any]:
-    return {
-        "id": identity,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    function = {"name": name, "arguments": arguments}
+    return {"id": identity, "type": "function", "function": function}
+
+
+def turn(speaker: Any, value: Any) -> dict[str, Any]:
+    return {"from": speaker, "value": value}
+
+
+def messages(*said: Any, **columns: Any) -> dict[str, Any]:
+    return {"messages": list(said), **columns}
+
+
+def turns(*said: Any, **columns: Any) -> dict[str, Any]:
+    return {"conversations": list(said), **columns}
+
+
+def talk(*said: Message, **more: Any) -> Conversation:
+    return Conversation(said, **more)
+
+
+def pair(prompt: tuple[Message, ...], chosen: str, rejected: str) -> Preference:
+    both = (talk(*prompt, assistant(said), given=len(prompt)) for said in (chosen, rejected))
+    return Preference(*both)
+
+
+def pairs_of(*answers: tuple[str, str]) -> Pairs:
+    each = ((Completion("2+2=", chosen), Completion("2+2=", worse)) for chosen, worse in answers)
+    return Pairs(tuple(Preference(*two) for two in each))
 
 
 PART = {"type": "text", "text": "Hi"}
 SCHEMA = {"name": "weather", "description": "Weather", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": SCHEMA}
-
-
-def pairs_of(*answers: tuple[str, str]) -> Pairs:
-    return Pairs(
-        tuple(
-            Preference(Completion("2+2=", chosen), Completion("2+2=", rejected))
-            for chosen, rejected in answers
-        )
-    )
-
-
-def pair(prompt: tuple[Message, ...], chosen: str, rejected: str) -> Preference:
-    return Preference(
-        Conversation((*prompt, assistant(chosen)), given=len(prompt)),
-        Conversation((*prompt, assistant(rejected)), given=len(prompt)),
-    )
-
+HELLO = (user("Hi"), assistant("Hello"))
+BRIEF = system("Be brief")
 
 GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
-    "messages": (
-        "messages",
-        {"messages": [user("Hi"), assistant("Hello")]},
-        Conversation((user("Hi"), assistant("Hello"))),
-    ),
-    "messages with content in parts and empty keys": (
-        "messages",
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None},
-                {"role": "assistant", "content": "4", "reasoning": "2+2", "tool_calls": None},
-            ],
-            "tools": None,
-        },
-        Conversation(
-            (
-                user("Hi"),
-                assistant("4")
-                | {"reasoning": "2+2", "reasoning_content": "2+2", "thinking": "2+2"},
-            )
-        ),
-    ),
-    "messages with tools": (
-        "messages",
-        {
-            "messages": [
-                user("Oslo?"),
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {
-                            "index": 0,
-                            "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
-                        },
-                        {"index": 1, "id": "abc", "name": "time", "arguments": {}},
-                    ],
-                },
-                {"role": "tool", "content": "rain"},
-                {"role": "tool", "content": "noon"},
-                assistant("Rain at noon"),
-            ],
-            "tools": json.dumps([SCHEMA]),
-        },
-        Conversation(
-            (
-                user("Oslo?"),
-                assistant("")
-                | {"tool_calls": [call("weather", "call00000", city="Oslo"), call("time", "abc")]},
-                {"role": "tool", "content": "rain", "tool_call_id": "call00000"},
-                {"role": "tool", "content": "noon", "tool_call_id": "abc"},
-                assistant("Rain at noon"),
-            ),
-            (TOOL,),
-        ),
-    ),
-    "sharegpt": (
-        "sharegpt",
-        {
-            "conversations": [
-                {"from": "system", "value": "Be brief"},
-                {"from": "human", "value": "Hi"},
-                {"from": "gpt", "value": "Hello"},
-            ]
-        },
-        Conversation(({"role": "system", "content": "Be brief"}, user("Hi"), assistant("Hello"))),
-    ),
-    "sharegpt with tools": (
-        "sharegpt",
-        {
-            "system": "Be brief",
-            "conversations": [
-                {"from": "human", "value": "Oslo?"},
-                {
-                    "from": "function_call",
-                    "value": '{"name": "weather", "arguments": {"city": "Oslo"}}',
-                },
-                {"from": "observation", "value": '{"sky": "rain"}'},
-                {"from": "gpt", "value": "Rain"},
-            ],
-            "tools": [TOOL],
-        },
-        Conversation(
-            (
-                {"role": "system", "content": "Be brief"},
-                user("Oslo?"),
-                assistant("") | {"tool_calls": [call("weather", "call00000", city="Oslo")]},
-                {"role": "tool", "content": '{"sky": "rain"}', "tool_call_id": "call00000"},
-                assistant("Rain"),
-            ),
-            (TOOL,),
-        ),
-    ),
-    "alpaca": (
-        "alpaca",
-        {"instruction": "Add", "input": "2 2", "output": "4"},
-        Conversation((user("Add\n\n2 2"), assistant("4"))),
-    ),
-    "alpaca without input": (
-        "alpaca",
+    "messages": ("messages", messages(*HELLO), talk(*HELLO)),
+    "messages with content in parts and empty keys": ("messages",
+        messages(user([{"type": "text", "text": "Hi"}], name=None),
+            assistant("4", reasoning="2+2", tool_calls=None), tools=None),
+        talk(user("Hi"), assistant("4", reasoning="2+2", reasoning_content="2+2", thinking="2+2"))),
+    "messages with tools": ("messages",
+        messages(user("Oslo?"),
+            assistant(None,
+                tool_calls=[
+                    {"index": 0, "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+                    {"index": 1, "id": "abc", "name": "time", "arguments": {}}]),
+            {"role": "tool", "content": "rain"}, {"role": "tool", "content": "noon"},
+            assistant("Rain at noon"), tools=json.dumps([SCHEMA])),
+        talk(user("Oslo?"),
+            assistant("",
+                tool_calls=[call("weather", "call00000", city="Oslo"), call("time", "abc")]),
+            result("rain", "call00000"), result("noon", "abc"), assistant("Rain at noon"),
+            tools=(TOOL,))),
+    "sharegpt": ("sharegpt",
+        turns(turn("system", "Be brief"), turn("human", "Hi"), turn("gpt", "Hello")),
+        talk(BRIEF, *HELLO)),
+    "sharegpt with tools": ("sharegpt",
+        turns(turn("human", "Oslo?"),
+            turn("function_call", '{"name": "weather", "arguments": {"city": "Oslo"}}'),
+            turn("observation", '{"sky": "rain"}'), turn("gpt", "Rain"), system="Be brief",
+            tools=[TOOL]),
+        talk(BRIEF, user("Oslo?"),
+            assistant("", tool_calls=[call("weather", "call00000", city="Oslo")]),
+            result('{"sky": "rain"}', "call00000"), assistant("Rain"), tools=(TOOL,))),
+    "alpaca": ("alpaca", {"instruction": "Add", "input": "2 2", "output": "4"},
+        talk(user("Add\n\n2 2"), assistant("4"))),
+    "alpaca without input": ("alpaca",
         {"instruction": "Hi", "input": "", "output": "Hello", "system": "Be brief"},
-        Conversation(({"role": "system", "content": "Be brief"}, user("Hi"), assistant("Hello"))),
-    ),
-    "question_answer": (
-        "question_answer",
-        {"question": "2+2?", "answer": "#### 4"},
-        Conversation((user("2+2?"), assistant("#### 4"))),
-    ),
-    "prompt_completion": (
-        "prompt_completion",
-        {"prompt": "2+2=", "completion": "4"},
-        Completion("2+2=", "4"),
-    ),
-    "prompt_completion of messages": (
-        "prompt_completion",
-        {
-            "prompt": [user("Hi"), assistant("Hello"), user("2+2?")],
-            "completion": [assistant("4")],
-        },
-        Conversation((user("Hi"), assistant("Hello"), user("2+2?"), assistant("4")), given=3),
-    ),
+        talk(BRIEF, *HELLO)),
+    "question_answer": ("question_answer", {"question": "2+2?", "answer": "#### 4"},
+        talk(user("2+2?"), assistant("#### 4"))),
+    "prompt_completion":
+        ("prompt_completion", {"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
+    "prompt_completion of messages": ("prompt_completion",
+        {"prompt": [*HELLO, user("2+2?")], "completion": [assistant("4")]},
+        talk(*HELLO, user("2+2?"), assistant("4"), given=3)),
     "text": ("text", {"text": "Once upon a time"}, Text("Once upon a time")),
-    "self_instruct": (
-        "self_instruct",
+    "self_instruct": ("self_instruct",
         {"instruction": "Add", "instances": [{"input": "2 2", "output": "4"}]},
-        Conversation((user("Add\n\n2 2"), assistant("4"))),
-    ),
-    "self_instruct with two instances": (
-        "self_instruct",
-        {
-            "instruction": "Add",
-            "instances": [{"input": "2 2", "output": "4"}, {"output": "5"}],
-            "system": "Be brief",
-        },
-        Conversations(
-            (
-                Conversation(
-                    (
-                        {"role": "system", "content": "Be brief"},
-                        user("Add\n\n2 2"),
-                        assistant("4"),
-                    )
-                ),
-                Conversation(
-                    ({"role": "system", "content": "Be brief"}, user("Add"), assistant("5"))
-                ),
-            )
-        ),
-    ),
-    "self_instruct without an instance": (
-        "self_instruct",
-        {"instruction": "Add", "instances": []},
-        None,
-    ),
-    "oasst": (
-        "oasst",
-        {
-            "message_tree_id": "t",
-            "prompt": {
-                "role": "prompter",
-                "text": "Hi",
-                "replies": [
-                    {"role": "assistant", "text": "unranked", "rank": None, "replies": []},
+        talk(user("Add\n\n2 2"), assistant("4"))),
+    "self_instruct with two instances": ("self_instruct",
+        {"instruction": "Add", "instances": [{"input": "2 2", "output": "4"}, {"output": "5"}],
+            "system": "Be brief"},
+        Conversations((talk(BRIEF, user("Add\n\n2 2"), assistant("4")),
+            talk(BRIEF, user("Add"), assistant("5"))))),
+    "self_instruct without an instance":
+        ("self_instruct", {"instruction": "Add", "instances": []}, None),
+    "oasst": ("oasst",
+        {"message_tree_id": "t",
+            "prompt": {"role": "prompter", "text": "Hi",
+                "replies": [{"role": "assistant", "text": "unranked", "rank": None, "replies": []},
                     {"role": "assistant", "text": "worse", "rank": 1, "replies": []},
                     {"role": "assistant", "text": "gone", "rank": -1, "deleted": True},
-                    {
-                        "role": "assistant",
-                        "text": "best",
-                        "rank": 0,
-                        "replies": [{"role": "prompter", "text": "Thanks", "replies": []}],
-                    },
-                ],
-            },
-        },
-        Conversation((user("Hi"), assistant("best"))),
-    ),
-    "oasst of bare messages, nobody answered": (
-        "oasst",
-        {"role": "prompter", "text": "Hi", "replies": []},
-        None,
-    ),
-    "a prompt with what a reward reads": (
-        "prompts",
-        {"prompt": "2+2=", "answer": "4"},
-        Prompt(Completion("2+2=", ""), {"answer": "4"}),
-    ),
-    "a text with a class": (
-        "labelled",
-        {"text": "fine", "label": "glad"},
-        Labelled(Text("fine"), "glad"),
-    ),
-    "a conversation with a number": (
-        "labelled",
-        {"messages": [user("Hi"), assistant("Hello")], "label": 0.5},
-        Labelled(Conversation((user("Hi"), assistant("Hello"))), 0.5),
-    ),
-    "a completion with classes": (
-        "labelled",
+                    {"role": "assistant", "text": "best", "rank": 0,
+                        "replies": [{"role": "prompter", "text": "Thanks", "replies": []}]}]}},
+        talk(user("Hi"), assistant("best"))),
+    "oasst of bare messages, nobody answered":
+        ("oasst", {"role": "prompter", "text": "Hi", "replies": []}, None),
+    "a prompt with what a reward reads": ("prompts", {"prompt": "2+2=", "answer": "4"},
+        Prompt(Completion("2+2=", ""), {"answer": "4"})),
+    "a text with a class":
+        ("labelled", {"text": "fine", "label": "glad"}, Labelled(Text("fine"), "glad")),
+    "a conversation with a number":
+        ("labelled", messages(*HELLO, label=0.5), Labelled(talk(*HELLO), 0.5)),
+    "a completion with classes": ("labelled",
         {"prompt": "a", "completion": "b", "label": ["x", "y"]},
-        Labelled(Completion("a", "b"), ["x", "y"]),
-    ),
-    "the best and the worst by scores": (
-        "ranked",
+        Labelled(Completion("a", "b"), ["x", "y"])),
+    "the best and the worst by scores": ("ranked",
         {"prompt": "2+2=", "responses": ["5", "4", "22"], "scores": [0.5, 1.0, -1.0]},
-        Preference(Completion("2+2=", "4"), Completion("2+2=", "22")),
-    ),
-    "the best and the worst by ranks": (
-        "ranked",
+        Preference(Completion("2+2=", "4"), Completion("2+2=", "22"))),
+    "the best and the worst by ranks": ("ranked",
         {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 0]},
-        Preference(Completion("2+2=", "4"), Completion("2+2=", "5")),
-    ),
-    "the best and each that is worse": (
-        "ranked_best",
+        Preference(Completion("2+2=", "4"), Completion("2+2=", "5"))),
+    "the best and each that is worse": ("ranked_best",
         {"prompt": "2+2=", "responses": ["5", "4", "22", "four"], "scores": [0.5, 1, -1, 1]},
-        pairs_of(("4", "5"), ("4", "22")),
-    ),
-    "each and each that is worse": (
-        "ranked_all",
+        pairs_of(("4", "5"), ("4", "22"))),
+    "each and each that is worse": ("ranked_all",
         {"prompt": "2+2=", "responses": ["5", "4", "22", "6"], "ranks": [1, 0, 2, 1]},
-        pairs_of(("4", "5"), ("4", "6"), ("4", "22"), ("5", "22"), ("6", "22")),
-    ),
-    "all answers alike": (
-        "ranked_all",
-        {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 1]},
-        None,
-    ),
-    "answers ranked alike": (
-        "ranked",
-        {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 1]},
-        None,
-    ),
-    "a margin": (
-        "preference",
-        {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 2},
-        Preference(Completion("2+2=", "4"), Completion("2+2=", "5"), 2.0),
-    ),
-    "kto wanted": (
-        "kto",
-        {"messages": [user("Hi"), assistant("Hello")], "label": True},
-        Judged(Conversation((user("Hi"), assistant("Hello"))), True),
-    ),
-    "kto of completions": (
-        "kto",
-        {"prompt": "2+2=", "completion": "4", "label": True},
-        Judged(Completion("2+2=", "4"), True),
-    ),
-    "kto of completions, unwanted": (
-        "kto",
-        {"prompt": "2+2=", "completion": "5", "label": False},
-        Judged(Completion("2+2=", "5"), False),
-    ),
-    "kto of a column of text": (
-        "kto",
-        {"prompt": "2+2=", "completion": "5", "label": "False"},
-        Judged(Completion("2+2=", "5"), False),
-    ),
-    "kto by its tag": (
-        "kto",
+        pairs_of(("4", "5"), ("4", "6"), ("4", "22"), ("5", "22"), ("6", "22"))),
+    "all answers alike":
+        ("ranked_all", {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 1]}, None),
+    "answers ranked alike":
+        ("ranked", {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1, 1]}, None),
+    "a margin": ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": 2},
+        Preference(Completion("2+2=", "4"), Completion("2+2=", "5"), 2.0)),
+    "kto wanted": ("kto", messages(*HELLO, label=True), Judged(talk(*HELLO), True)),
+    "kto of completions": ("kto", {"prompt": "2+2=", "completion": "4", "label": True},
+        Judged(Completion("2+2=", "4"), True)),
+    "kto of completions, unwanted": ("kto", {"prompt": "2+2=", "completion": "5", "label": False},
+        Judged(Completion("2+2=", "5"), False)),
+    "kto of a column of text": ("kto", {"prompt": "2+2=", "completion": "5", "label": "False"},
+        Judged(Completion("2+2=", "5"), False)),
+    "kto by its tag": ("kto",
         {"instruction": "Add", "input": "2 2", "output": "4", "kto_tag": True},
-        Judged(Conversation((user("Add\n\n2 2"), assistant("4"))), True),
-    ),
-    "messages of which some are context": (
-        "messages",
-        {
-            "messages": [
-                user("Hi") | {"weight": 0},
-                assistant("Go") | {"weight": 0, "train": False},
-                user("Hi"),
-                assistant("Hello") | {"weight": 1},
-                user("Bye"),
-                assistant("Bye") | {"loss": False},
-            ]
-        },
-        Conversation(
-            (
-                user("Hi"),
-                assistant("Go"),
-                user("Hi"),
-                assistant("Hello"),
-                user("Bye"),
-                assistant("Bye"),
-            ),
-            untrained=frozenset({1, 5}),
-        ),
-    ),
-    "sharegpt of which some are context, behind a system column": (
-        "sharegpt",
-        {
-            "conversations": [
-                {"from": "human", "value": "Hi"},
-                {"from": "gpt", "value": "Go", "weight": 0},
-            ],
-            "system": "Be brief",
-        },
-        Conversation(
-            ({"role": "system", "content": "Be brief"}, user("Hi"), assistant("Go")),
-            untrained=frozenset({2}),
-        ),
-    ),
-    "a prompt of messages with a system column and an answer that is context": (
-        "prompt_completion",
-        {
-            "prompt": [user("Hi")],
-            "completion": [assistant("Go") | {"train": False}, user("Hi"), assistant("Hello")],
-            "system": "Be brief",
-        },
-        Conversation(
-            (
-                {"role": "system", "content": "Be brief"},
-                user("Hi"),
-                assistant("Go"),
-                user("Hi"),
-                assistant("Hello"),
-            ),
-            given=2,
-            untrained=frozenset({2}),
-        ),
-    ),
-    "the older calls of functions": (
-        "messages",
-        {
-            "messages": [
-                user("Oslo?"),
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'},
-                },
-                {"role": "function", "name": "weather", "content": "rain"},
-                assistant("Rain"),
-            ],
-            "functions": [SCHEMA],
-        },
-        Conversation(
-            (
-                user("Oslo?"),
-                assistant("") | {"tool_calls": [call("weather", "call00000", city="Oslo")]},
-                {
-                    "role": "tool",
-                    "name": "weather",
-                    "content": "rain",
-                    "tool_call_id": "call00000",
-                },
-                assistant("Rain"),
-            ),
-            (TOOL,),
-        ),
-    ),
-    "messages and calls as JSON text": (
-        "messages",
-        {
-            "messages": json.dumps(
-                [
-                    user("Oslo?"),
-                    assistant("")
-                    | {"tool_calls": json.dumps([{"name": "weather", "arguments": "{}"}])},
-                ]
-            ),
-            "tools": [json.dumps(TOOL)],
-        },
-        Conversation(
-            (user("Oslo?"), assistant("") | {"tool_calls": [call("weather", "call00000")]}),
-            (TOOL,),
-        ),
-    ),
-    "a system column that is a message too": (
-        "messages",
-        {"messages": [{"role": "system", "content": "A"}, user("Hi")], "system": "A"},
-        Conversation(({"role": "system", "content": "A"}, user("Hi"))),
-    ),
-    "variables of the template": (
-        "messages",
-        {"messages": [user("Hi")], "chat_template_kwargs": '{"enable_thinking": false}'},
-        Conversation((user("Hi"),), template_kwargs={"enable_thinking": False}),
-    ),
-    "alpaca with history": (
-        "alpaca",
-        {
-            "instruction": "And 3+3?",
-            "input": "",
-            "output": "6",
-            "system": "Add",
-            "history": [["2+2?", "4"]],
-            "tools": [SCHEMA],
-        },
-        Conversation(
-            (
-                {"role": "system", "content": "Add"},
-                user("2+2?"),
-                assistant("4"),
-                user("And 3+3?"),
-                assistant("6"),
-            ),
-            (TOOL,),
-        ),
-    ),
-    "question_answer with a system column": (
-        "question_answer",
-        {"question": "Hi", "answer": "Hello", "system": "Be brief"},
-        Conversation(({"role": "system", "content": "Be brief"}, user("Hi"), assistant("Hello"))),
-    ),
-    "kto unwanted": (
-        "kto",
-        {"messages": [user("Hi"), assistant("Go")], "label": False},
-        Judged(Conversation((user("Hi"), assistant("Go"))), False),
-    ),
-    "a preference of texts": (
-        "preference",
-        {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
-        Preference(Completion("2+2=", "4"), Completion("2+2=", "5")),
-    ),
-    "a preference of messages": (
-        "preference",
+        Judged(talk(user("Add\n\n2 2"), assistant("4")), True)),
+    "messages of which some are context": ("messages",
+        messages(user("Hi", weight=0), assistant("Go", weight=0, train=False), user("Hi"),
+            assistant("Hello", weight=1), user("Bye"), assistant("Bye", loss=False)),
+        talk(user("Hi"), assistant("Go"), *HELLO, user("Bye"), assistant("Bye"),
+            untrained=frozenset({1, 5}))),
+    "sharegpt of which some are context, behind a system column": ("sharegpt",
+        turns(turn("human", "Hi"), {"from": "gpt", "value": "Go", "weight": 0}, system="Be brief"),
+        talk(BRIEF, user("Hi"), assistant("Go"), untrained=frozenset({2}))),
+    "a prompt of messages with a system column and an answer that is context":
+        ("prompt_completion",
+            {"prompt": [user("Hi")], "completion": [assistant("Go", train=False), *HELLO],
+                "system": "Be brief"},
+            talk(BRIEF, user("Hi"), assistant("Go"), *HELLO, given=2, untrained=frozenset({2}))),
+    "the older calls of functions": ("messages",
+        messages(user("Oslo?"),
+            assistant(None, function_call={"name": "weather", "arguments": '{"city": "Oslo"}'}),
+            {"role": "function", "name": "weather", "content": "rain"}, assistant("Rain"),
+            functions=[SCHEMA]),
+        talk(user("Oslo?"), assistant("", tool_calls=[call("weather", "call00000", city="Oslo")]),
+            {"role": "tool", "name": "weather", "content": "rain", "tool_call_id": "call00000"},
+            assistant("Rain"), tools=(TOOL,))),
+    "messages and calls as JSON text": ("messages",
+        {"messages": json.dumps([user("Oslo?"),
+            assistant("", tool_calls=json.dumps([{"name": "weather", "arguments": "{}"}]))]),
+            "tools": [json.dumps(TOOL)]},
+        talk(user("Oslo?"), assistant("", tool_calls=[call("weather", "call00000")]),
+            tools=(TOOL,))),
+    "a system column that is a message too":
+        ("messages", messages(system("A"), user("Hi"), system="A"), talk(system("A"), user("Hi"))),
+    "variables of the template": ("messages",
+        messages(user("Hi"), chat_template_kwargs='{"enable_thinking": false}'),
+        talk(user("Hi"), template_kwargs={"enable_thinking": False})),
+    "alpaca with history": ("alpaca",
+        {"instruction": "And 3+3?", "input": "", "output": "6", "system": "Add",
+            "history": [["2+2?", "4"]], "tools": [SCHEMA]},
+        talk(system("Add"), user("2+2?"), assistant("4"), user("And 3+3?"), assistant("6"),
+            tools=(TOOL,))),
+    "question_answer with a system column": ("question_answer",
+        {"question": "Hi", "answer": "Hello", "system": "Be brief"}, talk(BRIEF, *HELLO)),
+    "kto unwanted": ("kto", messages(user("Hi"), assistant("Go"), label=False),
+        Judged(talk(user("Hi"), assistant("Go")), False)),
+    "a preference of texts": ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
+        Preference(Completion("2+2=", "4"), Completion("2+2=", "5"))),
+    "a preference of messages": ("preference",
         {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go")]},
-        pair((user("Hi"),), "Hello", "Go"),
-    ),
-    "a preference whose answers repeat the prompt": (
-        "preference",
-        {
-            "prompt": [user("Hi")],
-            "chosen": [user("Hi"), assistant("Hello")],
-            "rejected": [user("Hi"), assistant("Go")],
-        },
-        pair((user("Hi"),), "Hello", "Go"),
-    ),
-    "a preference with an implicit prompt, which may be there as text too": (
-        "preference",
-        {
-            "prompt": "Bye",
-            "chosen": [user("Hi"), assistant("Hello"), user("Bye"), assistant("See you")],
-            "rejected": [user("Hi"), assistant("Hello"), user("Bye"), assistant("Go")],
-        },
-        pair((user("Hi"), assistant("Hello"), user("Bye")), "See you", "Go"),
-    ),
-    "a preference with a system column": (
-        "preference",
-        {
-            "system": "Be brief",
-            "chosen": [user("Hi"), assistant("Hello")],
-            "rejected": [user("Hi"), assistant("Go")],
-        },
-        pair(({"role": "system", "content": "Be brief"}, user("Hi")), "Hello", "Go"),
-    ),
-    "a preference of ShareGPT": (
-        "sharegpt_preference",
-        {
-            "conversations": [{"from": "human", "value": "Hi"}],
-            "chosen": {"from": "gpt", "value": "Hello"},
-            "rejected": [{"from": "gpt", "value": "Go"}],
-        },
-        pair((user("Hi"),), "Hello", "Go"),
-    ),
-    "a preference of Alpaca": (
-        "alpaca_preference",
-        {
-            "instruction": "Sum up", "input": "A, B", "chosen": "B", "rejected": "A",
-            "history": [["Hi", "Hello"]],
-        },
-        pair((user("Hi"), assistant("Hello"), user("Sum up\n\nA, B")), "B", "A"),
-    ),
-    "two dialogues": (
-        "hh",
-        {
-            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: See you",
-            "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: Go",
-        },
-        pair((user("Hi"), assistant("Hello"), user("Bye")), "See you", "Go"),
-    ),
-    "two dialogues that differ before the last turn": (
-        "hh",
-        {
-            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello",
-            "rejected": "\n\nHuman: Hey\n\nAssistant: Go",
-        },
-        None,
-    ),
-    "two dialogues with an empty turn": (
-        "hh",
+        pair((user("Hi"),), "Hello", "Go")),
+    "a preference whose answers repeat the prompt": ("preference",
+        {"prompt": [user("Hi")], "chosen": [*HELLO], "rejected": [user("Hi"), assistant("Go")]},
+        pair((user("Hi"),), "Hello", "Go")),
+    "a preference with an implicit prompt, which may be there as text too":
+        ("preference",
+            {"prompt": "Bye", "chosen": [*HELLO, user("Bye"), assistant("See you")],
+                "rejected": [*HELLO, user("Bye"), assistant("Go")]},
+            pair((*HELLO, user("Bye")), "See you", "Go")),
+    "a preference with a system column": ("preference",
+        {"system": "Be brief", "chosen": [*HELLO], "rejected": [user("Hi"), assistant("Go")]},
+        pair((BRIEF, user("Hi")), "Hello", "Go")),
+    "a preference of ShareGPT": ("sharegpt_preference",
+        {"conversations": [turn("human", "Hi")], "chosen": turn("gpt", "Hello"),
+            "rejected": [turn("gpt", "Go")]}, pair((user("Hi"),), "Hello", "Go")),
+    "a preference of Alpaca": ("alpaca_preference",
+        {"instruction": "Sum up", "input": "A, B", "chosen": "B", "rejected": "A",
+            "history": [["Hi", "Hello"]]}, pair((*HELLO, user("Sum up\n\nA, B")), "B", "A")),
+    "two dialogues": ("hh",
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: See you",
+            "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: Go"},
+        pair((*HELLO, user("Bye")), "See you", "Go")),
+    "two dialogues that differ before the last turn": ("hh",
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello",
+            "rejected": "\n\nHuman: Hey\n\nAssistant: Go"}, None),
+    "two dialogues with an empty turn": ("hh",
         {"chosen": "\n\nHuman: Hi\n\nAssistant:", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
-        None,
-    ),
+        None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_a_row_becomes_exactly_this_sample(name: str):
+def test_a_row_becomes_exactly_this_sample(name):
     data_format, row, sample = GOLDEN[name]
     assert read_row(data_format, row) == sample
 
@@ -555,576 +256,271 @@ def test_every_format_has_a_golden_row():
     assert {data_format for data_format, _, _ in GOLDEN.values()} == set(FORMATS)
 
 
-PROBLEMS: dict[str, tuple[str, Any, str]] = {
-    "missing columns": (
-        "messages",
-        {"instruction": "Hi", "output": "Hello"},
-        "format 'messages' needs 'messages', the row has 'instruction', 'output'; "
-        "format 'alpaca' would fit",
-    ),
-    "a null column is missing": (
-        "question_answer",
-        {"question": "Hi", "answer": None},
-        "format 'question_answer' needs 'question' + 'answer', "
-        "the row has 'question', 'answer' (null)",
-    ),
-    "alternatives": (
-        "oasst",
-        {"a": 1},
-        "format 'oasst' needs 'message_tree_id' + 'prompt' or 'text' + 'role' + 'replies', "
-        "the row has 'a'",
-    ),
-    "not a row": ("text", ["Hi"], "is a list, expected an object with columns"),
-    "a number": (
-        "question_answer",
-        {"question": "2+2?", "answer": 4},
-        "answer is a number, expected text",
-    ),
-    "no messages": ("messages", {"messages": []}, "messages is empty"),
-    "no turns": ("sharegpt", {"conversations": []}, "conversations is empty"),
-    "a turn from no text": (
-        "sharegpt",
-        {"conversations": [{"from": ["human"], "value": "Hi"}]},
-        "conversations[0].from is a list, expected text",
-    ),
-    "messages as text": ("messages", {"messages": "Hi"}, "messages is text, expected a list"),
-    "no role": (
-        "messages",
-        {"messages": [{"from": "human", "value": "Hi"}]},
+PROBLEMS: list[tuple[str, Any, str]] = [
+    ("messages", {"instruction": "Hi", "output": "Hello"},
+        "format 'messages' needs 'messages', the row has 'instruction', 'output'; format "
+        "'alpaca' would fit"),
+    ("question_answer", {"question": "Hi", "answer": None},
+        "format 'question_answer' needs 'question' + 'answer', the row has 'question', 'answer' "
+        "(null)"),
+    ("oasst", {"a": 1},
+        "format 'oasst' needs 'message_tree_id' + 'prompt' or 'text' + 'role' + 'replies', the "
+        "row has 'a'"),
+    ("text", ["Hi"], "is a list, expected an object with columns"),
+    ("question_answer", {"question": "2+2?", "answer": 4}, "answer is a number, expected text"),
+    ("messages", {"messages": []}, "messages is empty"),
+    ("sharegpt", {"conversations": []}, "conversations is empty"),
+    ("sharegpt", turns({"from": ["human"], "value": "Hi"}),
+        "conversations[0].from is a list, expected text"),
+    ("messages", {"messages": "Hi"}, "messages is text, expected a list"),
+    ("messages", messages(turn("human", "Hi")),
         "messages[0] has no 'role' (it has from, value); format 'sharegpt' reads 'from' and "
-        "'value'",
-    ),
-    "unknown role": (
-        "messages",
-        {"messages": [{"role": "asistant", "content": "Hi"}]},
+        "'value'"),
+    ("messages", messages({"role": "asistant", "content": "Hi"}),
         "messages[0] has role 'asistant'; did you mean 'assistant'? (known: system, developer, "
-        "user, assistant, tool)",
-    ),
-    "no content": (
-        "messages",
-        {"messages": [{"role": "user"}]},
-        "messages[0].content is null, expected text",
-    ),
-    "an image": (
-        "messages",
-        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-        "messages[0] has a part that is not text: image",
-    ),
-    "arguments that are no JSON": (
-        "messages",
-        {"messages": [assistant("") | {"tool_calls": [{"name": "f", "arguments": "{"}]}]},
+        "user, assistant, tool)"),
+    ("messages", messages({"role": "user"}), "messages[0].content is null, expected text"),
+    ("messages", messages(user([{"type": "image", "url": "x"}])),
+        "messages[0] has a part that is not text: image"),
+    ("messages", messages(assistant("", tool_calls=[{"name": "f", "arguments": "{"}])),
         "messages[0].tool_calls[0].arguments is not JSON: Expecting property name enclosed in "
-        "double quotes: line 1 column 2 (char 1)",
-    ),
-    "arguments nested too deeply": (
-        "messages",
-        {"messages": [assistant("") | {"tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}]},
-        "messages[0].tool_calls[0].arguments is JSON nested too deeply",
-    ),
-    "calls that are no list": (
-        "messages",
-        {"messages": [assistant("") | {"tool_calls": 5}]},
-        "messages[0].tool_calls is a number, expected a list",
-    ),
-    "a tool whose function is text": (
-        "messages",
-        {"messages": [user("Hi")], "tools": [{"type": "function", "function": "f"}]},
-        "tools[0] has no function name",
-    ),
-    "a tool without a name": (
-        "messages",
-        {"messages": [user("Hi")], "tools": [{"name": None}]},
-        "tools[0] has no function name",
-    ),
-    "a user who calls": (
-        "messages",
-        {"messages": [user("") | {"tool_calls": [{"name": "f", "arguments": {}}]}]},
-        "messages[0] has tool_calls, which only an assistant makes",
-    ),
-    "sharegpt with roles": (
-        "sharegpt",
-        {"conversations": [user("Hi")]},
+        "double quotes: line 1 column 2 (char 1)"),
+    ("messages", messages(assistant("", tool_calls=[{"name": "f", "arguments": "[" * 100_000}])),
+        "messages[0].tool_calls[0].arguments is JSON nested too deeply"),
+    ("messages", messages(assistant("", tool_calls=5)),
+        "messages[0].tool_calls is a number, expected a list"),
+    ("messages", messages(user("Hi"), tools=[{"type": "function", "function": "f"}]),
+        "tools[0] has no function name"),
+    ("messages", messages(user("Hi"), tools=[{"name": None}]), "tools[0] has no function name"),
+    ("messages", messages(user("", tool_calls=[{"name": "f", "arguments": {}}])),
+        "messages[0] has tool_calls, which only an assistant makes"),
+    ("sharegpt", turns(user("Hi")),
         "conversations[0] needs 'from' and 'value', it has role, content; use format 'messages' "
-        'with columns={"conversations": "messages"}',
-    ),
-    "a turn with two contents": (
-        "sharegpt",
-        {"conversations": [{"from": "gpt", "value": "Hi", "role": "gpt", "content": "Go"}]},
-        "conversations[0] has 'value' and another 'content'; keep one of them",
-    ),
-    "sharegpt from a stranger": (
-        "sharegpt",
-        {"conversations": [{"from": "humann", "value": "Hi"}]},
+        "with columns={\"conversations\": \"messages\"}"),
+    ("sharegpt", turns({"from": "gpt", "value": "Hi", "role": "gpt", "content": "Go"}),
+        "conversations[0] has 'value' and another 'content'; keep one of them"),
+    ("sharegpt", turns(turn("humann", "Hi")),
         "conversations[0] is from 'humann'; did you mean 'human'? (known: human, user, gpt, "
-        "assistant, system, observation, tool, function_call)",
-    ),
-    "tools that are no JSON": (
-        "sharegpt",
-        {"conversations": [{"from": "human", "value": "Hi"}], "tools": "none"},
-        "tools is not JSON: Expecting value: line 1 column 1 (char 0)",
-    ),
-    "prompt and completion of two kinds": (
-        "prompt_completion",
-        {"prompt": "Hi", "completion": [assistant("Hello")]},
-        "prompt is text and completion is a list, expected two texts or two lists of messages",
-    ),
-    "a message half trained": (
-        "messages",
-        {"messages": [assistant("Hi") | {"weight": 0.5}]},
-        "messages[0].weight is 0.5, expected 0 or false (context only), or 1 or true (trained)",
-    ),
-    "a user who is to be trained": (
-        "sharegpt",
-        {"conversations": [{"from": "human", "value": "Hi", "train": True}]},
+        "assistant, system, observation, tool, function_call)"),
+    ("sharegpt", turns(turn("human", "Hi"), tools="none"),
+        "tools is not JSON: Expecting value: line 1 column 1 (char 0)"),
+    ("prompt_completion", {"prompt": "Hi", "completion": [assistant("Hello")]},
+        "prompt is text and completion is a list, expected two texts or two lists of messages"),
+    ("messages", messages(assistant("Hi", weight=0.5)),
+        "messages[0].weight is 0.5, expected 0 or false (context only), or 1 or true (trained)"),
+    ("sharegpt", turns({"from": "human", "value": "Hi", "train": True}),
         "conversations[0] (user) has train True, but only turns of the assistant are trained; "
-        "leave the key out",
-    ),
-    "a message trained and not trained": (
-        "messages",
-        {"messages": [assistant("Hi") | {"weight": 1, "train": False}]},
-        "messages[0] has weight 1 and train False, which contradict each other; keep one of them",
-    ),
-    "stretches of a message": (
-        "messages",
-        {"messages": [assistant("Hi") | {"train_detail": [{"begin_offset": 0}]}]},
+        "leave the key out"),
+    ("messages", messages(assistant("Hi", weight=1, train=False)),
+        "messages[0] has weight 1 and train False, which contradict each other; keep one of them"),
+    ("messages", messages(assistant("Hi", train_detail=[{"begin_offset": 0}])),
         "messages[0] has 'train_detail', which is not read: a turn is trained as a whole or not "
-        "at all; use weight: 0 or 1",
-    ),
-    "an answer labelled as unwanted": (
-        "messages",
-        {"messages": [assistant("Hi") | {"label": False}]},
+        "at all; use weight: 0 or 1"),
+    ("messages", messages(assistant("Hi", label=False)),
         "messages[0] has label False, and an unwanted answer would be trained; use weight: 0 "
-        "(context only), or format 'kto', which reads a label of each row",
-    ),
-    "an answer tagged as unwanted": (
-        "sharegpt",
-        {"conversations": [{"from": "gpt", "value": "Hi", "kto_tag": "false"}]},
+        "(context only), or format 'kto', which reads a label of each row"),
+    ("sharegpt", turns({"from": "gpt", "value": "Hi", "kto_tag": "false"}),
         "conversations[0] has kto_tag 'false', and an unwanted answer would be trained; use "
-        "weight: 0 (context only), or format 'kto', which reads a label of each row",
-    ),
-    "an image with an empty text": (
-        "messages",
-        {"messages": [{"role": "user", "content": [{"type": "image", "text": "", "url": "x"}]}]},
-        "messages[0] has a part that is not text: image",
-    ),
-    "a part that is a bare text": (
-        "messages",
-        {"messages": [{"role": "user", "content": ["Hi"]}]},
-        "messages[0].content holds text among its parts, expected objects such as "
-        '{"type": "text", "text": "..."}',
-    ),
-    "a text with an image in it": (
-        "messages",
-        {"messages": [{"role": "user", "content": [{"text": "a", "image": "x"}]}]},
-        "messages[0] has a part that is not text: image",
-    ),
-    "images of a message": (
-        "messages",
-        {"messages": [user("<image>") | {"images": ["a.png"]}]},
-        "messages[0] has 'images', which is not read: only text is trained",
-    ),
-    "a refusal": (
-        "messages",
-        {"messages": [assistant("No") | {"refusal": "I cannot"}]},
-        "messages[0] has 'refusal', which is not read: write what the assistant says into content",
-    ),
-    "two thoughts": (
-        "messages",
-        {"messages": [assistant("4") | {"reasoning": "a", "thinking": "b"}]},
-        "messages[0] has reasoning and thinking with different texts; keep one",
-    ),
-    "a thought of the user": (
-        "messages",
-        {"messages": [user("4") | {"reasoning": "a"}]},
-        "messages[0] has reasoning, which only an assistant has",
-    ),
-    "a thought in parts": (
-        "messages",
-        {"messages": [assistant("4") | {"reasoning_content": ["a"]}]},
-        "messages[0].reasoning_content is a list, expected text",
-    ),
-    "calls of both kinds": (
-        "messages",
-        {
-            "messages": [
-                assistant("") | {"tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}
-            ]
-        },
-        "messages[0] has both tool_calls and function_call; keep one of them",
-    ),
-    "a user who calls as one used to": (
-        "messages",
-        {"messages": [user("") | {"function_call": {"name": "f", "arguments": "{}"}}]},
-        "messages[0] has function_call, which only an assistant makes",
-    ),
-    "tools and functions": (
-        "messages",
-        {"messages": [user("Hi")], "tools": [SCHEMA], "functions": [SCHEMA]},
-        "the row has both 'tools' and 'functions'; keep one of them",
-    ),
-    "two system prompts": (
-        "sharegpt",
-        {"conversations": [{"from": "system", "value": "A"}], "system": "B"},
+        "weight: 0 (context only), or format 'kto', which reads a label of each row"),
+    ("messages", messages(user([{"type": "image", "text": "", "url": "x"}])),
+        "messages[0] has a part that is not text: image"),
+    ("messages", messages(user(["Hi"])),
+        'messages[0].content holds text among its parts, expected objects such as {"type": '
+        '"text", "text": "..."}'),
+    ("messages", messages(user([{"text": "a", "image": "x"}])),
+        "messages[0] has a part that is not text: image"),
+    ("messages", messages(user("<image>", images=["a.png"])),
+        "messages[0] has 'images', which is not read: only text is trained"),
+    ("messages", messages(assistant("No", refusal="I cannot")),
+        "messages[0] has 'refusal', which is not read: write what the assistant says into content"),
+    ("messages", messages(assistant("4", reasoning="a", thinking="b")),
+        "messages[0] has reasoning and thinking with different texts; keep one"),
+    ("messages", messages(user("4", reasoning="a")),
+        "messages[0] has reasoning, which only an assistant has"),
+    ("messages", messages(assistant("4", reasoning_content=["a"])),
+        "messages[0].reasoning_content is a list, expected text"),
+    ("messages", messages(assistant("", tool_calls=[{"name": "f"}], function_call={"name": "f"})),
+        "messages[0] has both tool_calls and function_call; keep one of them"),
+    ("messages", messages(user("", function_call={"name": "f", "arguments": "{}"})),
+        "messages[0] has function_call, which only an assistant makes"),
+    ("messages", messages(user("Hi"), tools=[SCHEMA], functions=[SCHEMA]),
+        "the row has both 'tools' and 'functions'; keep one of them"),
+    ("sharegpt", turns(turn("system", "A"), system="B"),
         "the row has a column 'system' and a system message with a different text; keep one of "
-        'them, or leave the column out: columns={"system": null}',
-    ),
-    "a system prompt by another name": (
-        "question_answer",
-        {"question": "Hi", "answer": "Hello", "system_prompt": "Be brief"},
+        "them, or leave the column out: columns={\"system\": null}"),
+    ("question_answer", {"question": "Hi", "answer": "Hello", "system_prompt": "Be brief"},
         "column 'system_prompt' is not read by format 'question_answer': use "
-        'columns={"system_prompt": "system"}; to leave it out: columns={"system_prompt": null}',
-    ),
-    "a system prompt of bare text": (
-        "prompt_completion",
-        {"prompt": "Hi", "completion": "Hello", "system": "Be brief"},
+        "columns={\"system_prompt\": \"system\"}; to leave it out: columns={\"system_prompt\": "
+        "null}"),
+    ("prompt_completion", {"prompt": "Hi", "completion": "Hello", "system": "Be brief"},
         "column 'system' belongs to a conversation, but prompt and completion are bare text; "
-        "write it into the prompt, or give two lists of messages",
-    ),
-    "history that is no pairs": (
-        "alpaca",
-        {"instruction": "Hi", "output": "Hello", "history": [["Hi", "Hello", "Bye"]]},
-        "history[0] is not a pair of texts: a question, an answer",
-    ),
-    "history of messages": (
-        "messages",
-        {"messages": [user("Hi")], "history": [["Hi", "Hello"]]},
+        "write it into the prompt, or give two lists of messages"),
+    ("alpaca", {"instruction": "Hi", "output": "Hello", "history": [["Hi", "Hello", "Bye"]]},
+        "history[0] is not a pair of texts: a question, an answer"),
+    ("messages", messages(user("Hi"), history=[["Hi", "Hello"]]),
         "column 'history' is not read by format 'messages': earlier turns would be lost; to "
-        'leave it out: columns={"history": null}',
-    ),
-    "pictures": (
-        "sharegpt",
-        {"conversations": [{"from": "human", "value": "<image>"}], "images": ["a.png"]},
+        "leave it out: columns={\"history\": null}"),
+    ("sharegpt", turns(turn("human", "<image>"), images=["a.png"]),
         "column 'images' is not read by format 'sharegpt': only text is trained; to leave it "
-        'out: columns={"images": null}',
-    ),
-    "a label in words": (
-        "alpaca",
-        {"instruction": "Hi", "output": "Go", "label": "False"},
-        "column 'label' is not read by format 'alpaca': unwanted answers would be trained "
-        "too; format 'kto' reads it; to leave it out: columns={\"label\": null}",
-    ),
-    "preferences": (
-        "messages",
-        {"messages": [user("Hi")], "chosen": [assistant("Hello")], "rejected": None},
-        "column 'chosen' is not read by format 'messages': it belongs to a pair of answers, which "
-        "methods such as 'dpo' learn from; to leave it out: columns={\"chosen\": null}",
-    ),
-    "a row that is not to be trained": (
-        "question_answer",
-        {"question": "Hi", "answer": "Hello", "weight": 0},
-        "column 'weight' is not read by format 'question_answer': every row has the same "
-        'weight; a source has `repeat` and `weight`; to leave it out: columns={"weight": null}',
-    ),
-    "columns by other names": (
-        "messages",
-        {"task_id": 1, "text": "Write a function", "code": "def f(): ..."},
+        "out: columns={\"images\": null}"),
+    ("alpaca", {"instruction": "Hi", "output": "Go", "label": "False"},
+        "column 'label' is not read by format 'alpaca': unwanted answers would be trained too; "
+        "format 'kto' reads it; to leave it out: columns={\"label\": null}"),
+    ("messages", messages(user("Hi"), chosen=[assistant("Hello")], rejected=None),
+        "column 'chosen' is not read by format 'messages': it belongs to a pair of answers, "
+        "which methods such as 'dpo' learn from; to leave it out: columns={\"chosen\": null}"),
+    ("question_answer", {"question": "Hi", "answer": "Hello", "weight": 0},
+        "column 'weight' is not read by format 'question_answer': every row has the same weight; "
+        "a source has `repeat` and `weight`; to leave it out: columns={\"weight\": null}"),
+    ("messages", {"task_id": 1, "text": "Write a function", "code": "def f(): ..."},
         "format 'messages' needs 'messages', the row has 'task_id', 'text', 'code'; format "
-        "'question_answer' would fit with columns="
-        '{"text": "question", "code": "answer"}',
-    ),
-    "turns by another name": (
-        "messages",
-        {"dialog": [user("Hi"), assistant("Hello")]},
+        "'question_answer' would fit with columns={\"text\": \"question\", \"code\": \"answer\"}"),
+    ("messages", {"dialog": [*HELLO]},
         "format 'messages' needs 'messages', the row has 'dialog'; format 'messages' would fit "
-        'with columns={"dialog": "messages"}',
-    ),
-    "unwanted turns alone": (
-        "messages",
-        {"rejected": [user("Hi"), assistant("Go")]},
-        "format 'messages' needs 'messages', the row has 'rejected'",
-    ),
-    "turns of ShareGPT by another name": (
-        "messages",
-        {"conversation": [{"from": "human", "value": "Hi"}]},
+        "with columns={\"dialog\": \"messages\"}"),
+    ("messages", {"rejected": [user("Hi"), assistant("Go")]},
+        "format 'messages' needs 'messages', the row has 'rejected'"),
+    ("messages", {"conversation": [turn("human", "Hi")]},
         "format 'messages' needs 'messages', the row has 'conversation'; format 'sharegpt' would "
-        'fit with columns={"conversation": "conversations"}',
-    ),
-    "a completion by another name": (
-        "prompt_completion",
-        {"prompt": "2+2=", "response": "4"},
+        "fit with columns={\"conversation\": \"conversations\"}"),
+    ("prompt_completion", {"prompt": "2+2=", "response": "4"},
         "format 'prompt_completion' needs 'prompt' + 'completion', the row has 'prompt', "
-        "'response'; format 'prompt_completion' would fit with columns="
-        '{"response": "completion"}',
-    ),
-    "columns that have the names of others": (
-        "messages",
-        {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
+        "'response'; format 'prompt_completion' would fit with columns={\"response\": "
+        "\"completion\"}"),
+    ("messages", {"problem": "2+2?", "solution": "2+2=4", "answer": "4"},
         "format 'messages' needs 'messages', the row has 'problem', 'solution', 'answer'; format "
-        "'question_answer' would fit with columns="
-        '{"problem": "question", "solution": "answer", "answer": null}',
-    ),
-    "a column that has the name of another and no value": (
-        "alpaca",
-        {"instruction": None, "problem": "2+2?", "output": "4"},
+        "'question_answer' would fit with columns={\"problem\": \"question\", \"solution\": "
+        "\"answer\", \"answer\": null}"),
+    ("alpaca", {"instruction": None, "problem": "2+2?", "output": "4"},
         "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction' (null), "
-        "'problem', 'output'; format 'alpaca' would fit with columns="
-        '{"problem": "instruction", "instruction": null}',
-    ),
-    "columns by other names beside pictures": (
-        "messages",
-        {"instruction": "What is this?", "output": "A cat", "images": ["a.png"]},
-        "format 'messages' needs 'messages', the row has 'instruction', 'output', 'images'",
-    ),
-    "a prompt that is to be trained": (
-        "prompt_completion",
-        {"prompt": [user("Hi"), assistant("Go") | {"weight": 1}], "completion": [assistant("a")]},
-        "prompt[1] is marked as trained (weight or train), but a prompt is context; leave the key "
-        "out, or use format 'messages'",
-    ),
-    "columns of three": (
-        "alpaca",
-        {"instruction": "Sum up", "context": "A, B", "response": "B"},
+        "'problem', 'output'; format 'alpaca' would fit with columns={\"problem\": "
+        "\"instruction\", \"instruction\": null}"),
+    ("messages", {"instruction": "What is this?", "output": "A cat", "images": ["a.png"]},
+        "format 'messages' needs 'messages', the row has 'instruction', 'output', 'images'"),
+    ("prompt_completion",
+        {"prompt": [user("Hi"), assistant("Go", weight=1)], "completion": [assistant("a")]},
+        "prompt[1] is marked as trained (weight or train), but a prompt is context; leave the "
+        "key out, or use format 'messages'"),
+    ("alpaca", {"instruction": "Sum up", "context": "A, B", "response": "B"},
         "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction', 'context', "
-        "'response'; format 'alpaca' would fit with columns="
-        '{"response": "output", "context": "input"}',
-    ),
-    "no chosen answer": (
-        "preference",
-        {"prompt": "Hi", "chosen": None, "rejected": "Go"},
-        "format 'preference' needs 'prompt' + 'chosen' + 'rejected' or 'chosen' + 'rejected', the "
-        "row has 'prompt', 'chosen' (null), 'rejected'",
-    ),
-    "answers of two kinds": (
-        "preference",
-        {"prompt": "Hi", "chosen": "Hello", "rejected": [assistant("Go")]},
-        "chosen is text and rejected is a list, expected two texts or two lists of messages",
-    ),
-    "texts without a prompt": (
-        "preference",
-        {"chosen": "Hi Hello", "rejected": "Hi Go"},
+        "'response'; format 'alpaca' would fit with columns={\"response\": \"output\", "
+        "\"context\": \"input\"}"),
+    ("preference", {"prompt": "Hi", "chosen": None, "rejected": "Go"},
+        "format 'preference' needs 'prompt' + 'chosen' + 'rejected' or 'chosen' + 'rejected', "
+        "the row has 'prompt', 'chosen' (null), 'rejected'"),
+    ("preference", {"prompt": "Hi", "chosen": "Hello", "rejected": [assistant("Go")]},
+        "chosen is text and rejected is a list, expected two texts or two lists of messages"),
+    ("preference", {"chosen": "Hi Hello", "rejected": "Hi Go"},
         "chosen and rejected are texts without a prompt, so it is unknown where the prompt ends; "
-        "give it in a column 'prompt', or use format 'hh' for dialogues as text",
-    ),
-    "a system prompt of bare preferences": (
-        "preference",
-        {"prompt": "Hi", "chosen": "Hello", "rejected": "Go", "system": "Be brief"},
-        "column 'system' belongs to a conversation, but prompt, chosen and rejected are bare text; "
-        'use format \'alpaca_preference\' with columns={"prompt": "instruction"}, or give lists '
-        "of messages",
-    ),
-    "equal texts": (
-        "preference",
-        {"prompt": "Hi", "chosen": "Go", "rejected": "Go "},
-        "chosen and rejected are equal, so neither is preferred; remove the row",
-    ),
-    "equal messages": (
-        "preference",
+        "give it in a column 'prompt', or use format 'hh' for dialogues as text"),
+    ("preference", {"prompt": "Hi", "chosen": "Hello", "rejected": "Go", "system": "Be brief"},
+        "column 'system' belongs to a conversation, but prompt, chosen and rejected are bare "
+        "text; use format 'alpaca_preference' with columns={\"prompt\": \"instruction\"}, or "
+        "give lists of messages"),
+    ("preference", {"prompt": "Hi", "chosen": "Go", "rejected": "Go "},
+        "chosen and rejected are equal, so neither is preferred; remove the row"),
+    ("preference",
         {"chosen": [user("Hi"), assistant("Go")], "rejected": [user("Hi"), assistant("Go")]},
-        "chosen and rejected are equal, so neither is preferred; remove the row",
-    ),
-    "an empty text": (
-        "preference",
-        {"prompt": "Hi", "chosen": " ", "rejected": "Go"},
-        "chosen is empty: there is no answer to compare",
-    ),
-    "an empty message": (
-        "preference",
+        "chosen and rejected are equal, so neither is preferred; remove the row"),
+    ("preference", {"prompt": "Hi", "chosen": " ", "rejected": "Go"},
+        "chosen is empty: there is no answer to compare"),
+    ("preference",
         {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("")]},
-        "rejected is empty: there is no answer to compare",
-    ),
-    "an answer that ends with the prompt": (
-        "preference",
-        {"chosen": [user("Hi")], "rejected": [user("Hi"), assistant("Go")]},
-        "chosen is empty: no message follows the prompt",
-    ),
-    "a prompt that is not a prefix": (
-        "preference",
-        {
-            "prompt": [user("Hi")],
-            "chosen": [user("Hi"), assistant("Hello")],
-            "rejected": [user("Hey"), assistant("Go")],
-        },
-        "chosen[0] is from 'user', expected the assistant: the prompt is not the beginning of both "
-        "chosen and rejected",
-    ),
-    "a prompt as text that is not a prefix": (
-        "preference",
-        {
-            "prompt": "Hey",
-            "chosen": [user("Hi"), assistant("Hello")],
-            "rejected": [user("Hi"), assistant("Go")],
-        },
-        "prompt is text, but not one of the messages that both chosen and rejected begin with; "
-        'give it as a list of messages, or leave the column out: columns={"prompt": null}',
-    ),
-    "no prompt in common": (
-        "preference",
-        {"chosen": [user("Hi"), assistant("Hello")], "rejected": [user("Hey"), assistant("Go")]},
+        "rejected is empty: there is no answer to compare"),
+    ("preference", {"chosen": [user("Hi")], "rejected": [user("Hi"), assistant("Go")]},
+        "chosen is empty: no message follows the prompt"),
+    ("preference",
+        {"prompt": [user("Hi")], "chosen": [*HELLO], "rejected": [user("Hey"), assistant("Go")]},
+        "chosen[0] is from 'user', expected the assistant: the prompt is not the beginning of "
+        "both chosen and rejected"),
+    ("preference", {"prompt": "Hey", "chosen": [*HELLO], "rejected": [user("Hi"), assistant("Go")]},
+        'prompt is text, but not one of the messages that both chosen and rejected begin with; '
+        'give it as a list of messages, or leave the column out: columns={"prompt": null}'),
+    ("preference", {"chosen": [*HELLO], "rejected": [user("Hey"), assistant("Go")]},
         "there is no prompt: chosen and rejected begin with different messages; give it in a "
-        "column 'prompt'",
-    ),
-    "prompts that differ behind their beginning": (
-        "preference",
-        {
-            "chosen": [user("Hi"), assistant("Hello"), user("Bye"), assistant("See you")],
-            "rejected": [user("Hi"), assistant("Hello"), user("So?"), assistant("Go")],
-        },
+        "column 'prompt'"),
+    ("preference",
+        {"chosen": [*HELLO, user("Bye"), assistant("See you")],
+            "rejected": [*HELLO, user("So?"), assistant("Go")]},
         "chosen and rejected differ from message 2 on, which is from 'user': they need the same "
-        "prompt, and may first differ in a message of the assistant",
-    ),
-    "a prompt that ends with the assistant": (
-        "sharegpt_preference",
-        {
-            "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
-            "chosen": {"from": "gpt", "value": "Hello"},
-            "rejected": {"from": "gpt", "value": "Go"},
-        },
+        "prompt, and may first differ in a message of the assistant"),
+    ("sharegpt_preference",
+        {"conversations": [turn("human", "Hi"), turn("gpt", "Hello")],
+            "chosen": turn("gpt", "Hello"), "rejected": turn("gpt", "Go")},
         "the prompt ends with a message of the assistant, but an answer must follow a message of "
-        "the user; put that message into chosen and rejected",
-    ),
-    "text that is no dialogue": (
-        "hh",
-        {"chosen": "Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
-        "chosen does not begin with an empty line and 'Human:'",
-    ),
-    "tools beside a text that is a prompt": (
-        "prompts",
-        {"prompt": "2+2=", "tools": [{"name": "add"}]},
+        "the user; put that message into chosen and rejected"),
+    ("hh", {"chosen": "Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"},
+        "chosen does not begin with an empty line and 'Human:'"),
+    ("prompts", {"prompt": "2+2=", "tools": [{"name": "add"}]},
         "column 'tools' belongs to a conversation, but prompt is bare text; write it into the "
-        'prompt, give a list of messages, or name the text a question: columns={"prompt": '
-        '"question"}',
-    ),
-    "dialogues that end with the human": (
-        "hh",
-        {
-            "chosen": "\n\nHuman: Hi\n\nAssistant: Go\n\nHuman: Thanks",
-            "rejected": "\n\nHuman: Hi\n\nAssistant: Go\n\nHuman: No",
-        },
-        "chosen and rejected end with a turn of the Human, expected an answer: cut the text behind "
-        "the last turn of the Assistant, or remove the row",
-    ),
-    "ranks of other answers": (
-        "ranked",
-        {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1]},
-        "ranks has 1 entries for 2 responses",
-    ),
-    "a margin of words": (
-        "preference",
-        {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": "much"},
-        "margin is 'much', expected a finite number",
-    ),
-    "arguments by another name": (
-        "messages",
-        {"messages": [assistant("") | {"tool_calls": [{"name": "f", "args": {"at": 1}}]}]},
-        "messages[0].tool_calls[0] has 'args' and no arguments; write them into 'arguments'",
-    ),
-    "arguments by the name of a schema": (
-        "sharegpt",
-        {
-            "conversations": [
-                {"from": "function_call", "value": '{"name": "f", "parameters": {"at": 1}}'}
-            ]
-        },
-        "conversations[0] has 'parameters' and no arguments; write them into 'arguments'",
-    ),
-    "arguments next to the function": (
-        "messages",
-        {
-            "messages": [
-                assistant("")
-                | {"tool_calls": [{"function": {"name": "f"}, "arguments": {"at": 1}}]}
-            ]
-        },
+        "prompt, give a list of messages, or name the text a question: columns={\"prompt\": "
+        "\"question\"}"),
+    ("hh",
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: Go\n\nHuman: Thanks",
+            "rejected": "\n\nHuman: Hi\n\nAssistant: Go\n\nHuman: No"},
+        "chosen and rejected end with a turn of the Human, expected an answer: cut the text "
+        "behind the last turn of the Assistant, or remove the row"),
+    ("ranked", {"prompt": "2+2=", "responses": ["5", "4"], "ranks": [1]},
+        "ranks has 1 entries for 2 responses"),
+    ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5", "margin": "much"},
+        "margin is 'much', expected a finite number"),
+    ("messages", messages(assistant("", tool_calls=[{"name": "f", "args": {"at": 1}}])),
+        "messages[0].tool_calls[0] has 'args' and no arguments; write them into 'arguments'"),
+    ("sharegpt", turns(turn("function_call", '{"name": "f", "parameters": {"at": 1}}')),
+        "conversations[0] has 'parameters' and no arguments; write them into 'arguments'"),
+    ("messages",
+        messages(assistant("", tool_calls=[{"function": {"name": "f"}, "arguments": {"at": 1}}])),
         "messages[0].tool_calls[0] has 'arguments' next to its function and no arguments; write "
-        "them into 'arguments' of the function",
-    ),
-    "calls in another order than their index": (
-        "messages",
-        {
-            "messages": [
-                user("Oslo?"),
-                assistant("")
-                | {
-                    "tool_calls": [
-                        {"index": 1, "id": "b", "function": {"name": "time", "arguments": "{}"}},
-                        {"index": 0, "id": "a", "function": {"name": "weather", "arguments": "{}"}},
-                    ]
-                },
-            ]
-        },
-        "messages[1].tool_calls[0].index is 1, expected 0, its position in the list; put the calls "
-        "in the order of their index, each once, or leave index out",
-    ),
-    "a call whose index occurs twice": (
-        "messages",
-        {
-            "messages": [
-                user("Oslo?"),
-                assistant("")
-                | {"tool_calls": [{"index": 0, "name": "f"}, {"index": 0, "name": "g"}]},
-            ]
-        },
-        "messages[1].tool_calls[1].index is 0, expected 1, its position in the list; put the calls "
-        "in the order of their index, each once, or leave index out",
-    ),
-    "a second instance without an answer": (
-        "self_instruct",
-        {"instruction": "Add", "instances": [{"output": "4"}, {"input": "2 3"}]},
-        "instances[1] has no 'output'",
-    ),
-    "an instance with a number as answer": (
-        "self_instruct",
-        {"instruction": "Add", "instances": [{"output": "4"}, {"output": 5}]},
-        "instances[1].output is a number, expected text",
-    ),
-    "a part of an answer that is not trained": (
-        "messages",
-        {"messages": [{"role": "assistant", "content": [PART | {"train": False}, PART]}]},
+        "them into 'arguments' of the function"),
+    ("messages",
+        messages(user("Oslo?"),
+            assistant("",
+                tool_calls=[
+                    {"index": 1, "id": "b", "function": {"name": "time", "arguments": "{}"}},
+                    {"index": 0, "id": "a", "function": {"name": "weather", "arguments": "{}"}}])),
+        "messages[1].tool_calls[0].index is 1, expected 0, its position in the list; put the "
+        "calls in the order of their index, each once, or leave index out"),
+    ("messages",
+        messages(user("Oslo?"),
+            assistant("", tool_calls=[{"index": 0, "name": "f"}, {"index": 0, "name": "g"}])),
+        "messages[1].tool_calls[1].index is 0, expected 1, its position in the list; put the "
+        "calls in the order of their index, each once, or leave index out"),
+    ("self_instruct", {"instruction": "Add", "instances": [{"output": "4"}, {"input": "2 3"}]},
+        "instances[1] has no 'output'"),
+    ("self_instruct", {"instruction": "Add", "instances": [{"output": "4"}, {"output": 5}]},
+        "instances[1].output is a number, expected text"),
+    ("messages", messages(assistant([PART | {"train": False}, PART])),
         "messages[0] (assistant) has a part with train False, but a turn of the assistant is "
         "trained as a whole or not at all, and other turns are not; set weight: 0 or 1 on the "
-        "message",
-    ),
-    "a part of a question that is trained": (
-        "messages",
-        {"messages": [{"role": "user", "content": [PART | {"weight": 0}, PART | {"weight": 1}]}]},
-        "messages[0] (user) has a part with weight 1, but a turn of the assistant is trained as a "
-        "whole or not at all, and other turns are not; set weight: 0 or 1 on the message",
-    ),
-    "zero as input": (
-        "alpaca",
-        {"instruction": "Is it even?", "input": 0, "output": "yes"},
-        "input is a number, expected text",
-    ),
-    "false as system prompt": (
-        "messages",
-        {"messages": [user("Hi"), assistant("Bye")], "system": False},
-        "system is true or false, expected text",
-    ),
-    "zero as history": (
-        "question_answer",
-        {"question": "Hi", "answer": "Bye", "history": 0},
-        "history is a number, expected a list",
-    ),
-    "false as tools next to bare text": (
-        "prompt_completion",
-        {"prompt": "Hi", "completion": "Bye", "tools": False},
-        "column 'tools' belongs to a conversation, but prompt and completion are bare text; write "
-        "it into the prompt, or give two lists of messages",
-    ),
-    "a label of words": (
-        "kto",
-        {"messages": [user("Hi")], "label": "yes"},
-        "label is 'yes', expected true or false",
-    ),
-}
+        "message"),
+    ("messages", messages(user([PART | {"weight": 0}, PART | {"weight": 1}])),
+        "messages[0] (user) has a part with weight 1, but a turn of the assistant is trained as "
+        "a whole or not at all, and other turns are not; set weight: 0 or 1 on the message"),
+    ("alpaca", {"instruction": "Is it even?", "input": 0, "output": "yes"},
+        "input is a number, expected text"),
+    ("messages", messages(user("Hi"), assistant("Bye"), system=False),
+        "system is true or false, expected text"),
+    ("question_answer", {"question": "Hi", "answer": "Bye", "history": 0},
+        "history is a number, expected a list"),
+    ("prompt_completion", {"prompt": "Hi", "completion": "Bye", "tools": False},
+        "column 'tools' belongs to a conversation, but prompt and completion are bare text; "
+        "write it into the prompt, or give two lists of messages"),
+    ("kto", messages(user("Hi"), label="yes"), "label is 'yes', expected true or false"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_row_that_does_not_fit_is_refused_with_the_reason(name: str):
-    data_format, row, message = PROBLEMS[name]
+@pytest.mark.parametrize(("data_format", "row", "told"), PROBLEMS)
+def test_a_row_that_does_not_fit_is_refused_with_the_reason(data_format, row, told):
     with pytest.raises(RowProblem) as error:
         read_row(data_format, row)
-    assert str(error.value) == message
+    assert str(error.value) == told
 
 
-def test_the_most_specific_format_is_suggested_first():
+def test_the_most_specific_format_is_suggested_and_none_that_ignores_what_a_row_means():
     tree = {"message_tree_id": "a", "prompt": {}, "tree_state": "ready"}
     assert fitting_formats(tree) == ["oasst"]
     assert fitting_formats({"instruction": "a", "output": "b", "text": "ab"}) == ["alpaca"]
     assert fitting_formats({"a": 1}) == []
-
-
-def test_no_format_is_suggested_that_ignores_what_a_row_means():
     assert fitting_formats({"messages": [], "label": True}) == ["kto"]
     assert fitting_formats({"prompt": "a", "completion": "b", "label": False}) == ["kto"]
     assert fitting_formats({"question": "a", "answer": "b", "images": ["c.png"]}) == []
@@ -1132,54 +528,42 @@ def test_no_format_is_suggested_that_ignores_what_a_row_means():
     assert fitting_formats({"text": "a", "label": 1}) == ["text"]
 
 
-def test_an_unknown_format_names_the_nearest():
-    with pytest.raises(FinetuneError) as error:
-        find_format("sharegtp")
-    assert str(error.value) == (
-        "data.format: 'sharegtp' is not a format; did you mean 'sharegpt'? (known: alpaca, "
-        "alpaca_preference, hh, kto, labelled, messages, oasst, preference, prompt_completion, "
-        "prompts, question_answer, ranked, ranked_all, ranked_best, self_instruct, "
-        "sharegpt, sharegpt_preference, text)"
-    )
+REAL = r"""
+gsm8k/train.jsonl question_answer 7473 "Natalia sold clips to 48"
+gpteacher/roleplay.json alpaca 3146 "Imagine you are a detective"
+gpteacher/toolformer-0.6.json alpaca 2396 "toolformer: enabled"
+llamafactory_demo/alpaca_en_demo.json alpaca 999 "Describe a process"
+llamafactory_demo/identity.json alpaca 91 "hi"
+llamafactory_demo/glaive_toolcall_en_demo.json sharegpt 300 "Hi, I have some"
+llamafactory_demo/kto_en_demo.json kto 300 null
+llamafactory_demo/c4_demo.jsonl text 300 "Don\u2019t think you need"
+seed_tasks/seed_tasks.jsonl self_instruct 175 "Is there anything I can eat"
+seed_tasks/user_oriented_instructions.jsonl self_instruct 252 "The sentence"
+sharegpt/dummy_conversation.json sharegpt 500 "Who are you?"
+oasst_sample/en_100_tree.jsonl oasst 100 "How can I find the best 401k"
+oasst_sample/en_100_message.jsonl oasst 100 "How can I find the best 401k"
+wikitext2/valid.txt text 1 " \n = Homarus gammarus"
+tinystories/tinystories_197k.txt text 1 "One day, a little girl"
+tinystories/tinystories_sample_cs336.txt text 5 "Once upon a time"
+tinyshakespeare/input.txt text 1 "First Citizen:\nBefore"
+"""
+"""What real files hold: file, format, rows, each a sample, and what the first begins with."""
 
 
-# What real files hold: file, format, rows, samples, what the first sample begins with.
-REAL = [
-    ("gsm8k/train.jsonl", "question_answer", 7473, 7473, "Natalia sold clips to 48"),
-    ("gpteacher/roleplay.json", "alpaca", 3146, 3146, "Imagine you are a detective"),
-    ("gpteacher/toolformer-0.6.json", "alpaca", 2396, 2396, "toolformer: enabled"),
-    ("llamafactory_demo/alpaca_en_demo.json", "alpaca", 999, 999, "Describe a process"),
-    ("llamafactory_demo/identity.json", "alpaca", 91, 91, "hi"),
-    ("llamafactory_demo/glaive_toolcall_en_demo.json", "sharegpt", 300, 300, "Hi, I have some"),
-    ("llamafactory_demo/kto_en_demo.json", "kto", 300, 300, None),
-    ("llamafactory_demo/c4_demo.jsonl", "text", 300, 300, "Don\u2019t think you need"),
-    ("seed_tasks/seed_tasks.jsonl", "self_instruct", 175, 175, "Is there anything I can eat"),
-    ("seed_tasks/user_oriented_instructions.jsonl", "self_instruct", 252, 252, "The sentence"),
-    ("sharegpt/dummy_conversation.json", "sharegpt", 500, 500, "Who are you?"),
-    ("oasst_sample/en_100_tree.jsonl", "oasst", 100, 100, "How can I find the best 401k"),
-    ("oasst_sample/en_100_message.jsonl", "oasst", 100, 100, "How can I find the best 401k"),
-    ("wikitext2/valid.txt", "text", 1, 1, " \n = Homarus gammarus"),
-    ("tinystories/tinystories_197k.txt", "text", 1, 1, "One day, a little girl"),
-    ("tinystories/tinystories_sample_cs336.txt", "text", 5, 5, "Once upon a time"),
-    ("tinyshakespeare/input.txt", "text", 1, 1, "First Citizen:\nBefore"),
-]
-
-
-@pytest.mark.parametrize(("name", "data_format", "rows", "samples", "beginning"), REAL)
-def test_real_files_are_read_whole(
-    assets: Path, name: str, data_format: str, rows: int, samples: int, beginning: str | None
-):
+@pytest.mark.parametrize("line", REAL.split("\n")[1:-1])
+def test_real_files_are_read_whole(assets, line):
+    name, data_format, rows, beginning = line.split(" ", 3)
     path = assets / "data" / name
     read = [read_row(data_format, row) for _, row in READERS[path.suffix](path)]
     kept = [sample for sample in read if sample is not None]
-    assert (len(read), len(kept)) == (rows, samples)
-    if beginning is not None:
+    assert len(read) == len(kept) == int(rows)
+    if (text := json.loads(beginning)) is not None:
         first = kept[0]
-        text = first.text if isinstance(first, Text) else first.messages[0]["content"]
-        assert text.startswith(beginning)
+        said = first.text if isinstance(first, Text) else first.messages[0]["content"]
+        assert said.startswith(text)
 
 
-def test_tool_calls_of_a_real_file_keep_their_arguments_and_find_their_results(assets: Path):
+def test_tool_calls_of_a_real_file_keep_their_arguments_and_find_their_results(assets):
     path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
     calls = answered = 0
     for row in json.loads(path.read_text()):

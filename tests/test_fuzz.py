@@ -28,7 +28,7 @@ NAMES = (
     "recipes", "overrides", "plans", "backends", "reports", "cards", "resumed", "manifests",
     "proofs", "data", "asked", "templates", "prepared", "models", "adapters", "exports", "starts",
 )  # fmt: skip
-QUICK, MANY = 600, 6_000
+QUICK, MANY = 300, 3_000
 """Cases of all subjects together."""
 
 
@@ -49,17 +49,12 @@ def every(home: Path) -> Iterator[dict[str, Subject]]:
         os.environ.update(before)
 
 
-def check(every: dict[str, Subject], name: str, count: int, seed: int) -> None:
-    found = cases.run_cases(name, every[name], seed, range(max(3, shares(every, count)[name])))
-    assert [str(fault) for fault in found.faults] == []
-
-
-def test_every_subject_has_its_tests(every: dict[str, Subject]) -> None:
+def test_every_subject_has_its_tests(every):
     assert tuple(every) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_that_is_not_changed_is_read(every: dict[str, Subject], name: str) -> None:
+def test_a_file_that_is_not_changed_is_read(every, name):
     files = every[name].files
     for path in files[:1] if name == "starts" else files:  # each start reads all of them
         every[name].read(path)
@@ -67,17 +62,16 @@ def test_a_file_that_is_not_changed_is_read(every: dict[str, Subject], name: str
 
 @pytest.mark.signals
 @pytest.mark.parametrize("name", NAMES)
-def test_a_changed_file_is_read_or_refused(every: dict[str, Subject], name: str) -> None:
-    check(every, name, QUICK, seed=1)
+@pytest.mark.parametrize(
+    ("count", "seed"), [(QUICK, 1), pytest.param(MANY, 2, marks=pytest.mark.slow)]
+)
+def test_a_changed_file_is_read_or_refused(every, name, count, seed):
+    number = max(3, shares(every, count)[name])
+    found = cases.run_cases(name, every[name], seed, range(number))
+    assert [str(fault) for fault in found.faults] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_many_changed_files_are_read_or_refused(every: dict[str, Subject], name: str) -> None:
-    check(every, name, MANY, seed=2)
-
-
-def test_a_case_is_made_again_from_its_number(tmp_path: Path) -> None:
+def test_a_case_is_made_again_from_its_number(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"b": [2, 3]}\n')
     content = path.read_bytes()
@@ -89,9 +83,7 @@ def test_a_case_is_made_again_from_its_number(tmp_path: Path) -> None:
     assert len(set(made[:40])) > 30
 
 
-def test_a_reader_that_fails_hangs_or_takes_memory_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_fails_hangs_or_takes_memory_is_wrong(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     path.write_text('{"a": 1}')
 
@@ -115,9 +107,6 @@ def test_a_reader_that_fails_hangs_or_takes_memory_is_wrong(
         assert found.kind.startswith(f"{kind} at ")
         assert path.read_text() == '{"a": 1}'
     assert cases.run_case("read", Subject([path], lambda _: None, 1), 0, 0) == "read"
-
-
-# YAML.
 
 
 def doubled(levels: int, form: str) -> str:
@@ -147,7 +136,7 @@ def doubled(levels: int, form: str) -> str:
         ("a: \x07", "characters are not allowed"),
     ],
 )  # fmt: skip
-def test_endless_or_invalid_yaml_is_refused_quickly(text: str, told: str) -> None:
+def test_endless_or_invalid_yaml_is_refused_quickly(text, told):
     begun = time.process_time()
     with pytest.raises(NotYAML) as refused:
         read_yaml(text)
@@ -156,7 +145,7 @@ def test_endless_or_invalid_yaml_is_refused_quickly(text: str, told: str) -> Non
     assert "\n" not in str(refused.value)
 
 
-def test_yaml_with_aliases_that_end_is_read() -> None:
+def test_yaml_with_aliases_that_end_is_read():
     text = "a: &a {x: 1, y: &y [2]}\nb: *a\nc: {<<: *a, x: 3}\nd: [*y, *y]"
     assert read_yaml(text) == {
         "a": {"x": 1, "y": [2]}, "b": {"x": 1, "y": [2]}, "c": {"x": 3, "y": [2]}, "d": [[2], [2]],
@@ -164,7 +153,7 @@ def test_yaml_with_aliases_that_end_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", doubled(30, "*a{1}"), "method: !!bool x"])
-def test_recipes_and_backends_of_such_yaml_are_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_recipes_and_backends_of_such_yaml_are_refused_by_name(tmp_path, text):
     path = tmp_path / "x.yaml"
     path.write_text(text)
     for read in (lambda: catalog.load(path), lambda: backend.load(str(path))):
@@ -176,10 +165,7 @@ def test_recipes_and_backends_of_such_yaml_are_refused_by_name(tmp_path: Path, t
         catalog.override(recipe, [f"model.config={{b: {text.splitlines()[0][3:]}, c: &b [*b]}}"])
 
 
-# Messages.
-
-
-def test_a_problem_is_one_line_that_a_terminal_shows_as_it_is() -> None:
+def test_a_problem_is_one_line_that_a_terminal_shows_as_it_is():
     assert one_line("a: 'b' is wrong") == "a: 'b' is wrong"
     assert one_line("first\n  second\r\n\n\tthird\n") == "first second third"
     assert one_line("\x1b[2J\ud800\u202e\0") == "\\x1b[2J\\ud800\\u202e\\x00"
@@ -191,10 +177,7 @@ def test_a_problem_is_one_line_that_a_terminal_shows_as_it_is() -> None:
     assert str(error) == "a b\nc"
 
 
-# What libraries make of files.
-
-
-def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path: Path) -> None:
+def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path):
     """pyarrow would end the process where it makes a text of them."""
     good = pyarrow.array(["ab", "cd"])
     offsets = pyarrow.array([0, -5, 4], pyarrow.int32()).buffers()[1]
@@ -213,7 +196,7 @@ def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])
-def test_a_column_whose_name_is_not_utf8_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_a_column_whose_name_is_not_utf8_is_refused(tmp_path, suffix):
     path, table = tmp_path / f"a.{suffix}", pyarrow.table({"columnname": ["ab"]})
     if suffix == "parquet":
         pyarrow.parquet.write_table(table, path)
@@ -225,7 +208,7 @@ def test_a_column_whose_name_is_not_utf8_is_refused(tmp_path: Path, suffix: str)
         list(read_file(path))
 
 
-def test_a_recipe_that_ends_the_interpreter_is_a_mistake_of_the_recipe(tmp_path: Path) -> None:
+def test_a_recipe_that_ends_the_interpreter_is_a_mistake_of_the_recipe(tmp_path):
     path = tmp_path / "r.py"
     path.write_text("x = 1\nraise SystemExit(0)\n")
     with pytest.raises(FinetuneError, match=r"r\.py:2: SystemExit: 0"):
@@ -233,8 +216,8 @@ def test_a_recipe_that_ends_the_interpreter_is_a_mistake_of_the_recipe(tmp_path:
 
 
 def test_a_recipe_or_backend_that_cannot_be_read_does_not_hide_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for name, content in (
         ("recipes/broken.py", b"x = (\n"), ("recipes/bytes.yaml", b"# \xff\n"),
@@ -248,8 +231,6 @@ def test_a_recipe_or_backend_that_cannot_be_read_does_not_hide_the_others(
     assert told.count("(cannot be read: 'utf-8' codec") == 2
     assert "quickstart" in told
 
-
-# Places that cannot be read or written.
 
 NOBODY = {"FINETUNE_CACHE": "~nobody-of-this-name/cache"}
 ASKED = "eval HOME/run --limit 1 --max-new-tokens 1"
@@ -284,9 +265,7 @@ PLACES: list[tuple[str, int, str, dict[str, str]]] = [
 ]
 
 
-def test_a_config_that_is_nested_too_deeply_is_named(
-    every: dict[str, Subject], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_is_nested_too_deeply_is_named(every, home, tmp_path, capsys):
     assert every
     (tmp_path / "config.json").write_text("[" * 10**6)
     assert main(["plan", str(home / "recipes/recipe.json"), f"model.name={tmp_path}"]) == 0
@@ -294,15 +273,14 @@ def test_a_config_that_is_nested_too_deeply_is_named(
     assert f"not predicted: {tmp_path}/config.json: cannot be read: maximum recursion" in told
 
 
-def test_a_card_of_a_model_with_a_long_name_is_written() -> None:
+def test_a_card_of_a_model_with_a_long_name_is_written():
     assert base_model({"model": {"name": LONG}}) == LONG
 
 
 @pytest.mark.parametrize(("words", "status", "told", "variables"), PLACES)
 def test_an_unusable_path_is_reported_in_one_line(
-    every: dict[str, Subject], home: Path, words: str, status: int, told: str,
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    every, home, words, status, told, variables, monkeypatch, capsys
+):
     assert every
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

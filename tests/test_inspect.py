@@ -1,10 +1,12 @@
 """`finetune inspect` shows what the model is trained to say, and training says what it counts."""
 
+import html
 import io
 import json
 import os
-from html.parser import HTMLParser
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Finetune, Tiny, write_recipe
@@ -13,6 +15,7 @@ from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
 from finetune import catalog
+from finetune.cli import main as cli
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.reports.inspection import inspect_rows, pieces, show, visible, write_page
@@ -24,10 +27,12 @@ def recipe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(tmp_path_factory.mktemp("inspect") / "r.json", fields)
 
 
-def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(
-    finetune: Finetune, recipe: Path, tiny: Tiny
-) -> None:
-    found = json.loads(finetune("inspect", recipe, "--rows", "2", "--json").stdout)
+@pytest.fixture(scope="module")
+def found(finetune: Finetune, recipe: Path) -> dict[str, Any]:
+    return json.loads(finetune("inspect", recipe, "--rows", "2", "--json").stdout)
+
+
+def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(found, tiny):
     lines = tiny.data.read_text().splitlines()
     assert len(found["rows"]) == 2
     for document in (each for row in found["rows"] for each in row):
@@ -48,47 +53,21 @@ def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(
     assert found["mistakes"] == []
 
 
-class Trained(HTMLParser):
-    """The texts of <b> inside <pre>, and every address that a page asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.trained = [""]
-        self.asked: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.asked += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag == "pre":
-            self.trained.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if "pre" in self.open and self.open[-1] == "b":
-            self.trained[-1] += data
-
-
-def test_the_page_marks_the_answers_and_asks_for_nothing(
-    finetune: Finetune, recipe: Path, tmp_path: Path
-) -> None:
+def test_the_page_marks_the_answers_and_asks_for_nothing(found, recipe, tmp_path, capsys):
     page = tmp_path / "page.html"
-    done = finetune("inspect", recipe, "--rows", "1", "--html", page)
-    assert done.stdout == f"wrote {page}\n"
-    rows = json.loads(finetune("inspect", recipe, "--rows", "1", "--json").stdout)["rows"]
-    reader = Trained()
-    reader.feed(page.read_text())
-    assert reader.asked == []
-    assert reader.trained[1:] == [
+    assert cli.main(["inspect", str(recipe), "--rows", "2", "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"wrote {page}\n"
+    written = page.read_text()
+    assert re.findall(r"<[^>]*\b(?:src|href)=", written) == []
+    shown = (re.findall(r"<b [^>]*>(.*?)</b>", text, re.S) for text in written.split("<pre>")[1:])
+    assert [html.unescape("".join(texts)) for texts in shown] == [
         "".join(piece["text"] for piece in document["pieces"] if piece["trained"])
-        for document in rows[0]
+        for row in found["rows"]
+        for document in row
     ]
 
 
-def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune: Finetune, recipe: Path) -> None:
+def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune, recipe):
     shown = finetune("inspect", recipe, "--rows", "1").stdout
     assert "<|im_start|>assistant\n⟦" in shown
     assert "<|im_end|>⟧\n" in shown
@@ -97,13 +76,11 @@ def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune: Finetune, rec
     assert "\x1b" not in shown
 
 
-def test_no_character_of_the_data_steers_a_terminal() -> None:
+def test_no_character_of_the_data_steers_a_terminal():
     assert visible("a\x1b[31mb\x00\x9b\tc\n") == "a\u241b[31mb\u2400\ufffd\tc\n"
 
 
-def test_names_that_are_not_utf8_end_no_inspection(
-    finetune: Finetune, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_names_that_are_not_utf8_end_no_inspection(finetune, tiny, tmp_path):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
     (tmp_path / "data").mkdir()
     file = os.fsdecode(os.fsencode(tmp_path) + b"/data/caf\xe9.jsonl")
@@ -119,30 +96,26 @@ def test_names_that_are_not_utf8_end_no_inspection(
     assert (page.status, "caf?.jsonl" in (tmp_path / "page.html").read_text()) == (0, True)
 
 
-def test_inspection_errors_have_no_traceback(
-    finetune: Finetune, recipe: Path, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_inspection_errors_have_no_traceback(recipe, tiny, tmp_path, capsys):
     nameless = write_recipe(tmp_path / "r.json", tiny.fields() | {"model": {}})
     for words, told in (
         ([nameless], "error: model: set model.name or model.tokenizer; the data needs a tokenizer"),
         ([recipe, "--html", tmp_path / "no" / "x.html"], ": cannot be written (No such file"),
         ([recipe, "data.0.format=mesages"], "did you mean 'messages'?"),
     ):
-        done = finetune("inspect", *words)
-        assert done.status == 2
-        assert told in done.stderr
-        assert "Traceback" not in done.output
+        assert cli.main(["inspect", *map(str, words)]) == 2
+        said = capsys.readouterr()
+        assert told in said.err
+        assert "Traceback" not in said.out + said.err
 
 
-def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(
-    finetune: Finetune, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(finetune, tiny, tmp_path):
     rows = [json.loads(line) for line in tiny.data.read_text().splitlines()]
     for row in rows:
         row["messages"][1]["content"] += " and then" * 60
     data = tmp_path / "long.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = tiny.fields(batch={"overlong": "truncate"}, max_steps=1, eval_data=[], evaluation={})
+    fields = tiny.fields(batch={"overlong": "truncate"}, max_steps=1, eval_data=[])
     fields |= {"data": [{"source": str(data), "format": "messages"}], "evaluation": {}}
     path = write_recipe(tmp_path / "r.json", fields)
     refused = finetune("train", path, "--output", tmp_path / "run")
@@ -156,7 +129,7 @@ def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(
     assert "".join(told.split()) in "".join(table.split())
 
 
-def test_a_character_of_several_tokens_is_one_piece() -> None:
+def test_a_character_of_several_tokens_is_one_piece():
     tokenizer = small_tokenizer()
     text = "Hi 😀 there é"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -166,7 +139,7 @@ def test_a_character_of_several_tokens_is_one_piece() -> None:
 
 
 @pytest.mark.parametrize("name", ["stories260K", "mistral-v3", "gpt2", "qwen3"])
-def test_pieces_of_real_tokenizers_are_the_text(assets: Path, name: str) -> None:
+def test_pieces_of_real_tokenizers_are_the_text(assets, name):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     text = "Once upon a time, 12 cats\n\n  sat: naïve 😀 日本語!"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -176,8 +149,8 @@ def test_pieces_of_real_tokenizers_are_the_text(assets: Path, name: str) -> None
 
 
 def test_ignored_dropped_and_leaked_rows_are_shown_by_inspect_and_at_a_start(
-    finetune: Finetune, tiny: Tiny, tmp_path: Path
-) -> None:
+    finetune, tiny, tmp_path
+):
     rows = [json.loads(line) | {"id": 1} for line in tiny.data.read_text().splitlines()]
     data = tmp_path / "a.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
@@ -198,7 +171,7 @@ def test_ignored_dropped_and_leaked_rows_are_shown_by_inspect_and_at_a_start(
     written = io.StringIO()
     show(inspection, Console(file=written, width=80))
     write_page(inspection, "rows", tmp_path / "page.html")
-    done = finetune("train", recipe, "--output", tmp_path / "run", "--no-plot")
+    done = finetune("train", recipe, "--output", tmp_path / "run")
     assert done.status == 0, done.output
     start = "".join(done.output.replace("│", " ").split())
     for line in shown:

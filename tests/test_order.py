@@ -16,7 +16,7 @@ def test_the_order_is_this_one():
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2**31 - 1))
-def test_steps_are_slices_of_epoch_after_epoch(rows: int, size: int, seed: int):
+def test_steps_are_slices_of_epoch_after_epoch(rows, size, seed):
     steps = 3 * rows // size + 2
     seen = np.concatenate([rows_of_step(step, rows, size, seed) for step in range(steps)])
     epochs = np.concatenate([permutation(rows, seed, e) for e in range(len(seen) // rows + 1)])
@@ -43,39 +43,27 @@ def test_an_order_that_is_shared_cannot_be_changed():
         permutation(8, 0, 0)[0] = 1
 
 
-def numbered(micro_batches: list[tuple[int, np.ndarray]]) -> list[tuple[int, list[int]]]:
-    return [(number, batch.tolist()) for number, batch in micro_batches]
-
-
 LENGTHS = np.arange(10)
 """Rows as long as their numbers."""
+ROWS = np.array([7, 2, 9, 4, 1, 8, 3, 6])
+PROMPTS = np.array([5, 5, 3, 3, 5, 3, 3, 5, 4, 4])
 
 
-def test_micro_batches_hold_rows_of_like_length_the_longest_first():
-    micro_batches = split_rows(np.array([7, 2, 9, 4, 1, 8, 3, 6]), LENGTHS, 2)
-    assert [each.tolist() for each in micro_batches] == [[9, 8], [7, 6], [4, 3], [2, 1]]
-
-
-def test_rows_of_one_length_keep_the_order_of_the_seed():
-    micro_batches = split_rows(np.array([3, 1, 2, 0]), np.full(4, 5), 2)
-    assert [each.tolist() for each in micro_batches] == [[3, 1], [2, 0]]
-
-
-def test_rows_of_one_prompt_stay_together_the_prompt_with_the_longest_row_first():
-    prompts = np.array([5, 5, 3, 3, 5, 3, 3, 5, 4, 4])
-    micro_batches = split_rows(np.array([7, 2, 9, 4, 1, 8, 3, 6]), LENGTHS, 2, prompts=prompts)
-    assert [each.tolist() for each in micro_batches] == [[9, 8], [7, 4], [1, 6], [3, 2]]
-
-
-def test_a_micro_batch_of_tokens_holds_the_slots_that_it_is_given():
-    indices = np.array([7, 2, 9, 4, 1, 8, 3, 6])
-    padded = [each.tolist() for each in split_rows(indices, LENGTHS, 1, micro_tokens=18)]
-    assert padded == [[9, 8], [7, 6], [4, 3, 2, 1]]  # 2 x 9, 2 x 7 and 4 x 4 slots
-    packed = [
-        each.tolist()
-        for each in split_rows(indices, LENGTHS, 1, micro_tokens=18, side_by_side=True)
-    ]
-    assert packed == [[9, 8], [7, 6, 4], [3, 2, 1]]  # 17, 17 and 6 slots
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ((ROWS, LENGTHS, 2), [[9, 8], [7, 6], [4, 3], [2, 1]]),  # like lengths, the longest first
+        ((ROWS[[6, 4, 1]], np.full(10, 5), 2), [[3, 1], [2]]),  # the order of the seed
+        # Rows of one prompt stay together, the prompt with the longest row first.
+        ((ROWS, LENGTHS, 2, None, False, PROMPTS), [[9, 8], [7, 4], [1, 6], [3, 2]]),
+        # 2 x 9, 2 x 7 and 4 x 4 slots; side by side 17, 17 and 6.
+        ((ROWS, LENGTHS, 1, 18), [[9, 8], [7, 6], [4, 3, 2, 1]]),
+        ((ROWS, LENGTHS, 1, 18, True), [[9, 8], [7, 6, 4], [3, 2, 1]]),
+    ],
+    ids=["lengths", "seed", "prompts", "slots", "side by side"],
+)
+def test_micro_batches_hold_rows_of_like_length_and_the_slots_that_they_are_given(asked, expected):
+    assert [each.tolist() for each in split_rows(*asked)] == expected
 
 
 @given(
@@ -86,7 +74,7 @@ def test_a_micro_batch_of_tokens_holds_the_slots_that_it_is_given():
     st.integers(1, 5),
 )
 def test_every_row_is_in_one_micro_batch_and_ranks_keep_step(
-    lengths: list[int], micro_rows: int, micro_tokens: int | None, packed: bool, world: int
+    lengths, micro_rows, micro_tokens, packed, world
 ):
     sizes, indices = np.array(lengths), permutation(len(lengths), 0, 0)
     cuts = split_rows(indices, sizes, micro_rows, micro_tokens, packed)
@@ -104,7 +92,9 @@ def test_every_row_is_in_one_micro_batch_and_ranks_keep_step(
 
 def test_ranks_take_micro_batches_in_turn_and_the_last_get_empty_ones():
     cuts = split_rows(np.array([7, 2, 9, 4, 1]), LENGTHS, 2)
-    assert numbered(of_rank(cuts, 0, 2)) == [(0, [9, 7]), (2, [1])]
-    assert numbered(of_rank(cuts, 1, 2)) == [(1, [4, 2]), (3, [])]
-    assert numbered(of_rank(cuts, 2, 4)) == [(2, [1])]
-    assert numbered(of_rank(cuts, 3, 4)) == [(3, [])]
+    for rank, world, expected in (
+        (0, 2, [(0, [9, 7]), (2, [1])]), (1, 2, [(1, [4, 2]), (3, [])]),
+        (2, 4, [(2, [1])]), (3, 4, [(3, [])]),
+    ):  # fmt: skip
+        taken = of_rank(cuts, rank, world)
+        assert [(number, batch.tolist()) for number, batch in taken] == expected

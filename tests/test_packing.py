@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import FIELDS, SIZES
-from documents import documents_of
+from documents import documents, packs
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.packing import pack
-from finetune.data.store import Rows, single_rows
+from finetune.data.store import Rows
 from finetune.errors import FinetuneError
 from finetune.kernels import chains
 from finetune.kernels.cpu.attention import DocumentAttention, serves
@@ -33,8 +32,6 @@ from finetune.planner.kernels import LOGITS, SCORE_BLOCK
 from finetune.planner.padding import SHOWN_EXACT, Padding, known_fields, padding
 from finetune.planner.rules import WITHOUT_SDPA
 from finetune.recipe import Model
-
-# Which documents share a slot.
 
 
 def slots_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -61,9 +58,7 @@ def test_the_longest_documents_come_first_and_each_goes_where_least_room_is_left
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 40))
-def test_every_document_is_in_one_slot_as_best_fit_decreasing_puts_it(
-    lengths: list[int], capacity: int
-):
+def test_every_document_is_in_one_slot_as_best_fit_decreasing_puts_it(lengths, capacity):
     slots = slots_of(lengths, capacity)
     assert sorted(number for slot in slots for number in slot) == list(range(len(lengths)))
     filled = sorted(sum(lengths[number] for number in slot) for slot in slots)
@@ -71,7 +66,7 @@ def test_every_document_is_in_one_slot_as_best_fit_decreasing_puts_it(
 
 
 @pytest.mark.parametrize("capacity", [1024, 2048])
-def test_short_rows_fill_their_slots(capacity: int):
+def test_short_rows_fill_their_slots(capacity):
     """Lengths like those of GSM8K: mean 162, half below 154, one in a hundred above 331."""
     lengths = np.random.default_rng(0).lognormal(np.log(154), 0.33, 20_000).astype(np.int64) + 1
     members, bounds = pack(np.minimum(lengths, capacity), capacity)
@@ -79,11 +74,10 @@ def test_short_rows_fill_their_slots(capacity: int):
     assert np.minimum(lengths, capacity).sum() / ((len(bounds) - 1) * capacity) >= 0.98
 
 
-# What they are trained to say.
-
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
-LENGTHS = (17, 9, 1, 23, 2, 6, 30, 5)
-PACKS = ((0, 1, 2), (3, 4, 5), (6, 7))
+SLOW = pytest.mark.slow
+EVERYDAY = ("llama", "gemma2", "gpt2", "mixtral", "lfm2", "qwen3_5_text", "mamba2")
+"""One kind of each way to tell documents apart."""
 TOLERANCE = 4e-6
 """Products of another shape are summed in another order: some units in the last place of fp32."""
 NEAR = 2**-7
@@ -99,22 +93,6 @@ def tiny(kind: str, attention: str, **fields: Any) -> PreTrainedModel:
     if attention == DOCUMENTS:
         separate_documents(model)
     return model
-
-
-def documents(seed: int = 0) -> Rows:
-    """Documents of the lengths above; about half of their tokens are trained."""
-    rng = np.random.default_rng(seed)
-    return single_rows(
-        documents_of(
-            (rng.integers(2, 96, length).astype(np.int32), rng.random(length) < 0.5)
-            for length in LENGTHS
-        )
-    )
-
-
-def packs(rows: Rows) -> Rows:
-    bounds = np.cumsum([0, *map(len, PACKS)])
-    return dataclasses.replace(rows, bounds=bounds, packed=True)
 
 
 def batch_of(rows: Rows) -> MicroBatch:
@@ -135,88 +113,93 @@ def gradient(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[float, 
     return total, torch.cat([grad.flatten() for grad in grads])
 
 
-@pytest.mark.parametrize("kind", SHOWN_EXACT)
-def test_documents_side_by_side_have_the_loss_and_the_gradient_of_each_alone(kind: str):
+Found = tuple[float, torch.Tensor]
+
+
+def one_by_one_of(rows: Rows) -> list[MicroBatch]:
+    return [collate(rows, np.array([index]), 0, "cpu") for index in range(len(rows))]
+
+
+def assert_near(found: Found, wanted: Found) -> None:
+    """Losses and gradients."""
+    assert abs(found[0] - wanted[0]) < TOLERANCE * abs(wanted[0])
+    largest = max(1.0, wanted[1].abs().max().item())
+    assert (found[1] - wanted[1]).abs().max().item() < TOLERANCE * largest
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in EVERYDAY else SLOW) for kind in SHOWN_EXACT]
+)
+def test_documents_side_by_side_have_the_loss_and_the_gradient_of_each_alone(kind):
     rows = documents()
-    plain = tiny(kind, "eager" if kind in WITHOUT_SDPA else "sdpa")
-    alone = [collate(rows, np.array([index]), 0, "cpu") for index in range(len(rows))]
-    loss, grads = gradient(plain, alone)
-    padded, below = gradient(plain, [batch_of(rows)])
     packed = packs(rows)
-    one, whole = gradient(tiny(kind, DOCUMENTS), [batch_of(packed)])
-    several = [collate(packed, np.array([index]), 0, "cpu") for index in range(len(packed))]
-    accumulated, parts = gradient(tiny(kind, DOCUMENTS), several)
-    largest = grads.abs().max().item()
-    assert abs(padded - loss) < TOLERANCE * abs(loss)
-    assert (below - grads).abs().max().item() < TOLERANCE * max(1.0, largest)
-    assert abs(one - loss) < TOLERANCE * abs(loss)
-    assert abs(accumulated - loss) < TOLERANCE * abs(loss)
-    assert (whole - grads).abs().max().item() < TOLERANCE * max(1.0, largest)
-    assert (parts - grads).abs().max().item() < TOLERANCE * max(1.0, largest)
+    plain = tiny(kind, "eager" if kind in WITHOUT_SDPA else "sdpa")
+    alone = gradient(plain, one_by_one_of(rows))
+    assert_near(gradient(plain, [batch_of(rows)]), alone)
+    for batches in ([batch_of(packed)], one_by_one_of(packed)):
+        assert_near(gradient(tiny(kind, DOCUMENTS), batches), alone)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind: str):
+def test_the_eager_attention_of_transformers_keeps_the_same_documents_apart(kind):
     batch = batch_of(packs(documents()))
-    loss, grads = gradient(tiny(kind, DOCUMENTS), [batch])
-    other, others = gradient(tiny(kind, "eager"), [batch])
-    assert abs(loss - other) < TOLERANCE * abs(loss)
-    assert (grads - others).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
+    eager = gradient(tiny(kind, "eager"), [batch])
+    assert_near(eager, gradient(tiny(kind, DOCUMENTS), [batch]))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "gpt2", "lfm2", "mamba2"])
-def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind: str):
-    rows = packs(documents())
-    other = packs(documents())
-    changed = slice(*rows.documents.offsets[3:5])
-    other.documents.ids[changed] = (other.documents.ids[changed] + 7) % 96
-    model = tiny(kind, DOCUMENTS).eval()
-    with torch.no_grad():
-        before = model(**batch_of(rows).inputs()).logits[0]
-        after = model(**batch_of(other).inputs()).logits[0]
-    same = np.ones(len(rows.documents.ids), dtype=bool)
-    same[changed] = False
-    assert torch.equal(before[same], after[same])
-    assert not torch.equal(before[changed], after[changed])
-
-
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_of_packed_documents_see_no_other_document(kind: str):
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma2", "gemma3_text", "gpt2", "lfm2", "mamba2", *EXPERTS]
+)
+def test_a_changed_document_leaves_the_logits_of_the_others_as_they_are(kind):
     """An expert multiplies its tokens together, so that their number moves the last digits."""
     rows, other = packs(documents()), packs(documents())
     changed = slice(*rows.documents.offsets[3:5])
     other.documents.ids[changed] = (other.documents.ids[changed] + 7) % 96
     model = tiny(kind, DOCUMENTS).eval()
     with torch.no_grad():
-        before = model(**batch_of(rows).inputs()).logits[0]
-        after = model(**batch_of(other).inputs()).logits[0]
+        before, after = (model(**batch_of(each).inputs()).logits[0] for each in (rows, other))
     same = np.ones(len(rows.documents.ids), dtype=bool)
     same[changed] = False
-    assert (before[same] - after[same]).abs().max().item() < TOLERANCE * before.abs().max().item()
+    moved = (before[same] - after[same]).abs().max().item()
+    assert moved <= (TOLERANCE * before.abs().max().item() if kind in EXPERTS else 0)
+    assert not torch.equal(before[changed], after[changed])
 
 
-def test_a_window_and_a_cap_are_those_of_a_written_out_attention():
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def random_inputs(length: int, dtype: torch.dtype) -> Inputs:
+    """Query, key and value: (1, heads, length, 8)."""
     torch.manual_seed(0)
-    query = torch.randn(1, 4, 15, 8)
-    key, value = torch.randn(1, 2, 15, 8), torch.randn(1, 2, 15, 8)
-    ends = torch.tensor([0, 4, 15], dtype=torch.int32)
-    for window, cap in ((None, None), (3, None), (None, 1.5), (3, 1.5)):
-        mixed, _ = attend(
-            torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window,
-            softcap=cap, cu_seq_lens_q=ends, max_length_q=11,
-        )  # fmt: skip
-        wanted = written_out(query, key, value, ends.tolist(), window, cap)
+    query, (key, value) = torch.randn(1, 4, length, 8), torch.randn(2, 1, 2, length, 8)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def attended(given: Inputs, ends: list[int], **more: Any) -> torch.Tensor:
+    bounds = torch.tensor(ends, dtype=torch.int32)
+    longest = max(end - start for start, end in itertools.pairwise(ends))
+    module = torch.nn.Module()
+    return attend(module, *given, None, cu_seq_lens_q=bounds, max_length_q=longest, **more)[0]
+
+
+@pytest.mark.parametrize("window", [None, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "cap"), [(torch.float32, None), (torch.float32, 1.5), (torch.bfloat16, None)]
+)
+def test_a_window_and_a_cap_are_those_of_a_written_out_attention(dtype, cap, window):
+    given, ends = random_inputs(15, dtype), [0, 4, 15]
+    mixed = attended(given, ends, scaling=0.3, sliding_window=window, softcap=cap)
+    wanted = written_out(*(each.float() for each in given), ends, window, cap)
+    if dtype == torch.float32:
         assert torch.allclose(mixed, wanted, atol=1e-6)
+    else:
+        assert (mixed.float() - wanted).norm() <= NEAR * wanted.norm()
 
 
 def written_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: list[int],
-    window: int | None,
-    cap: float | None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int],
+    window: int | None, cap: float | None,
+) -> torch.Tensor:  # fmt: skip
     """Token by token: each head sees its document's tokens up to it, within the window."""
     result = torch.empty(1, query.shape[2], query.shape[1], query.shape[3])
     for start, end in itertools.pairwise(ends):
@@ -230,21 +213,20 @@ def written_out(
     return result
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 17, 160, SCORE_BLOCK, 2 * SCORE_BLOCK + 77])
+LONG = 2 * SCORE_BLOCK + 77
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=SLOW)], ids=["eager", "compiled"]
+)
+@pytest.mark.parametrize("length", [1, 2, 17, 160, SCORE_BLOCK, LONG])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32(
-    length: int, groups: int, compiled: bool
+    length, groups, compiled, request
 ):
     """Weights and their gradients are rounded to bf16, as the model's own products are."""
     chains.compile_chains(compiled)
-    try:
-        compare_with_fp32(length, groups)
-    finally:
-        chains.compile_chains(False)
-
-
-def compare_with_fp32(length: int, groups: int) -> None:
+    request.addfinalizer(lambda: chains.compile_chains(False))
     torch.manual_seed(length)
     shapes = ((1, 3 * groups, length, 16), (1, 3, length, 16), (1, 3, length, 16))
     given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
@@ -254,27 +236,19 @@ def compare_with_fp32(length: int, groups: int) -> None:
     ours = DocumentAttention.apply(*given, [0, length], 0.3)
     exact = F.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True)
     grad = torch.randn_like(exact).bfloat16()
-    pairs = [(ours, exact)]
-    pairs += zip(
-        torch.autograd.grad(ours, given, grad),
-        torch.autograd.grad(exact, wide, grad.float()),
-        strict=True,
-    )
+    found_grads = torch.autograd.grad(ours, given, grad)
+    exact_grads = torch.autograd.grad(exact, wide, grad.float())
+    pairs = zip((ours, *found_grads), (exact, *exact_grads), strict=True)
     for found, wanted in pairs:
         assert (found.float() - wanted).norm() <= NEAR * wanted.norm().clamp(min=1e-3)
 
 
 def test_documents_of_a_pack_in_16_bits_are_attended_to_as_each_alone():
-    torch.manual_seed(0)
-    query = torch.randn(1, 4, 500, 8).bfloat16()
-    key, value = torch.randn(2, 1, 2, 500, 8).bfloat16()
+    given = random_inputs(500, torch.bfloat16)
     ends = [0, 1, 40, 500]  # the last one has two blocks
-    mixed, _ = attend(
-        torch.nn.Module(), query, key, value, None,
-        cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32), max_length_q=460,
-    )  # fmt: skip
+    mixed = attended(given, ends)
     for start, end in itertools.pairwise(ends):
-        alone = [each[:, :, start:end].float() for each in (query, key, value)]
+        alone = [each[:, :, start:end].float() for each in given]
         wanted = F.scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True)
         found = mixed[:, start:end].transpose(1, 2).float()
         assert (found - wanted).norm() <= NEAR * wanted.norm()
@@ -289,28 +263,12 @@ def test_concatenated_documents_have_the_gradients_of_each_alone():
     together = torch.autograd.grad(mixed, given, grad)
     for start, end in itertools.pairwise(ends):
         part = slice(start, end)
-        alone = DocumentAttention.apply(
-            *(each[:, :, part] for each in given), [0, end - start], 0.4
-        )
+        cut = [each[:, :, part] for each in given]
+        alone = DocumentAttention.apply(*cut, [0, end - start], 0.4)
         assert torch.equal(mixed[:, :, part], alone)
         each_alone = torch.autograd.grad(alone, given, grad[:, :, part])
         for all_of_it, of_part in zip(together, each_alone, strict=True):
             assert torch.equal(all_of_it[:, :, part], of_part[:, :, part])
-
-
-def test_a_window_that_is_shorter_than_a_document_holds_in_16_bits():
-    torch.manual_seed(0)
-    query = torch.randn(1, 4, 15, 8).bfloat16()
-    key, value = torch.randn(2, 1, 2, 15, 8).bfloat16()
-    ends = torch.tensor([0, 4, 15], dtype=torch.int32)
-    for window in (4, 3):
-        mixed, _ = attend(
-            torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window,
-            cu_seq_lens_q=ends, max_length_q=11,
-        )  # fmt: skip
-        wide = [each.float() for each in (query, key, value)]
-        wanted = written_out(*wide, ends.tolist(), window, None)
-        assert (mixed.float() - wanted).norm() <= NEAR * wanted.norm()
 
 
 def test_the_inputs_of_attention_are_kept_and_a_number_for_each_query():
@@ -326,11 +284,8 @@ def test_the_inputs_of_attention_are_kept_and_a_number_for_each_query():
     assert kept == [4 * 32 * 8 * 2] * 3 + [4 * 32 * 4]
 
 
-# Layers that carry a state.
-
-
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "nemotron_h", "mamba"])
-def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind: str):
+def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind):
     """Plain transformers, whose positions count from 0 in each document, runs on."""
     rows = documents()
     batch = batch_of(packs(rows))
@@ -338,11 +293,7 @@ def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind: str):
     plain = tiny(kind, "eager" if kind in WITHOUT_SDPA else "sdpa").eval()
     apart = tiny(kind, DOCUMENTS).eval()
     with torch.no_grad():
-        alone = [
-            plain(**collate(rows, np.array([index]), 0, "cpu").inputs()).logits[0]
-            for index in range(len(rows))
-        ]
-        wanted = torch.cat(alone)
+        wanted = torch.cat([plain(**each.inputs()).logits[0] for each in one_by_one_of(rows)])
         together = plain(input_ids=batch.ids, position_ids=batch.boundaries.positions).logits[0]
         kept = apart(**batch.inputs()).logits[0]
     size = wanted.abs().max().item()
@@ -351,15 +302,11 @@ def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind: str):
 
 
 def test_recomputed_states_are_those_of_their_own_micro_batch():
-    packed = packs(documents())
-    batches = [collate(packed, np.array([index]), 0, "cpu") for index in range(len(packed))]
-    kept = tiny("qwen3_5_text", DOCUMENTS)
+    batches = one_by_one_of(packs(documents()))
     again = tiny("qwen3_5_text", DOCUMENTS)
     recompute(again, True)
-    loss, grads = gradient(kept, batches)
-    other, others = gradient(again, batches)
-    assert abs(loss - other) < TOLERANCE * abs(loss)
-    assert (grads - others).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
+    kept = gradient(tiny("qwen3_5_text", DOCUMENTS), batches)
+    assert_near(gradient(again, batches), kept)
 
 
 def test_padded_rows_of_a_recurrent_model_are_left_to_transformers():
@@ -381,41 +328,36 @@ def test_longrope_takes_the_factors_of_each_document():
     rows = documents()
     fields: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 16}
     plain = tiny("phi3", "sdpa", **fields)
-    alone = [collate(rows, np.array([index]), 0, "cpu") for index in range(len(rows))]
-    loss, grads = gradient(plain, alone)
+    alone = gradient(plain, one_by_one_of(rows))
     padded, _ = gradient(plain, [batch_of(rows)])
-    assert abs(padded - loss) > 1e-3  # the longest row of a batch decides for all
-    one, whole = gradient(tiny("phi3", DOCUMENTS, **fields), [batch_of(packs(rows))])
-    assert abs(one - loss) < TOLERANCE * abs(loss)
-    assert (whole - grads).abs().max().item() < TOLERANCE * max(1.0, grads.abs().max().item())
-
-
-# What is refused.
+    assert abs(padded - alone[0]) > 1e-3  # the longest row of a batch decides for all
+    assert_near(gradient(tiny("phi3", DOCUMENTS, **fields), [batch_of(packs(rows))]), alone)
 
 
 def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused():
     packed, free = (SFT().with_batch(**{field: True}) for field in ("packing", "padding_free"))
     bloom = AutoConfig.for_model("bloom")
     told = "concatenated documents have not been shown to be exact for 'bloom' models"
-    with pytest.raises(FinetuneError) as refused:
-        check_layout(packed, bloom)
-    assert list(refused.value.problems) == [f"batch.packing: {told}; set batch.packing=false"]
-    with pytest.raises(FinetuneError) as refused:
-        check_layout(free, bloom)
-    assert list(refused.value.problems) == [
-        f"batch.padding_free: {told}; use batch.padding_free=auto, which pads there"
-    ]
+    for recipe, problem in (
+        (packed, f"batch.packing: {told}; set batch.packing=false"),
+        (free, f"batch.padding_free: {told}; use batch.padding_free=auto, which pads there"),
+    ):
+        with pytest.raises(FinetuneError) as refused:
+            check_layout(recipe, bloom)
+        assert list(refused.value.problems) == [problem]
     check_layout(SFT(), bloom)
     assert layout(SFT(), bloom) == Padding(False, told)
     scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     beyond = AutoConfig.for_model("llama", **SIZES, rope_parameters=scaled)
-    with pytest.raises(FinetuneError, match="'dynamic' positions depend on the longest document"):
-        check_layout(packed.with_batch(max_length=129), beyond)
-    check_layout(packed.with_batch(max_length=128), beyond)
     hybrid = AutoConfig.for_model("qwen3", **SIZES)
     hybrid.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(FinetuneError, match="layers of linear_attention may see other documents"):
-        check_layout(packed, hybrid)
+    for config, told in (
+        (beyond, "'dynamic' positions depend on the longest document"),
+        (hybrid, "layers of linear_attention may see other documents"),
+    ):
+        with pytest.raises(FinetuneError, match=told):
+            check_layout(packed.with_batch(max_length=129), config)
+    check_layout(packed.with_batch(max_length=128), beyond)
 
 
 def test_a_model_that_does_not_say_where_documents_end_is_refused():
@@ -454,6 +396,6 @@ def test_the_text_of_a_model_with_images_decides_where_that_alone_is_loaded():
     assert implementation(SFT(), images) == "sdpa"
 
 
-def test_a_saved_model_does_not_name_this_attention(tmp_path: Path):
+def test_a_saved_model_does_not_name_this_attention(tmp_path):
     tiny("llama", DOCUMENTS).save_pretrained(tmp_path)
     assert DOCUMENTS not in (tmp_path / "config.json").read_text()

@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-from functools import cache
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import MARKS, NO_TOOLS, load_error, real_chat, refusal, trained_runs, trained_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import SPECIAL, small_tokenizer
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.files import READERS
@@ -22,22 +20,8 @@ from finetune.errors import FinetuneError
 
 
 def trained_pieces(chat: Chat, row: Row) -> list[list[str]]:
-    """The trained tokens, decoded one by one, each run of them by itself."""
-    tokens = zip(row.ids, row.trained, strict=True)
-    return [
-        [chat.tokenizer.decode([token]) for token, _ in run]
-        for said, run in groupby(tokens, key=lambda pair: pair[1])
-        if said
-    ]
-
-
-def trained_texts(chat: Chat, row: Row) -> list[str]:
-    tokens = zip(row.ids, row.trained, strict=True)
-    return [
-        chat.tokenizer.decode([token for token, _ in run])
-        for said, run in groupby(tokens, key=lambda pair: pair[1])
-        if said
-    ]
+    """The trained tokens, decoded one by one."""
+    return [[chat.tokenizer.decode([token]) for token in run] for run in trained_runs(row)]
 
 
 def talk(*contents: str, system: str | None = None) -> Conversation:
@@ -53,43 +37,32 @@ def chat_of(template: str, **tokenizer: Any) -> Chat:
 
 
 TWO_TURNS = talk("Hi", "Hello there", "What is two and two", "The answer is four")
+LAST = ["The", " answer", " is", " four", "<|im_end|>"]
+CHATML = load_chat(small_tokenizer(), "chatml")
 
 CHATML_UNMARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+UNMARKED = Chat(small_tokenizer(), CHATML_UNMARKED)
 
 
-# The built-in templates and the golden pieces.
-
-
-@pytest.mark.parametrize("template", ["chatml", CHATML_UNMARKED])
-def test_every_assistant_turn_is_trained_with_its_end_token(template: str):
-    tokenizer = small_tokenizer()
-    chat = load_chat(tokenizer, template) if template == "chatml" else Chat(tokenizer, template)
+@pytest.mark.parametrize("chat", [CHATML, UNMARKED])
+def test_every_assistant_turn_is_trained_with_its_end_token(chat):
     row = chat.render(TWO_TURNS, "assistant")
-    assert tokenizer.decode(row.ids) == (
+    assert chat.tokenizer.decode(row.ids) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello there<|im_end|>\n"
         "<|im_start|>user\nWhat is two and two<|im_end|>\n"
         "<|im_start|>assistant\nThe answer is four<|im_end|>\n"
     )
-    assert trained_pieces(chat, row) == [
-        ["Hello", " there", "<|im_end|>"],
-        ["The", " answer", " is", " four", "<|im_end|>"],
-    ]
+    assert trained_pieces(chat, row) == [["Hello", " there", "<|im_end|>"], LAST]
 
 
-def test_only_the_last_turn_is_trained_on_request():
-    chat = load_chat(small_tokenizer(), "chatml")
-    row = chat.render(TWO_TURNS, "completion")
-    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
-
-
-def test_everything_is_trained_on_request():
-    chat = load_chat(small_tokenizer(), "chatml")
-    row = chat.render(TWO_TURNS, "all")
+def test_only_the_last_turn_or_everything_is_trained_on_request():
+    assert trained_pieces(CHATML, CHATML.render(TWO_TURNS, "completion")) == [LAST]
+    row = CHATML.render(TWO_TURNS, "all")
     assert all(row.trained)
-    assert row.ids == chat.render(TWO_TURNS, "assistant").ids
+    assert row.ids == CHATML.render(TWO_TURNS, "assistant").ids
 
 
 def test_the_plain_template_needs_nothing_but_an_end_token():
@@ -103,22 +76,15 @@ def test_the_plain_template_needs_nothing_but_an_end_token():
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_built_in_templates_write_tools_and_train_the_calls(name: str):
+def test_built_in_templates_write_tools_and_train_the_calls(name):
     function = {"name": "weather", "arguments": {"city": "Oslo"}}
-    sample = Conversation(
-        (
-            {"role": "system", "content": "Be fast"},
-            {"role": "user", "content": "Weather in Oslo"},
-            {
-                "role": "assistant",
-                "content": "Hello",
-                "tool_calls": [{"id": "call00000", "type": "function", "function": function}] * 2,
-            },
-            {"role": "tool", "content": "rain", "tool_call_id": "call00000"},
-            {"role": "assistant", "content": "cold rain"},
-        ),
-        ({"type": "function", "function": {"name": "weather", "parameters": {}}},),
-    )
+    called = {"id": "call00000", "type": "function", "function": function}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    asked = talk("Weather in Oslo", "Hello", system="Be fast").messages
+    result = {"role": "tool", "content": "rain", "tool_call_id": "call00000"}
+    answers = {"role": "assistant", "content": "cold rain"}
+    calling = {**asked[-1], "tool_calls": [called] * 2}
+    sample = Conversation((*asked[:-1], calling, result, answers), (tool,))
     chat = load_chat(small_tokenizer(), name)
     row = chat.render(sample, "assistant")
     text = chat.tokenizer.decode(row.ids)
@@ -132,60 +98,46 @@ def test_built_in_templates_write_tools_and_train_the_calls(name: str):
     assert trained_texts(chat, row) == [f"Hello\n{call}\n{call}{end}", f"cold rain{end}"]
 
 
-@pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_generation_marks_agree_with_the_mask_of_transformers(name: str):
-    chat = load_chat(small_tokenizer(), name)
+def assert_masked_as_by_transformers(chat: Chat, sample: Conversation) -> None:
     theirs = chat.tokenizer.apply_chat_template(
-        list(TWO_TURNS.messages),
-        chat_template=chat.template,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    row = chat.render(TWO_TURNS, "assistant")
+        list(sample.messages), tools=list(sample.tools) or None, chat_template=chat.template,
+        return_dict=True, return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    row = chat.render(sample, "assistant")
     assert row.ids == theirs["input_ids"]
     assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
 
 
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_generation_marks_agree_with_the_mask_of_transformers(name):
+    assert_masked_as_by_transformers(load_chat(small_tokenizer(), name), TWO_TURNS)
+
+
 def test_a_prompt_is_the_beginning_of_the_row_that_was_trained():
-    chat = load_chat(small_tokenizer(), "chatml")
-    row = chat.render(TWO_TURNS, "completion")
-    prompt = chat.prompt(Conversation(TWO_TURNS.messages[:-1]))
+    row = CHATML.render(TWO_TURNS, "completion")
+    prompt = CHATML.prompt(Conversation(TWO_TURNS.messages[:-1]))
     assert row.ids[: len(prompt)] == prompt
     assert row.trained.index(True) == len(prompt)
 
 
-def test_given_messages_are_context():
-    chat = load_chat(small_tokenizer(), "chatml")
-    sample = Conversation(TWO_TURNS.messages, given=3)
-    row = chat.render(sample, "assistant")
-    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
-
-
-def test_messages_that_are_context_only_are_not_trained():
-    chat = load_chat(small_tokenizer(), "chatml")
-    row = chat.render(dataclasses.replace(TWO_TURNS, untrained=frozenset({1})), "assistant")
-    assert row.ids == chat.render(TWO_TURNS, "assistant").ids
-    assert trained_pieces(chat, row) == [["The", " answer", " is", " four", "<|im_end|>"]]
+def test_messages_that_are_given_or_context_only_are_not_trained():
+    for context in ({"given": 3}, {"untrained": frozenset({1})}):
+        row = CHATML.render(dataclasses.replace(TWO_TURNS, **context), "assistant")
+        assert row.ids == CHATML.render(TWO_TURNS, "assistant").ids
+        assert trained_pieces(CHATML, row) == [LAST]
     last = dataclasses.replace(TWO_TURNS, untrained=frozenset({3}))
-    assert not any(chat.render(last, "completion").trained)
+    assert not any(CHATML.render(last, "completion").trained)
     with pytest.raises(FinetuneError, match="message 3 is context only by its weight or train"):
-        chat.render(last, "all")
+        CHATML.render(last, "all")
 
 
 def test_a_conversation_without_an_assistant_trains_nothing():
-    chat = load_chat(small_tokenizer(), "chatml")
     for train_on in ("assistant", "completion"):
-        assert not any(chat.render(talk("Hi"), train_on).trained)
-
-
-def test_a_turn_that_repeats_the_header_or_the_question_is_still_found():
-    chat = chat_of(CHATML_UNMARKED)
-    row = chat.render(talk("Hi", "Hi", "Hi", "assistant\nHi"), "assistant")
-    assert trained_texts(chat, row) == ["Hi<|im_end|>", "assistant\nHi<|im_end|>"]
+        assert not any(CHATML.render(talk("Hi"), train_on).trained)
 
 
 @pytest.mark.parametrize("answer", ["\n\nHello", "\n"])
-def test_an_answer_that_begins_as_its_header_ends_is_trained_completely(answer: str):
+def test_an_answer_that_begins_as_its_header_ends_is_trained_completely(answer):
     chat = Chat(small_tokenizer(more=["\n\n"]), CHATML_UNMARKED)
     assert len(chat.tokenizer("\n\n")["input_ids"]) == 1
     row = chat.render(talk("Hi", answer, "Hi", answer), "assistant")
@@ -195,27 +147,16 @@ def test_an_answer_that_begins_as_its_header_ends_is_trained_completely(answer: 
     assert row.trained.index(True) == len(prompt)
 
 
-def test_content_that_ends_in_white_space_keeps_it():
-    chat = chat_of(CHATML_UNMARKED)
-    assert trained_texts(chat, chat.render(talk("Hi", "Hello \n\n"), "assistant")) == [
-        "Hello \n\n<|im_end|>"
-    ]
-
-
 SAID = st.characters(codec="utf-8")
 """What can be said: no half characters."""
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(SAID), min_size=2, max_size=6), st.booleans())
-def test_exactly_the_answers_are_trained(contents: list[str], marked: bool):
-    chat = load_chat(small_tokenizer_once(), "chatml") if marked else UNMARKED
+def test_exactly_the_answers_are_trained(contents, marked):
+    chat = CHATML if marked else UNMARKED
     row = chat.render(talk(*contents), "assistant")
     assert trained_texts(chat, row) == [f"{said}<|im_end|>" for said in contents[1::2]]
-
-
-small_tokenizer_once = cache(small_tokenizer)
-UNMARKED = Chat(small_tokenizer_once(), CHATML_UNMARKED)
 
 
 def test_the_tokens_that_stop_an_answer_are_the_ends_of_text_and_turn():
@@ -226,44 +167,56 @@ def test_the_tokens_that_stop_an_answer_are_the_ends_of_text_and_turn():
     assert load_chat(tokenizer, None).stop_ids == ends[:1]
 
 
-# Templates of other shapes.
+NO_HEADER = (
+    "{% for m in messages %}{% if m.role == 'user' %}Hi {{ m.content }} Bye"
+    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+OPENS_A_THOUGHT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+TWICE_OVER_SLICES = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages[::-1] %}{% if m.role == 'user' %}{% set x = m %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% for word in m.content.split() %}{{ word }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DATED = "{{ strftime_now('%d %b %Y') }}\n" + CHATML_UNMARKED
+READS_WHAT_IT_WROTE = (
+    "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}"
+    "{{ all | length }}" + CHATML_UNMARKED
+)
+SHAPES = {
+    "a turn that repeats the header or the question": (CHATML_UNMARKED,
+        talk("Hi", "Hi", "Hi", "assistant\nHi"), ["Hi<|im_end|>", "assistant\nHi<|im_end|>"]),
+    "content that ends in white space": (CHATML_UNMARKED,
+        talk("Hi", "Hello \n\n"), ["Hello \n\n<|im_end|>"]),
+    "no header: all that the turn writes": (NO_HEADER, TWO_TURNS,
+        [" Hello there </s>", " The answer is four </s>"]),
+    "a header that opens a thought where the turn has none": (OPENS_A_THOUGHT,
+        talk("Hi", "<tiny> Hello", "Bye", "Bye"),
+        ["<tiny> Hello<|im_end|>", "</think>\nBye<|im_end|>"]),
+    "two loops over slices": (TWICE_OVER_SLICES,
+        talk("Hi", "Hello there", system="Bye"), ["Hellothere<|im_end|>"]),
+    "a date, which is fixed": (DATED, talk("Hi", "Hello"), ["Hello<|im_end|>"],
+        "26 Jul 2024\n<|im_start|>"),
+    "what it wrote is read": (READS_WHAT_IT_WROTE, talk("Hi", "Hello"), ["Hello<|im_end|>"],
+        "7<|im_start|>user"),
+}  # fmt: skip
+"""Templates, what they train, and how some rows begin."""
 
 
-def test_a_template_without_a_header_trains_all_that_the_turn_writes():
-    chat = chat_of(
-        "{% for m in messages %}{% if m.role == 'user' %}Hi {{ m.content }} Bye"
-        "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
-    )
-    row = chat.render(TWO_TURNS, "assistant")
-    assert trained_texts(chat, row) == [" Hello there </s>", " The answer is four </s>"]
-
-
-def test_a_header_that_opens_a_thought_is_trimmed_where_the_turn_has_none():
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}"
-        "{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
+@pytest.mark.parametrize("name", SHAPES)
+def test_exactly_what_the_assistant_says_is_trained_whatever_the_template(name):
+    template, sample, trained, *begins = SHAPES[name]
     chat = chat_of(template)
-    row = chat.render(talk("Hi", "<tiny> Hello", "Bye", "Bye"), "assistant")
-    assert trained_texts(chat, row) == ["<tiny> Hello<|im_end|>", "</think>\nBye<|im_end|>"]
-
-
-def test_a_template_that_loops_twice_over_slices_is_marked():
-    template = (
-        "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
-        "{% set messages = messages[1:] %}{% endif %}"
-        "{% for m in messages[::-1] %}{% if m.role == 'user' %}{% set x = m %}{% endif %}"
-        "{% endfor %}"
-        "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
-        "<|im_start|>{{ m.role }}\n{% for word in m.content.split() %}{{ word }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    chat = chat_of(template)
-    row = chat.render(talk("Hi", "Hello there", system="Bye"), "assistant")
-    assert trained_texts(chat, row) == ["Hellothere<|im_end|>"]
+    row = chat.render(sample, "assistant")
+    assert trained_texts(chat, row) == trained
+    assert chat.tokenizer.decode(row.ids).startswith("".join(begins))
 
 
 def test_a_token_across_the_end_of_the_header_is_cut_there():
@@ -286,33 +239,25 @@ def test_a_header_that_cannot_be_cut_off_is_refused_with_both_texts():
         chat.render(talk("Hi", "Hello there"), "assistant")
 
 
-def test_the_date_of_a_template_is_fixed():
-    chat = chat_of("{{ strftime_now('%d %b %Y') }}\n" + CHATML_UNMARKED)
-    row = chat.render(talk("Hi", "Hello"), "assistant")
-    assert chat.tokenizer.decode(row.ids).startswith("26 Jul 2024\n<|im_start|>")
-    assert trained_texts(chat, row) == ["Hello<|im_end|>"]
-
-
-# BOS and EOS.
-
-
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(
-    name: str, adds_bos: bool
-):
+def test_a_built_in_template_begins_with_bos_exactly_where_the_tokenizer_does(name, adds_bos):
     chat = load_chat(small_tokenizer(adds_bos=adds_bos), name)
     ids = chat.render(TWO_TURNS, "assistant").ids
     bos = chat.tokenizer.convert_tokens_to_ids("<s>")
     assert (ids[0] == bos, ids.count(bos)) == ((True, 1) if adds_bos else (False, 0))
 
 
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_text_is_trained_completely_with_its_end(adds_bos: bool):
+@pytest.mark.parametrize(
+    ("adds_bos", "text"),
+    [(False, "Hello there"), (True, "Hello there"), (True, "<s>Hello there</s>")],
+)
+def test_text_is_trained_completely_with_its_end_and_no_second_bos(adds_bos, text):
     chat = Chat(small_tokenizer(adds_bos=adds_bos), None)
-    row = chat.render(Text("Hello there"), "assistant")
     bos = ["<s>"] if adds_bos else []
-    assert trained_pieces(chat, row) == [[*bos, "Hello", " there", "</s>"]]
+    for train_on in ("assistant", "all"):
+        row = chat.render(Text(text), train_on)
+        assert trained_pieces(chat, row) == [[*bos, "Hello", " there", "</s>"]]
 
 
 def test_what_a_tokenizer_adds_before_texts_is_added_without_a_bos():
@@ -334,19 +279,7 @@ def test_what_a_tokenizer_adds_before_texts_is_added_without_a_bos():
     assert not chat.render(Completion("", "there"), "completion").notes
 
 
-def test_an_answer_to_nothing_is_noted():
-    chat = Chat(small_tokenizer(), None)
-    assert chat.render(Completion("", "Hello"), "completion").notes == {"unasked"}
-    assert not chat.render(Completion("Hello", " there"), "completion").notes
-
-
-def test_a_text_that_has_its_bos_and_its_end_gets_no_second_one():
-    chat = Chat(small_tokenizer(adds_bos=True), None)
-    row = chat.render(Text("<s>Hello</s>"), "all")
-    assert trained_pieces(chat, row) == [["<s>", "Hello", "</s>"]]
-
-
-def test_only_the_completion_of_a_prompt_is_trained():
+def test_only_the_completion_is_trained_and_one_without_a_prompt_noted():
     chat = Chat(small_tokenizer(adds_bos=True), None)
     sample = Completion("What is two and two", " four")
     row = chat.render(sample, "completion")
@@ -355,6 +288,9 @@ def test_only_the_completion_of_a_prompt_is_trained():
     assert row == chat.render(sample, "assistant")
     assert all(chat.render(sample, "all").trained)
     assert chat.prompt(sample) == row.ids[:-2]
+    assert not row.notes
+    alone = Chat(small_tokenizer(), None).render(Completion("", "Hello"), "completion")
+    assert alone.notes == {"unasked"}
 
 
 def test_a_prompt_that_ends_in_a_space_is_tokenised_as_it_is_served():
@@ -365,80 +301,43 @@ def test_a_prompt_that_ends_in_a_space_is_tokenised_as_it_is_served():
     assert trained_pieces(chat, row) == [["four", "</s>"]]
 
 
-# What cannot be marked is refused.
+MARKED = "{% generation %}{{ m.content }}{% endgeneration %}"
+BOT = CHATML_UNMARKED.replace("<|im_start|>assistant\n{% endif", "### Bot:{% endif")
+UNMARKABLE = {
+    "a header without a generation prompt": (
+        CHATML_UNMARKED.partition("{% if add_generation_prompt")[0],
+        "it begins an assistant turn with '<|im_start|>assistant' and writes no generation "
+        "prompt, so the turn cannot be marked: got '<|im_start|>assistant\\nHello<|im_end|>\\n'; "
+        "add {% if add_generation_prompt %} with that header"),
+    "a generation prompt that turns do not begin with": (BOT,
+        "its generation prompt is '### Bot:', but the assistant turn is "
+        "'<|im_start|>assistant\\nHello<|im_end|>\\n', so the turn cannot be marked"),
+    "a turn that does not end in an end token": (CHATML_UNMARKED.replace("<|im_end|>", "##"),
+        "the assistant turn '<|im_start|>assistant\\nHello##\\n' closes with '#', which is not "
+        "an end token of this tokenizer, so a model could not learn to stop; end it with {{ "
+        "eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"),
+    "marks that skip the assistant": (CHATML_UNMARKED.replace("{{ m.content }}<|im_end|>",
+        f"{{% if m.role == 'user' %}}{MARKED}<|im_end|>"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}"),
+        "it has {% generation %} marks, but none in the assistant turn "
+        "'<|im_start|>assistant\\nHello<|im_end|>'"),
+    "a refusal of the template": ("{{ raise_exception('roles must alternate') }}",
+        "it refuses this conversation (user, assistant): roles must alternate"),
+}  # fmt: skip
 
 
-def refusal(chat: Chat, sample: Conversation) -> str:
-    with pytest.raises(FinetuneError) as error:
-        chat.render(sample, "assistant")
-    return str(error.value)
+@pytest.mark.parametrize("name", UNMARKABLE)
+def test_what_cannot_be_marked_is_refused_with_the_texts(name):
+    template, told = UNMARKABLE[name]
+    assert refusal(chat_of(template), talk("Hi", "Hello")) == f"chat template: {told}"
 
 
-def test_a_conversation_without_a_template_names_the_built_in_ones():
-    assert refusal(Chat(small_tokenizer(), None), TWO_TURNS) == (
-        "model.chat_template: the data has conversations and the tokenizer has no chat template; "
-        "set model.chat_template to a file or to one of chatml, plain"
-    )
-
-
-def test_a_header_without_a_generation_prompt_is_refused():
-    template = CHATML_UNMARKED.partition("{% if add_generation_prompt")[0]
-    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
-        "chat template: it begins an assistant turn with '<|im_start|>assistant' and writes no "
-        "generation prompt, so the turn cannot be marked: got "
-        "'<|im_start|>assistant\\nHello<|im_end|>\\n'; add {% if add_generation_prompt %} with "
-        "that header"
-    )
-
-
-def test_a_generation_prompt_that_turns_do_not_begin_with_is_refused_with_both_texts():
-    template = CHATML_UNMARKED.replace("<|im_start|>assistant\n{% endif", "### Bot:{% endif")
-    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
-        "chat template: its generation prompt is '### Bot:', but the assistant turn is "
-        "'<|im_start|>assistant\\nHello<|im_end|>\\n', so the turn cannot be marked"
-    )
-
-
-def test_a_turn_that_does_not_end_in_an_end_token_is_refused():
-    chat = load_chat(small_tokenizer(), None)
-    bad = Chat(chat.tokenizer, CHATML_UNMARKED.replace("<|im_end|>", "##"))
-    assert refusal(bad, talk("Hi", "Hello")) == (
-        "chat template: the assistant turn '<|im_start|>assistant\\nHello##\\n' closes with '#', "
-        "which is not an end token of this tokenizer, so a model could not learn to stop; end it "
-        "with {{ eos_token }} (as the built-in 'plain' does) or add the token to the tokenizer"
-    )
-
-
-def test_generation_marks_that_leave_out_the_end_token_are_refused():
-    marked = CHATML_UNMARKED.replace(
-        "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
-    )
-    assert "closes with 'Hello', which is not an end token" in refusal(
-        chat_of(marked), talk("Hi", "Hello")
-    )
-
-
-def test_generation_marks_that_skip_the_assistant_are_refused():
-    marked = CHATML_UNMARKED.replace(
-        "{{ m.content }}<|im_end|>",
-        "{% if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
-        "{% else %}{{ m.content }}<|im_end|>{% endif %}",
-    )
-    assert refusal(chat_of(marked), talk("Hi", "Hello")) == (
-        "chat template: it has {% generation %} marks, but none in the assistant turn "
-        "'<|im_start|>assistant\\nHello<|im_end|>'"
-    )
-
-
-def test_a_template_that_reads_what_it_wrote_is_rendered_as_it_is():
-    template = (
-        "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}"
-        "{{ all | length }}" + CHATML_UNMARKED
-    )
-    chat = chat_of(template)
-    row = chat.render(talk("Hi", "Hello"), "assistant")
-    assert chat.tokenizer.decode(row.ids).startswith("7<|im_start|>user")
-    assert trained_texts(chat, row) == ["Hello<|im_end|>"]
+def test_marks_without_the_end_token_and_what_is_not_jinja_are_refused():
+    marked = CHATML_UNMARKED.replace("{{ m.content }}", MARKED)
+    told = refusal(chat_of(marked), talk("Hi", "Hello"))
+    assert "closes with 'Hello', which is not an end token" in told
+    told = refusal(chat_of("{% for m in %}"), talk("Hi", "Hello"))
+    assert told.startswith("chat template: it is not valid Jinja: ")
 
 
 def test_a_template_that_leaves_out_a_message_is_refused():
@@ -464,50 +363,28 @@ def test_a_template_that_leaves_out_tool_calls_or_tools_is_refused():
     )
 
 
-def test_a_template_that_refuses_a_conversation_is_reported_with_its_reason():
-    template = "{{ raise_exception('roles must alternate') }}"
-    assert refusal(chat_of(template), talk("Hi", "Hello")) == (
-        "chat template: it refuses this conversation (user, assistant): roles must alternate"
-    )
-
-
-def test_a_template_that_is_not_jinja_is_refused():
-    assert refusal(chat_of("{% for m in %}"), talk("Hi", "Hello")).startswith(
-        "chat template: it is not valid Jinja: "
-    )
-
-
-def test_a_tokenizer_without_an_end_token_is_refused():
+def test_a_template_whose_tokens_are_not_there_is_refused(tmp_path):
     with pytest.raises(FinetuneError, match="it has no end-of-sequence token"):
         Chat(small_tokenizer(eos=None), None).render(Text("Hi"), "all")
-    with pytest.raises(FinetuneError, match="'plain' needs an end-of-sequence token"):
-        load_chat(small_tokenizer(eos=None), "plain")
-
-
-def test_chatml_is_refused_where_its_tokens_are_not_tokens():
-    with pytest.raises(FinetuneError) as error:
-        load_chat(small_tokenizer(special=SPECIAL[:1]), "chatml")
-    assert str(error.value) == (
+    assert "'plain' needs an end-of-sequence token" in load_error(
+        small_tokenizer(eos=None), "plain"
+    )
+    assert load_error(small_tokenizer(special=SPECIAL[:1]), "chatml") == (
         "model.chat_template: 'chatml' needs <|im_end|>, which the tokenizer does not have as "
         "tokens; use 'plain'"
     )
+    (tmp_path / "latin.jinja").write_bytes(b"{# caf\xe9 #}")
+    told = load_error(small_tokenizer(), str(tmp_path / "latin.jinja"))
+    assert "latin.jinja is not UTF-8 (byte 6)" in told
 
 
-def test_an_unknown_template_names_the_built_in_ones(tmp_path: Path):
-    with pytest.raises(FinetuneError) as error:
-        load_chat(small_tokenizer(), "chatlm")
-    assert str(error.value) == (
+def test_a_template_is_a_built_in_one_or_comes_from_a_file_or_from_the_tokenizer(tmp_path):
+    assert load_error(small_tokenizer(), "chatlm") == (
         "model.chat_template: 'chatlm' is neither a file nor a built-in template; did you mean "
         "'chatml'? (built in: chatml, plain)"
     )
-    (tmp_path / "latin.jinja").write_bytes(b"{# caf\xe9 #}")
-    with pytest.raises(FinetuneError, match=r"latin.jinja is not UTF-8 \(byte 6\)"):
-        load_chat(small_tokenizer(), str(tmp_path / "latin.jinja"))
-
-
-def test_a_template_comes_from_a_file_or_from_the_tokenizer(tmp_path: Path):
     path = tmp_path / "own.jinja"
-    path.write_text(CHATML_UNMARKED)
+    path.write_text(CHATML_UNMARKED, encoding="utf-8-sig")  # the mark is not part of it
     tokenizer = small_tokenizer()
     assert load_chat(tokenizer, str(path)).template == CHATML_UNMARKED
     assert load_chat(tokenizer, None).template is None
@@ -515,19 +392,6 @@ def test_a_template_comes_from_a_file_or_from_the_tokenizer(tmp_path: Path):
     assert load_chat(tokenizer, None).template == CHATML_UNMARKED
 
 
-# Real templates on real tokenizers.
-
-MARKS = {
-    "google-gemma-2-2b-it": ("<start_of_turn>", "<end_of_turn>"),
-    "meta-llama-Llama-3.1-8B-Instruct": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "meta-llama-Llama-3.2-3B-Instruct": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "microsoft-Phi-3.5-mini-instruct": ("<|user|>", "<|assistant|>", "<|end|>"),
-    "Qwen-Qwen2.5-7B-Instruct": (),
-    "mistralai-Mistral-Nemo-Instruct-2407": (),
-    "qwen3": (),
-    "chatml": (),
-    "plain": (),
-}
 ENDS = {
     "google-gemma-2-2b-it": "<end_of_turn>",
     "meta-llama-Llama-3.1-8B-Instruct": "<|eot_id|>",
@@ -535,33 +399,18 @@ ENDS = {
     "microsoft-Phi-3.5-mini-instruct": "<|end|>",
     "mistralai-Mistral-Nemo-Instruct-2407": "</s>",
 }
-NO_TOOLS = {"google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"}
 THOUGHT = "<think>\n\n</think>\n\n"
 
 
-@cache
-def real_chat(assets: Path, name: str) -> Chat:
-    """A real template on the tokenizer it fits, or on one that is given its special tokens."""
-    base = "mistral-v3" if name.startswith("mistral") else "qwen3"
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(assets / "tokenizers" / base)
-    if MARKS[name]:
-        tokenizer.add_tokens([*MARKS[name], "<bos>"], special_tokens=True)
-        tokenizer.bos_token = "<bos>"
-    if name in ("qwen3", "chatml", "plain"):
-        return load_chat(tokenizer, None if name == "qwen3" else name)
-    return load_chat(tokenizer, str(assets / "configs/chat_templates" / f"{name}.jinja"))
-
-
 @pytest.mark.parametrize("name", MARKS)
-def test_real_templates_train_what_was_said_token_by_token(assets: Path, name: str):
+def test_real_templates_train_what_was_said_token_by_token(assets, name):
     chat = real_chat(assets, name)
     row = chat.render(talk("Hi", "Hello there", "2+2?", "It is 4."), "assistant")
     end = ENDS.get(name, "<|im_end|>")
     thought = ["<think>", "\n\n", "</think>", "\n\n"] if name == "qwen3" else []
-    first = ["Hello", "there"] if name.startswith("mistral") else ["Hello", " there"]
-    last = (
-        ["It", "is", "", "4", "."] if name.startswith("mistral") else ["It", " is", " ", "4", "."]
-    )
+    first, last = ["Hello", " there"], ["It", " is", " ", "4", "."]
+    if name.startswith("mistral"):
+        first, last = ([each.strip() for each in pieces] for pieces in (first, last))
     assert trained_pieces(chat, row) == [[*first, end], [*thought, *last, end]]
     completion = chat.render(talk("Hi", "Hello there", "2+2?", "It is 4."), "completion")
     assert completion.ids == row.ids
@@ -571,7 +420,7 @@ def test_real_templates_train_what_was_said_token_by_token(assets: Path, name: s
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_real_templates_are_trained_from_where_serving_asks(assets: Path, name: str):
+def test_real_templates_are_trained_from_where_serving_asks(assets, name):
     """The prompt of each turn, rendered and tokenised by itself, ends where training begins."""
     chat = real_chat(assets, name)
     sample = talk("Hi", "Hello there", "2+2?", "It is 4.", "Why?", "Because.")
@@ -579,18 +428,16 @@ def test_real_templates_are_trained_from_where_serving_asks(assets: Path, name: 
     starts = [i for i in range(1, len(row.ids)) if row.trained[i] and not row.trained[i - 1]]
     for start, turn in zip(starts, (1, 3, 5), strict=True):
         served = chat.tokenizer.apply_chat_template(
-            list(sample.messages[:turn]),
-            chat_template=chat.template,
+            list(sample.messages[:turn]), chat_template=chat.template, return_dict=False,
             add_generation_prompt=True,
-            return_dict=False,
-        )
+        )  # fmt: skip
         if "3.2" in name:  # it writes the date of the day
             served = chat.prompt(Conversation(sample.messages[:turn]))
         assert row.ids[:start] == served
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_real_tool_calls_are_trained_and_their_results_are_not(assets: Path, name: str):
+def test_real_tool_calls_are_trained_and_their_results_are_not(assets, name):
     path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
     sample = read_row("sharegpt", json.loads(path.read_text())[0])
     assert isinstance(sample, Conversation)
@@ -615,7 +462,7 @@ def test_real_tool_calls_are_trained_and_their_results_are_not(assets: Path, nam
     assert trained_texts(chat, row) == [f"{text}{end}" for text in (said[0], call, said[1], last)]
 
 
-def test_qwen3_keeps_the_thoughts_of_the_last_turn_only(assets: Path):
+def test_qwen3_keeps_the_thoughts_of_the_last_turn_only(assets):
     chat = real_chat(assets, "qwen3")
     sample = talk("Hi", "<think>\nhm\n</think>\n\nHello", "Bye", "<think>\nso\n</think>\n\nBye")
     assert trained_texts(chat, chat.render(sample, "assistant")) == [
@@ -624,7 +471,7 @@ def test_qwen3_keeps_the_thoughts_of_the_last_turn_only(assets: Path):
     ]
 
 
-def test_mistral_nemo_is_refused_with_a_system_message_that_it_leaves_out(assets: Path):
+def test_mistral_nemo_is_refused_with_a_system_message_that_it_leaves_out(assets):
     """Its template writes the system message only into a conversation that ends with the user."""
     chat = real_chat(assets, "mistralai-Mistral-Nemo-Instruct-2407")
     assert "it leaves out message 0 (system: 'Be brief')" in refusal(
@@ -633,25 +480,16 @@ def test_mistral_nemo_is_refused_with_a_system_message_that_it_leaves_out(assets
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_the_mask_of_transformers_agrees_on_real_tool_conversations(assets: Path, name: str):
+def test_the_mask_of_transformers_agrees_on_real_tool_conversations(assets, name):
     chat = real_chat(assets, name)
     path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
     for raw in json.loads(path.read_text())[:60]:
         sample = read_row("sharegpt", raw)
         assert isinstance(sample, Conversation)
-        theirs = chat.tokenizer.apply_chat_template(
-            list(sample.messages),
-            tools=list(sample.tools) or None,
-            chat_template=chat.template,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        row = chat.render(sample, "assistant")
-        assert row.ids == theirs["input_ids"]
-        assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
+        assert_masked_as_by_transformers(chat, sample)
 
 
-def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets: Path):
+def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets):
     chat = real_chat(assets, "Qwen-Qwen2.5-7B-Instruct")
     path = assets / "data/oasst_sample/en_100_tree.jsonl"
     for _, raw in READERS[".jsonl"](path):
@@ -675,7 +513,7 @@ def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets: Path
     ],
 )
 def test_completions_of_real_tokenizers_are_trained_completely(
-    assets: Path, tokenizer: str, prompt: str, completion: str, pieces: list[str]
+    assets, tokenizer, prompt, completion, pieces
 ):
     real = AutoTokenizer.from_pretrained(assets / "tokenizers" / tokenizer)
     chat = load_chat(real, None)

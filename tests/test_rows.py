@@ -25,15 +25,11 @@ SHARED = {
 }
 ALONE = {
     "a recurrent state": ("mamba", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}),
-    "linear attention": (
-        "qwen3_next",
-        {**SMALL, "layer_types": ["linear_attention", "full_attention"]},
-    ),
-    "positions by length": (
-        "llama",
-        {**SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-    ),
-}
+    "linear attention":
+        ("qwen3_next", {**SMALL, "layer_types": ["linear_attention", "full_attention"]}),
+    "positions by length": ("llama",
+        {**SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+}  # fmt: skip
 
 
 def tiny(kind: str, fields: dict[str, Any]) -> Any:
@@ -45,7 +41,7 @@ def tiny(kind: str, fields: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", SHARED)
 @torch.inference_mode()
-def test_rows_join_and_leave_without_a_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_join_and_leave_without_a_trace(kind, monkeypatch):
     """Within 1e-4: fp32, whose products add in another order for another number of rows."""
     model = tiny(kind, SHARED[kind])
     assert can_share(model)
@@ -84,7 +80,7 @@ def cached(rows: Rows) -> list[torch.Tensor]:
     return [each for layer in rows._cache.layers for each in (layer.keys, layer.values)]
 
 
-def test_a_cpu_pads_prompts_less_than_it_reads_weights_again() -> None:
+def test_a_cpu_pads_prompts_less_than_it_reads_weights_again():
     lengths = [1000, 4, 2, 990, 2, 40]
     order, passes = in_passes([[0] * length for length in lengths], torch.device("cpu"))
     assert [lengths[number] for number in order] == [2, 2, 4, 40, 990, 1000]
@@ -95,13 +91,11 @@ def test_a_cpu_pads_prompts_less_than_it_reads_weights_again() -> None:
 
 
 @pytest.mark.parametrize(("kind", "fields"), ALONE.values(), ids=ALONE.keys())
-def test_a_model_whose_rows_change_each_other_shares_nothing(
-    kind: str, fields: dict[str, Any]
-) -> None:
+def test_a_model_whose_rows_change_each_other_shares_nothing(kind, fields):
     assert not can_share(tiny(kind, fields))
 
 
-def test_a_draw_follows_the_probabilities_and_its_seed() -> None:
+def test_a_draw_follows_the_probabilities_and_its_seed():
     shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = shares.log() * 2  # temperature 2 undoes it
     draw = Draw(2.0, 1.0, 7)

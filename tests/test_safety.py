@@ -1,5 +1,6 @@
 """Data is never code, names stay in their directory, secrets stay secret, nothing calls home."""
 
+import contextlib
 import json
 import pickle
 import shutil
@@ -32,43 +33,41 @@ class Bomb:
         return Path.touch, (self.place,)
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.fixture
+def bomb(tmp_path: Path) -> bytes:
+    """A pickle that makes a file tmp_path/ran."""
+    return pickle.dumps(Bomb(tmp_path / "ran"))
+
+
+@pytest.fixture
+def model(tiny: Tiny, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny.model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("train r.json", True), ("train r.json model.pickle=true", False), ("chat model", False)],
+)
 def test_a_pickle_is_refused_and_when_asked_for_runs_no_code(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, asked: bool
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny.model, model)
+    tiny, finetune, tmp_path, model, bomb, words, told
+):
     (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
-    sections = {"model": {"name": str(model), "pickle": asked}}
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections, **ONE_STEP))
-    done = finetune("train", recipe, "--output", tmp_path / "run")
+    (model / "pytorch_model.bin").write_bytes(bomb)
+    write_recipe(tmp_path / "r.json", tiny.fields(model={"name": str(model)}, **ONE_STEP))
+    more = ["--prompt", "Hello"] if "chat" in words else ["--output", "run"]
+    done = finetune(*words.split(), *more, cwd=tmp_path)
     assert done.status == 2, done.output
     assert "Traceback" not in done.output
-    assert ("set model.pickle=true if you trust their author" in done.stderr) is not asked
+    assert told is ("set model.pickle=true if you trust their author" in done.stderr)
     assert not (tmp_path / "ran").exists()
 
 
-def test_chat_refuses_a_folder_with_a_pickle(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny.model, model)
-    (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
-    done = finetune("chat", model, "--prompt", "Hello")
-    assert done.status == 2
-    assert not (tmp_path / "ran").exists()
-
-
-def test_an_adapter_that_is_a_pickle_is_refused_with_a_reason(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_an_adapter_that_is_a_pickle_is_refused_with_a_reason(tiny, finetune, tmp_path, bomb):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "r": 4, "base_model_name_or_path": str(tiny.model)}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-    (adapter / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    (adapter / "adapter_model.bin").write_bytes(bomb)
     done = finetune("chat", adapter, "--prompt", "Hello")
     assert (done.status, done.stderr) == (
         2,
@@ -78,11 +77,7 @@ def test_an_adapter_that_is_a_pickle_is_refused_with_a_reason(
     assert not (tmp_path / "ran").exists()
 
 
-def test_custom_model_code_runs_only_if_the_recipe_allows_it(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(tiny.model, model)
+def test_custom_model_code_runs_only_if_the_recipe_allows_it(tiny, finetune, tmp_path, model):
     (model / "custom.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     config = json.loads((model / "config.json").read_text())
     config["model_type"] = "custom"
@@ -106,9 +101,7 @@ def test_custom_model_code_runs_only_if_the_recipe_allows_it(
         "!!python/object/new:os.system ['touch ran']\n",
     ],
 )
-def test_a_recipe_in_yaml_runs_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_recipe_in_yaml_runs_no_code(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
@@ -117,26 +110,56 @@ def test_a_recipe_in_yaml_runs_no_code(
     assert not (tmp_path / "ran").exists()
 
 
-def test_secrets_of_the_environment_reach_no_file_and_no_line(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
+Watched = tuple[Path, str, list[object]]
+
+
+@pytest.fixture(scope="module")
+def watched(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """A run with secrets in its environment, what it said, and who connected to its proxy."""
+    root = tmp_path_factory.mktemp("watched")
     fields = tiny.fields(adapter={"r": 4}, trackers=["tensorboard"], **ONE_STEP)
-    recipe = write_recipe(tmp_path / "r.json", fields)
-    done = finetune("train", recipe, "--output", run, env=SECRETS)
+    recipe = write_recipe(root / "r.json", fields)
+    came: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(0.2)
+        over = threading.Event()
+
+        def listen() -> None:
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    connection, address = proxy.accept()
+                    came.append(address)
+                    connection.close()
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        place = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        env = {"HTTPS_PROXY": place, "HTTP_PROXY": place, "ALL_PROXY": place, "HF_HUB_OFFLINE": "0"}
+        done = finetune("train", recipe, "--output", root / "run", env=SECRETS | env)
+        over.set()
+        listener.join()
     assert done.status == 0, done.output
-    told = finetune("report", run, env=SECRETS)
-    assert told.status == 0
+    told = finetune("report", root / "run", env=SECRETS)
+    assert told.status == 0, told.output
+    return root / "run", done.output + told.output, came
+
+
+def test_secrets_of_the_environment_reach_no_file_and_no_line(watched):
+    run, said, _ = watched
     written = [path for path in run.rglob("*") if path.is_file()]
-    assert {"environment.json", "metrics.jsonl", "README.md", "report.html"} <= {
-        path.name for path in written
-    }
+    names = {path.name for path in written}
+    assert {"environment.json", "metrics.jsonl", "README.md", "report.html"} <= names
     for secret in SECRETS.values():
-        assert secret not in done.output + told.output
+        assert secret not in said
         assert [path for path in written if secret.encode() in path.read_bytes()] == []
 
 
-def test_a_token_in_a_command_line_is_hidden() -> None:
+def test_training_opens_no_connection(watched):
+    """With the hub allowed and every request led to a proxy here, none comes."""
+    assert watched[2] == []
+
+
+def test_a_token_in_a_command_line_is_hidden():
     token = SECRETS["HF_TOKEN"]
     words = ["train", "--hf-token", token, f"tracker.api_key={token}", token, "--seed=1"]
     assert not any(token in word for word in without_secrets(words))
@@ -154,7 +177,7 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("token", TOKENS)
-def test_common_token_formats_are_hidden_everywhere(token: str) -> None:
+def test_common_token_formats_are_hidden_everywhere(token):
     told = hide(f"--url=https://host/x?a=1 {token} data.source='{token}'")
     assert token not in told
     assert told.startswith("--url=https://host/x?a=1 *** ")
@@ -173,34 +196,6 @@ def test_common_token_formats_are_hidden_everywhere(token: str) -> None:
         ("/data/sk-1/0123456789abcdef0123456789abcdef01234567.jsonl",) * 2,
     ],
 )
-def test_passwords_in_urls_are_hidden_and_other_text_stays(url: str, shown: str) -> None:
+def test_passwords_in_urls_are_hidden_and_other_text_stays(url, shown):
     assert hide(url) == shown
     assert without_secrets([f"data.0.source={url}"]) == [f"data.0.source={shown}"]
-
-
-def test_training_opens_no_connection(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
-    """With the hub allowed and every request led to a proxy here, none comes."""
-    came: list[object] = []
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-        proxy.settimeout(0.2)
-        done = threading.Event()
-
-        def listen() -> None:
-            while not done.is_set():
-                try:
-                    connection, address = proxy.accept()
-                except TimeoutError:
-                    continue
-                came.append(address)
-                connection.close()
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-        place = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-        env = {"HTTPS_PROXY": place, "HTTP_PROXY": place, "ALL_PROXY": place, "HF_HUB_OFFLINE": "0"}
-        recipe = write_recipe(tmp_path / "r.json", tiny.fields(adapter={"r": 4}, **ONE_STEP))
-        ended = finetune("train", recipe, "--output", tmp_path / "run", env=env)
-        done.set()
-        listener.join()
-    assert ended.status == 0, ended.output
-    assert came == []

@@ -39,7 +39,7 @@ def test_without_the_harness_its_extra_is_named(capsys):
 
 
 @pytest.mark.skipif(not HERE, reason="needs lm-evaluation-harness")
-def test_a_local_task_is_asked_as_generate_asks(tmp_path: Path) -> None:
+def test_a_local_task_is_asked_as_generate_asks(tmp_path):
     loaded = load(lora_run(tmp_path).run)
     asked = ["one", "two", "three"]
     said = generate(loaded, [[{"role": "user", "content": word}] for word in asked], 8)
@@ -47,14 +47,13 @@ def test_a_local_task_is_asked_as_generate_asks(tmp_path: Path) -> None:
     data, task = tmp_path / "rows.jsonl", tmp_path / "words.yaml"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task.write_text(TASK.format(data=data))
-    chats = tmp_path / "chats.yaml"
-    chats.write_text(
-        TASK.format(data=data)
-        .replace("task: words", "task: chats")
-        .replace("generate_until", "loglikelihood")
-        .replace("metric: exact_match", "metric: acc")
-        .replace("generation_kwargs: {until: []}\n", "")
-    )
+    chats, text = tmp_path / "chats.yaml", TASK.format(data=data)
+    for old, new in (
+        ("task: words", "task: chats"), ("generate_until", "loglikelihood"),
+        ("metric: exact_match", "metric: acc"), ("generation_kwargs: {until: []}\n", ""),
+    ):  # fmt: skip
+        text = text.replace(old, new)
+    chats.write_text(text)
     tasks = find_tasks([str(task), str(chats)], None, 8, 2)
     (measure,), notes = task_measures(loaded, tasks)
     assert (measure.name, measure.of_rows.tolist()) == ("words/exact_match", [1, 1, 0])
@@ -91,9 +90,7 @@ def cache_gsm8k(cache: Path, answers: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HERE, reason="needs lm-evaluation-harness")
-def test_a_published_task_runs_offline_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_task_runs_offline_from_the_cache(tmp_path, monkeypatch):
     loaded = load(lora_run(tmp_path / "run").run)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import load_error, refusal, trained_texts
+from conftest import write_recipe
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
+from finetune.cli import main as cli
 from finetune.data.chat.chat_templates import template_variables, with_defaults
-from finetune.data.chat.render import Chat, Row, load_chat
+from finetune.data.chat.render import Chat, load_chat
 from finetune.data.encode import Chunk, Encoder
 from finetune.data.formats import Conversation, Text, read_row
 from finetune.errors import FinetuneError
@@ -19,20 +20,24 @@ from finetune.methods.sft import SFT
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + HEADER
+ARGUMENTS = "{{ c.function.arguments | tojson }}"
+
+
+def loop(turn: str) -> str:
+    return "{% for m in messages %}" + turn + "{% endfor %}" + HEADER
+
+
+CHATML = loop(TURN)
+CALL = "<call>{{ c.function.name }} " + ARGUMENTS + "</call>"
 CALLS = CHATML.replace(
-    "<|im_end|>",
-    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} "
-    "{{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>",
+    "<|im_end|>", "{% for c in m.tool_calls or [] %}" + CALL + "{% endfor %}<|im_end|>"
 )
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
+LISTED = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {
+    "name": "get_weather", "description": "Weather of a city.", "parameters": PARAMETERS,
+}  # fmt: skip
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 def user(content: str) -> dict[str, Any]:
@@ -82,41 +87,21 @@ def load_template(tokenizer: Any, template: Any, variables: dict[str, Any]) -> C
     return load_chat(tokenizer, None, variables)
 
 
-def trained(chat: Chat, row: Row) -> list[str]:
-    pairs = groupby(zip(row.ids, row.trained, strict=True), key=lambda pair: pair[1])
-    return [chat.tokenizer.decode([token for token, _ in run]) for said, run in pairs if said]
-
-
 def said(chat: Chat, sample: Conversation) -> list[str]:
     """The trained texts, of a row whose text is the one of transformers."""
     row = chat.render(sample, "assistant")
     template = chat.tool_template if sample.tools and chat.tool_template else chat.template
     theirs = chat.tokenizer.apply_chat_template(
-        list(sample.messages),
-        tools=list(sample.tools) or None,
-        chat_template=template,
-        tokenize=False,
-        **{**chat.variables, **sample.template_kwargs},
-    )
+        list(sample.messages), tools=list(sample.tools) or None, chat_template=template,
+        tokenize=False, **{**chat.variables, **sample.template_kwargs},
+    )  # fmt: skip
     if "strftime_now" not in str(template):
         assert chat.tokenizer.decode(row.ids) == theirs
-    return trained(chat, row)
+    return trained_texts(chat, row)
 
 
-def refusal(chat: Chat, sample: Conversation) -> str:
-    with pytest.raises(FinetuneError) as error:
-        chat.render(sample, "assistant")
-    return str(error.value)
-
-
-# Where the turns are.
-
-NUMBERS = (
-    "{% for i in range(messages|length) %}{% set m = messages[i] %}"
-    + TURN
-    + "{% endfor %}"
-    + HEADER
-)
+NUMBERS = loop(TURN).replace("m in messages", "i in range(messages|length)")
+NUMBERS = NUMBERS.replace("<|im_start|>{{ m", "{% set m = messages[i] %}<|im_start|>{{ m", 1)
 SLICED = (
     "{% set rest = messages[1:] %}{{ messages[0].content }}\n"
     "{% for i in range(rest|length) %}<|im_start|>{{ rest[i]['role'] }}\n{{ rest[i].content }}"
@@ -132,7 +117,7 @@ IN_A_MACRO = (
     "{% macro talk(all) %}{% for m in all %}" + TURN + "{% endfor %}{% endmacro %}"
     "{{ talk(messages) }}" + HEADER
 )
-RECURSIVE = "{% for m in messages recursive %}" + TURN + "{% endfor %}" + HEADER
+RECURSIVE = CHATML.replace("in messages", "in messages recursive")
 REBUILT = (
     "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + "
     "[{'role': m.role, 'content': m.content}] %}{% endfor %}"
@@ -152,7 +137,7 @@ PROMPT_IN_THE_LOOP = (
         PROMPT_IN_THE_LOOP,
     ],
 )  # fmt: skip
-def test_turns_are_found_however_a_template_walks_over_them(template: str):
+def test_turns_are_found_however_a_template_walks_over_them(template):
     assert said(chat_of(template), TALK) == ["Hello there<|im_end|>", "red<|im_end|>"]
 
 
@@ -192,17 +177,12 @@ DEEPSEEK_TOKENS = ("<|User|>", "<|Assistant|>", "<|out|>", "<|outs|>", "<|call|>
 def test_an_answer_to_a_tool_begins_behind_the_prompt_of_that_place():
     assert said(chat_of(DEEPSEEK, *DEEPSEEK_TOKENS), TALK) == ["Hello there<|end|>", "red<|end|>"]
     chat = chat_of(DEEPSEEK, *DEEPSEEK_TOKENS)
-    assert trained(chat, chat.render(WEATHER, "assistant")) == [
-        '<|call|>get_weather\n{"city":"Oslo"}<|end|>',
-        "cold rain<|end|>",
-    ]
-
-
-# What a template leaves out.
+    call = '<|call|>get_weather\n{"city":"Oslo"}<|end|>'
+    assert trained_texts(chat, chat.render(WEATHER, "assistant")) == [call, "cold rain<|end|>"]
 
 
 @pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_thoughts_that_a_template_does_not_write_are_refused(name: str):
+def test_thoughts_that_a_template_does_not_write_are_refused(name):
     assert refusal(load_chat(small_tokenizer(), name), OPEN) == (
         "chat template: it leaves out the thoughts of message 1 (reasoning_content) (assistant: "
         "'Hello'); take it out of the data, or set model.chat_template to a template that writes it"
@@ -216,15 +196,13 @@ CUTTING_HISTORY = CUTTING.replace(
 )
 
 
-def test_a_template_that_cuts_every_thought_is_refused():
+def test_thoughts_that_a_template_cuts_are_refused_or_of_earlier_turns_only_noted():
     for sample in (INLINE, HISTORY):
         assert "it leaves out the thoughts of message 1" in refusal(chat_of(CUTTING), sample)
-
-
-def test_thoughts_left_out_of_earlier_turns_only_are_noted():
     chat = chat_of(CUTTING_HISTORY)
     row = chat.render(HISTORY, "assistant")
-    assert trained(chat, row) == ["Hello<|im_end|>", "<think>\nslow\n</think>\n\nBye<|im_end|>"]
+    last = "<think>\nslow\n</think>\n\nBye<|im_end|>"
+    assert trained_texts(chat, row) == ["Hello<|im_end|>", last]
     assert row.notes == {"history_thoughts"}
     assert chat.render(INLINE, "assistant").notes == set()
 
@@ -255,10 +233,9 @@ def test_a_mark_of_thoughts_inside_a_sentence_is_not_the_end_of_a_thought():
     for thought, answer in (
         ("fast\n", "\n\nHello"), ("It is 4.", "It is 4"), ("Two. ", " Two"), ("so 4", "Four"),
     ):  # fmt: skip
-        open_in_the_prompt = sample_of(asks, says(f"{thought}</think>{answer}"))
-        assert said(chat_of(moving), open_in_the_prompt) == [
-            f"<think>{thought}</think>\n{answer}<|im_end|>"
-        ]
+        opened = sample_of(asks, says(f"{thought}</think>{answer}"))
+        told = f"<think>{thought}</think>\n{answer}<|im_end|>"
+        assert said(chat_of(moving), opened) == [told]
 
 
 def test_thoughts_in_other_tags_and_with_other_white_space_are_found():
@@ -274,22 +251,20 @@ def test_thoughts_in_other_tags_and_with_other_white_space_are_found():
 @pytest.mark.parametrize(
     ("change", "sample", "left_out"),
     [
-        ("m.content if not m.tool_calls", sample_of(
-            user("Weather"), says("4", tool_calls=[call({"city": 4})])
-        ), "the text of message 1 next to its tool calls (assistant: '4')"),
+        ("m.content if not m.tool_calls",
+            sample_of(user("Weather"), says("4", tool_calls=[call({"city": 4})])),
+            "the text of message 1 next to its tool calls (assistant: '4')"),
         ("m.content if m.role != 'tool'", WEATHER, "message 2 (tool: 'rain')"),
         ("m.content[:8]", sample_of(user("Name a colour, fast or slow"), says("red")),
-         "message 0 (user: 'Name a colour, fast or slow')"),
+            "message 0 (user: 'Name a colour, fast or slow')"),
         ("m.content.split('!')[0]", sample_of(user("Name a colour, or two! Or four"), says("red")),
-         "a part of message 0"),
+            "a part of message 0"),
         ("m.content | upper", TALK, "message 0 (user: 'Hi')"),
         ("'Hi' if m.role == 'assistant' else m.content", sample_of(user("Hi"), says("a")),
-         "message 1 (assistant: 'a')"),
+            "message 1 (assistant: 'a')"),
     ],
 )  # fmt: skip
-def test_what_a_template_leaves_out_or_changes_is_refused(
-    change: str, sample: Conversation, left_out: str
-):
+def test_what_a_template_leaves_out_or_changes_is_refused(change, sample, left_out):
     template = CALLS.replace("{{ m.content }}", "{{ " + change + " }}")
     assert f"it leaves out {left_out}" in refusal(chat_of(template), sample)
 
@@ -303,81 +278,60 @@ def test_a_short_message_that_is_lost_is_not_mistaken_for_the_same_letters_elsew
 @pytest.mark.parametrize(
     "detail",
     [
-        {"description": "The name of a town"},
-        {"enum": ["Oslo", "Bergen"]},
-        {"default": 'Oslo "by"'},
-        {"type": "array", "items": {"enum": ["Bergen"]}},
+        {"description": "The name of a town"}, {"enum": ["Oslo", "Bergen"]},
+        {"default": 'Oslo "by"'}, {"type": "array", "items": {"enum": ["Bergen"]}},
         {"type": "object", "properties": {"postcode": {"type": "integer"}}},
     ],
-)
-def test_details_of_tools_that_a_template_leaves_out_are_counted(detail: dict[str, Any]):
+)  # fmt: skip
+def test_details_of_tools_that_a_template_leaves_out_are_counted(detail):
     parameters = {"type": "object", "properties": {"city": detail}}
-    function = {"name": "get_weather", "description": "Weather", "parameters": parameters}
-    sample = dataclasses.replace(WEATHER, tools=({"type": "function", "function": function},))
+    tool = {"type": "function", "function": FUNCTION | {"parameters": parameters}}
+    sample = dataclasses.replace(WEATHER, tools=(tool,))
     names = (
         "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.description }}"
         "{% for p in t.function.parameters.properties %} {{ p }}{% endfor %}\n{% endfor %}" + CALLS
     )
     assert chat_of(names).render(sample, "assistant").notes == {"tool_details"}
-    whole = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CALLS
-    assert chat_of(whole).render(sample, "assistant").notes == set()
+    assert chat_of(LISTED + CALLS).render(sample, "assistant").notes == set()
 
 
 def test_arguments_and_tools_are_looked_for_by_their_parts():
-    names = CALLS.replace("{{ c.function.arguments | tojson }}", "")
-    assert "it leaves out arguments of the tool calls of message 1" in refusal(
-        chat_of(names), WEATHER
-    )
-    pairs = CALLS.replace(
-        "{{ c.function.arguments | tojson }}",
-        "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}",
-    )
-    assert said(chat_of(pairs), WEATHER)[0] == (
-        "<call>get_weather <city>Oslo</city></call><|im_end|>"
-    )
+    told = refusal(chat_of(CALLS.replace(ARGUMENTS, "")), WEATHER)
+    assert "it leaves out arguments of the tool calls of message 1" in told
+    pair = "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}"
+    pairs = chat_of(CALLS.replace(ARGUMENTS, pair))
+    assert said(pairs, WEATHER)[0] == "<call>get_weather <city>Oslo</city></call><|im_end|>"
     tools = dataclasses.replace(WEATHER, tools=(TOOL,))
     assert "it leaves out the tools (get_weather);" in refusal(chat_of(CALLS), tools)
-    bare = "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}" + CALLS
-    assert "the description of get_weather, the parameter city of get_weather" in refusal(
-        chat_of(bare), tools
-    )
-    function = dict(TOOL["function"])
+    bare = chat_of("{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}" + CALLS)
+    told = "the description of get_weather, the parameter city of get_weather"
+    assert told in refusal(bare, tools)
     for key in ("input_schema", "inputSchema"):  # of Anthropic and MCP
-        other = {**function, key: function["parameters"]}
+        other = {**FUNCTION, key: PARAMETERS}
         del other["parameters"]
         given = dataclasses.replace(WEATHER, tools=({"type": "function", "function": other},))
-        assert "the parameter city of get_weather" in refusal(chat_of(bare), given)
-    whole = "{% for t in tools or [] %}{{ t | tojson(indent=4) }}\n{% endfor %}" + CALLS
+        assert "the parameter city of get_weather" in refusal(bare, given)
+    whole = LISTED.replace("tojson", "tojson(indent=4)") + CALLS
     assert len(said(chat_of(whole), tools)) == 2
 
 
 @pytest.mark.parametrize("escape", ["m.content", "m.content | tojson", "m.content | e"])
-def test_escaped_texts_are_not_lost(escape: str):
+def test_escaped_texts_are_not_lost(escape):
     sample = sample_of(user('say "Hi" & <Bye>\né'), says('"Hi" <b>\t&'))
     assert len(said(chat_of(CHATML.replace("m.content", escape)), sample)) == 1
 
 
-# The form of the data that a template needs.
-
-
 def test_arguments_are_text_where_a_template_joins_or_prints_them():
-    joined = CALLS.replace(
-        "{{ c.function.name }} {{ c.function.arguments | tojson }}",
-        "{{ c.function.name + ' ' + c.function.arguments }}",
-    )
+    joined = CALLS.replace(" " + ARGUMENTS, "{{ ' ' + c.function.arguments }}")
     printed = CALLS.replace("c.function.arguments | tojson", "c.function.arguments")
     for template in (joined, printed):
         chat = chat_of(template)
-        row = chat.render(WEATHER, "assistant")
-        assert trained(chat, row)[0] == '<call>get_weather {"city":"Oslo"}</call><|im_end|>'
+        found = trained_texts(chat, chat.render(WEATHER, "assistant"))
+        assert found[0] == '<call>get_weather {"city":"Oslo"}</call><|im_end|>'
     objects = sample_of(user("Weather"), says("", tool_calls=[call({"city": "Oslo"})]))
-    chat = chat_of(joined)
-    assert trained(chat, chat.render(objects, "assistant")) == [
-        '<call>get_weather {"city": "Oslo"}</call><|im_end|>'
-    ]
-    assert said(chat_of(CALLS), WEATHER)[0] == (
-        '<call>get_weather {"city": "Oslo"}</call><|im_end|>'
-    )
+    chat, told = chat_of(joined), '<call>get_weather {"city": "Oslo"}</call><|im_end|>'
+    assert trained_texts(chat, chat.render(objects, "assistant")) == [told]
+    assert said(chat_of(CALLS), WEATHER)[0] == told
 
 
 def test_call_ids_that_a_template_refuses_are_replaced_in_call_and_result():
@@ -394,7 +348,7 @@ def test_call_ids_that_a_template_refuses_are_replaced_in_call_and_result():
     chat = chat_of(strict)
     row = chat.render(sample, "assistant")
     text = chat.tokenizer.decode(row.ids)
-    assert trained(chat, row)[0] == (
+    assert trained_texts(chat, row)[0] == (
         "<call>call00001 get_weather {}</call><call>call00000 get_weather {}</call>"
         "<call>call00002 get_weather {}</call><|im_end|>"
     )
@@ -404,9 +358,6 @@ def test_call_ids_that_a_template_refuses_are_replaced_in_call_and_result():
     assert chat_of(CALLS).render(sample, "assistant").notes == set()
 
 
-# Named templates.
-
-
 def named(**templates: str) -> Any:
     tokenizer = small_tokenizer()
     tokenizer.chat_template = dict(templates)
@@ -414,10 +365,10 @@ def named(**templates: str) -> Any:
 
 
 RAG = "Rules\n" + CHATML
-WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CALLS
+WITH_TOOLS = LISTED + CALLS
 
 
-def test_named_templates_are_chosen_by_name_and_tools_have_their_own(tmp_path: Path):
+def test_named_templates_are_chosen_by_name_and_tools_have_their_own(tmp_path):
     tools = dataclasses.replace(WEATHER, tools=(TOOL,))
     chat = load_chat(named(default=CHATML, rag=RAG, tool_use=WITH_TOOLS), "rag")
     assert chat.tokenizer.decode(chat.render(TALK, "all").ids).startswith("Rules\n<|im_start|>")
@@ -435,27 +386,17 @@ def test_named_templates_are_chosen_by_name_and_tools_have_their_own(tmp_path: P
 
 
 def test_names_without_a_default_are_listed():
-    with pytest.raises(FinetuneError) as error:
-        load_chat(named(rag=RAG, tool_use=WITH_TOOLS), None)
-    assert str(error.value) == (
+    tokenizer = named(rag=RAG, tool_use=WITH_TOOLS)
+    assert load_error(tokenizer, None) == (
         "model.chat_template: the tokenizer has the chat templates 'rag', 'tool_use' and none "
         "called 'default'; choose one of them, such as model.chat_template=rag"
     )
-    with pytest.raises(FinetuneError) as error:
-        load_chat(named(rag=RAG, tool_use=WITH_TOOLS), "rug")
-    assert str(error.value) == (
+    assert load_error(tokenizer, "rug") == (
         "model.chat_template: 'rug' is neither a file nor a built-in template, nor one of the "
         "tokenizer's ('rag', 'tool_use'); did you mean 'rag'? (built in: chatml, plain)"
     )
     assert load_chat(named(rag=RAG), "chatml").saved == load_chat(small_tokenizer(), "chatml").saved
 
-
-def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path: Path):
-    (tmp_path / "t.jinja").write_bytes(b"\xef\xbb\xbf" + CHATML.encode())
-    assert load_chat(small_tokenizer(), str(tmp_path / "t.jinja")).template == CHATML
-
-
-# Variables of a template.
 
 THINKING = CHATML.replace(
     "assistant\n{% endif %}",
@@ -484,9 +425,8 @@ def test_unknown_variables_are_refused_with_the_known_ones():
         "mean 'enable_thinking'?; the variables that it reads: enable_thinking",
     )
     own = dataclasses.replace(TALK, template_kwargs={"thinking": True})
-    assert "chat_template_kwargs: the chat template does not read 'thinking'" in refusal(
-        chat_of(THINKING), own
-    )
+    told = "chat_template_kwargs: the chat template does not read 'thinking'"
+    assert told in refusal(chat_of(THINKING), own)
     with pytest.raises(FinetuneError, match="the tokenizer has no chat template to read them"):
         load_chat(small_tokenizer(), None, {"enable_thinking": True})
 
@@ -502,15 +442,9 @@ def test_the_variables_of_a_template_are_not_those_that_it_sets():
 
 
 @pytest.mark.parametrize("start", ["", "\n", "  {% if true %}x{% endif %}", "{#- c #} ", " y"])
-def test_a_saved_template_renders_as_training_did_and_takes_other_values(start: str):
-    values = {
-        "n": 3,
-        "on": True,
-        "off": False,
-        "no": None,
-        "text": 'a "b"\n\\ é 😀',
-        "of": [1, {"k": "v"}],
-    }
+def test_a_saved_template_renders_as_training_did_and_takes_other_values(start):
+    values = {"n": 3, "on": True, "off": False, "no": None, "of": [1, {"k": "v"}]}
+    values["text"] = 'a "b"\n\\ é 😀'
     reads = "{% if on %}1{% endif %}{{ [n, on, off, no, text, of] | tojson }}\n"
     tokenizer = small_tokenizer()
     template = start + reads + CHATML
@@ -527,7 +461,7 @@ def test_a_saved_template_renders_as_training_did_and_takes_other_values(start: 
     assert with_defaults(template, {}) == template
 
 
-def test_the_saved_template_asks_as_training_did(tmp_path: Path):
+def test_the_saved_template_asks_as_training_did(tmp_path):
     chat = chat_of(THINKING, enable_thinking=False)
     chat.tokenizer.chat_template = chat.saved
     chat.tokenizer.save_pretrained(tmp_path)
@@ -535,9 +469,6 @@ def test_the_saved_template_asks_as_training_did(tmp_path: Path):
     ids = saved.apply_chat_template([user("Hi")], add_generation_prompt=True, return_dict=False)
     assert ids == chat.prompt(sample_of(user("Hi")))
     assert load_chat(saved, None).render(TALK, "assistant") == chat.render(TALK, "assistant")
-
-
-# What is counted.
 
 
 def counted(chat: Chat, *samples: dict[str, Any], data_format: str = "messages") -> dict[str, str]:
@@ -588,12 +519,9 @@ def test_an_answer_that_lacks_what_the_prompt_opens_is_counted():
     assert counted(chat, plain, thinks) == {"unserved": "1 1"}
 
 
-# One by one and a chunk at a time.
-
-
 @pytest.mark.parametrize("template", [CHATML, NUMBERS, MEASURED, IN_A_MACRO, PROMPT_IN_THE_LOOP])
 @pytest.mark.parametrize("train_on", ["assistant", "completion", "all"])
-def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template: str, train_on: Any):
+def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template, train_on):
     contents = ["Hi", " Hello", "\n\nBye ", "é😀", "", "a\nb", "four <|im_end|>", "\u00a0x"]
     samples = [
         sample_of(user(contents[i % 8]), says(contents[(i * 3 + 1) % 8]), user("Hi"), says("4"))
@@ -605,16 +533,14 @@ def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template: str, 
     assert rows == [other.render(sample, train_on) for sample in samples]
 
 
-def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch: pytest.MonkeyPatch):
+def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch):
     chat = chat_of(CHATML)
     quick = chat.render(TALK, "assistant")
     monkeypatch.setattr(Chat, "_place", lambda *_: None)
     assert chat.render(TALK, "assistant") == quick
 
 
-def test_inspect_ends_with_status_2_and_reports_each_count(
-    finetune: Any, tiny: Any, tmp_path: Path
-):
+def test_inspect_ends_with_status_2_and_reports_each_count(tiny, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.chat_template = {"rag": RAG, "dated": "{{ strftime_now('%Y') }}" + CUTTING_HISTORY}
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -622,13 +548,11 @@ def test_inspect_ends_with_status_2_and_reports_each_count(
     data.write_text(json.dumps({"messages": list(HISTORY.messages)}) + "\n")
     fields = tiny.fields(data=[{"source": str(data), "format": "messages"}], eval_data=[])
     fields["model"]["tokenizer"] = str(tmp_path / "tokenizer")
-    (tmp_path / "recipe.json").write_text(json.dumps(fields))
-    done = finetune("inspect", tmp_path / "recipe.json")
-    assert (done.status, "'dated', 'rag'" in done.stderr) == (2, True)
-    done = finetune("inspect", tmp_path / "recipe.json", "model.chat_template=dated")
-    assert done.status == 0, done.output
-    assert (
-        f"1 with thoughts in earlier turns that the template leaves out (first: {data} row 1)"
-        in done.stdout
-    )
-    assert "the chat template writes the current date" in done.stdout
+    recipe = str(write_recipe(tmp_path / "recipe.json", fields))
+    assert cli.main(["inspect", recipe]) == 2
+    assert "'dated', 'rag'" in capsys.readouterr().err
+    assert cli.main(["inspect", recipe, "model.chat_template=dated"]) == 0
+    found = capsys.readouterr().out
+    told = "1 with thoughts in earlier turns that the template leaves out"
+    assert f"{told} (first: {data} row 1)" in found
+    assert "the chat template writes the current date" in found

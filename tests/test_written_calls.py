@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from test_render import MARKS, NO_TOOLS, real_chat
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from chats import MARKS, NO_TOOLS, real_chat
+from tiny_run import byte_tokenizer
 
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.chat.written_calls import CallForm, call_form
@@ -32,34 +31,16 @@ FORMS = {
     + "</tool_call>\n",
     "hermes": "<tool_call>\n{{ f | tojson }}\n</tool_call>\n",
 }
+FIELDS = {"where": {"type": "string"}, "days": {"type": "integer"}}
+SCHEMA = {"type": "object", "properties": FIELDS}
 TOOLS = tuple(
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"where": {"type": "string"}, "days": {"type": "integer"}},
-            },
-        },
-    }
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
     for name in ("get_weather", "find-way.to")
 )
 CALLS = [
     ("get_weather", {"where": 'São "P" <b>\n{x}', "days": 3, "more": {"a": [1, None]}}),
     ("find-way.to", {"where": "7", "days": 0}),
 ]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(sorted(alphabet))}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>")
-    special = ["<|user|>", "<|assistant|>", "<stop>", "<sep>", "<|channel|>"]
-    made.add_tokens(special, special_tokens=True)
-    return made
 
 
 def written(chat: Any, calls: list[tuple[str, dict[str, Any]]], words: str = "") -> str:
@@ -76,8 +57,9 @@ def written(chat: Any, calls: list[tuple[str, dict[str, Any]]], words: str = "")
 
 def chat_of(calls: str) -> Chat:
     """A chat whose template writes each call in this form."""
-    made = tokenizer()
-    made.chat_template = TURN.replace("CALLS", LOOP.replace("ONE", calls)) + HEADER
+    made = byte_tokenizer(TURN.replace("CALLS", LOOP.replace("ONE", calls)) + HEADER)
+    special = ["<|user|>", "<|assistant|>", "<stop>", "<sep>", "<|channel|>"]
+    made.add_tokens(special, special_tokens=True)
     return load_chat(made, None)
 
 
@@ -87,11 +69,8 @@ def read(form: CallForm | None, text: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
-    template = TURN.replace("CALLS", LOOP.replace("ONE", FORMS[name])) + HEADER
-    made = tokenizer()
-    made.chat_template = template
-    chat = load_chat(made, None)
+def test_calls_are_read_as_the_template_writes_them(name):
+    chat = chat_of(FORMS[name])
     form = call_form(chat)
     assert read(form, written(chat, CALLS[:1])) == CALLS[:1]
     assert read(form, written(chat, CALLS)) == CALLS
@@ -100,16 +79,13 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     assert read(form, text) == CALLS
     assert form is not None
     assert text[: form.read(text, TOOLS)[0].start].strip() == said
-    for broken in (said, "", text_of_half(written(chat, CALLS[:1]))):
+    half = written(chat, CALLS[:1]).partition("S")[0]
+    for broken in (said, "", half):
         assert read(form, broken) == []
 
 
-def text_of_half(text: str) -> str:
-    return text[: text.index("S")]
-
-
 @pytest.mark.parametrize("name", sorted(set(MARKS) - NO_TOOLS))
-def test_calls_of_real_templates_are_read(assets: Any, name: str) -> None:
+def test_calls_of_real_templates_are_read(assets, name):
     chat = real_chat(assets, name)
     form = call_form(chat)
     assert read(form, written(chat, CALLS[:1])) == CALLS[:1]
@@ -119,11 +95,9 @@ def test_calls_of_real_templates_are_read(assets: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NO_TOOLS))
-def test_a_template_without_calls_has_no_form(assets: Any, name: str) -> None:
+def test_a_template_without_calls_has_no_form(assets, name):
     assert call_form(real_chat(assets, name)) is None
 
-
-# Words beside calls.
 
 WORDS = ["Let me see where it rains for 3 days.", "3", "where", "name", 'Schau "nach" <b>\nin São']
 BESIDE = {
@@ -139,7 +113,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("calls", BESIDE)
 @pytest.mark.parametrize("name", FORMS)
-def test_text_next_to_calls_is_trained_with_them(name: str, calls: str):
+def test_text_next_to_calls_is_trained_with_them(name, calls):
     chat = chat_of(FORMS[name])
     alone = written(chat, BESIDE[calls])
     for words in WORDS:
@@ -147,7 +121,7 @@ def test_text_next_to_calls_is_trained_with_them(name: str, calls: str):
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_text_that_a_template_leaves_out_next_to_calls_is_refused(words: str):
+def test_text_that_a_template_leaves_out_next_to_calls_is_refused(words):
     chat = chat_of(FORMS["glm"])
     assert chat.template is not None
     chat.tokenizer.chat_template = chat.template.replace(
