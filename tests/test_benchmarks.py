@@ -121,9 +121,13 @@ def committed(name: str) -> dict[str, Any]:
     return record["results"]
 
 
-def test_the_committed_results_cover_every_backend():
+def test_the_committed_results_cover_every_backend_and_predictions_of_memory_hold():
     results = {name: committed(name) for name in ("startup", "data", "training", "saving")}
     assert results["training"]["backends"].keys() == set(BACKENDS)
+    results = committed("memory")
+    assert {case["backend"] for case in results.values()} == {*BACKENDS, "zero3_nvme"}
+    assert {case["method"] for case in results.values()} == {"full", "lora", "qlora"}
+    assert {name for name, case in results.items() if abs(case["error"]) > 0.1} == set()
 
 
 def test_the_committed_kills_lost_no_run():
@@ -131,13 +135,6 @@ def test_the_committed_kills_lost_no_run():
     assert results["kills"] >= 200
     assert results["wrong"] == []
     assert all(each["right"] == each["runs"] for each in results["backends"].values())
-
-
-def test_the_committed_predictions_of_memory_hold_on_every_backend():
-    results = committed("memory")
-    assert {case["backend"] for case in results.values()} == {*BACKENDS, "zero3_nvme"}
-    assert {case["method"] for case in results.values()} == {"full", "lora", "qlora"}
-    assert {name for name, case in results.items() if abs(case["error"]) > 0.1} == set()
 
 
 def test_a_kernel_is_timed_in_turns_and_compared():

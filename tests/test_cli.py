@@ -61,9 +61,9 @@ def one_step(tiny: Tiny, **sections: Any) -> dict[str, Any]:
 def told(tiny, run_here, tmp_path) -> Callable[..., list[str]]:
     """The errors of a training of one step: `told("seed=1", adapter={"r": 2})`."""
 
-    def told(*words: str, **sections: Any) -> list[str]:
+    def told(*words: str, output: str = "run", **sections: Any) -> list[str]:
         recipe = write_recipe(tmp_path / "r.json", one_step(tiny, **sections))
-        return errors(run_here("train", recipe, *words, "--output", tmp_path / "run"))
+        return errors(run_here("train", recipe, *words, "--output", tmp_path / output))
 
     return told
 
@@ -505,7 +505,7 @@ def test_a_directory_with_other_files_is_left_alone(told, tmp_path):
     assert told() == [
         f"{folder}: not empty and not a run (it contains a.png and 1 more); choose another --output"
     ]
-    assert told("--output", str(folder / "a.png")) == [
+    assert told(output="run/a.png") == [
         f"{folder}/a.png: cannot be a run directory (File exists); choose another --output"
     ]
     assert sorted(path.name for path in folder.iterdir()) == ["a.png", "b.png"]

@@ -347,20 +347,14 @@ def test_the_readme_notebook_code_runs_up_to_the_training(capsys):
     assert run_python(recipe)["recipe"] == catalog.resolve("smollm2_135m_lora")
 
 
-def test_python_and_yaml_of_the_recipe_reference_are_the_same_recipe(tmp_path):
+def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
     (code,) = python_blocks("docs/recipes.md")
     (text,) = [text for language, text in blocks(ROOT / "docs/recipes.md") if language == "yaml"]
     (tmp_path / "r.yaml").write_text(text)
     assert run_python(code)["recipe"] == catalog.load(tmp_path / "r.yaml")
-
-
-def test_overrides_of_the_recipe_reference_apply():
     (pairs,) = re.findall(r"`((?:[\w.]+=[\w.-]+ ?){2,})`", (ROOT / "docs/recipes.md").read_text())
     recipe = catalog.resolve("qwen3_0_6b_lora", pairs.split())
     assert (recipe.optim.lr, recipe.data[0].first) == (1e-4, 1000)
-
-
-def test_the_mixture_of_the_data_page_is_one():
     (code,) = python_blocks("docs/data.md")
     names = run_python(f"from finetune import SFT, Data\nrecipe = (SFT(){code})")
     recipe: Recipe = names["recipe"]

@@ -144,11 +144,8 @@ def test_a_module_imports_only_from_lower_floors():
     assert wrong(rule) == {}
 
 
-def test_few_modules_are_at_the_root():
+def test_few_modules_are_at_the_root_and_no_folder_has_the_name_of_a_public_function():
     assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
-
-
-def test_no_folder_has_the_name_of_a_public_function():
     folders = {path.parent.name for path in MODULES}
     assert folders & set(finetune.__all__) == set()
 

@@ -9,13 +9,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import SIZES
 from conftest import write_recipe
+from gpus import refuses, without_weights, write_smi
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
@@ -49,19 +49,18 @@ AMPERE, TURING = (8, 0), (7, 5)
 
 
 class Names(TorchDispatchMode):
-    """Operations by name, with the shapes of their tensors."""
+    """Operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = [tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]
-        self.calls.append((str(func), shapes))
+        self.calls.append(str(func))
         return func(*args, **(kwargs or {}))
 
-    def of(self, part: str) -> list[list[tuple[int, ...]]]:
-        return [shapes for name, shapes in self.calls if part in name]
+    def count(self, part: str) -> int:
+        return sum(part in name for name in self.calls)
 
 
 @pytest.fixture
@@ -77,15 +76,13 @@ def gpu(monkeypatch) -> Iterator[dict[str, tuple[int, int]]]:
 
 def attended(
     dtypes: tuple[torch.dtype, ...],
-    size: int = 64,
     window: int | None = None,
     ends: tuple[int, ...] = (0, 90, 210, 300),
 ) -> Names:
-    """Attention over documents with 8 heads and 2 key heads, on a GPU."""
-    heads = (8, 2, 2)
+    """Attention over documents with 8 heads of 64 and 2 key heads, on a GPU."""
     given = [
-        torch.empty(1, count, ends[-1], size, dtype=dtype, device="cuda")
-        for count, dtype in zip(heads, dtypes, strict=True)
+        torch.empty(1, count, ends[-1], 64, dtype=dtype, device="cuda")
+        for count, dtype in zip((8, 2, 2), dtypes, strict=True)
     ]
     there = torch.empty(len(ends), dtype=torch.int32, device="cuda")
     with Names() as names:
@@ -130,7 +127,7 @@ def test_query_and_key_in_fp32_beside_a_value_in_bf16_reach_the_one_kernel(gpu):
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     torch.set_autocast_enabled("cuda", True)
     names = attended((torch.float32, torch.float32, torch.bfloat16))
-    assert len(names.of("_varlen_attn")) == 1
+    assert names.count("_varlen_attn") == 1
 
 
 @pytest.mark.parametrize(
@@ -148,7 +145,7 @@ def test_a_long_document_alone_has_the_attention_of_pytorch_on_hopper(
 ):
     gpu["capability"] = capability
     names = attended((torch.bfloat16,) * 3, window=window, ends=ends)
-    assert len(names.of("_varlen_attn")) == varlen
+    assert names.count("_varlen_attn") == varlen
 
 
 @pytest.mark.parametrize(
@@ -236,14 +233,6 @@ def test_whatever_nvidia_smi_says_is_read(tmp_path, monkeypatch, script, found):
             hardware.installed()
 
 
-def write_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put an `nvidia-smi` of ours before the machine's own."""
-    tool = folder / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
 CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 
 
@@ -255,33 +244,30 @@ def h100(**changes: Any) -> Found:
     return Found(**given | changes)
 
 
+L4 = {"usable": 0, "listed": ("NVIDIA L4",)}
+
+
 @pytest.mark.parametrize(
-    ("found", "here", "told"),
+    ("changes", "here", "told"),
     [
-        (h100(), 2, None),
-        (h100(), 4, "4 on this machine, where PyTorch can use 2 GPUs; use --processes 2"),
-        (
-            h100(usable=1, visible="1"), 2,
-            "can use 1 GPU (CUDA_VISIBLE_DEVICES=1); use --processes 1",
-        ),
-        (h100(capability=TURING), 1, "precision: bf16 is emulated, slowly, on the GPU of rank 0"),
-        (h100(capability=(7, 0)), 1, "PyTorch 2.14.1+cu130 does not support the GPU of rank 0"),
-        (h100(capability=(12, 1)), 1, None),  # compiled from compute_120 when it is loaded
-        (
-            h100(usable=0, listed=("NVIDIA L4",) * 2, visible="7", reason="no device"), 1,
-            "CUDA_VISIBLE_DEVICES=7: names no GPU of this machine, which has 2 x NVIDIA L4: 0 to 1",
-        ),
-        (
-            h100(usable=0, listed=("NVIDIA L4",), reason="The NVIDIA driver is too old"), 1,
-            "cannot use this machine's 1 x NVIDIA L4: The NVIDIA driver is too old; update the",
-        ),
-        (h100(usable=0, listed=("NVIDIA L4",), visible=""), 1, None),
-        (h100(usable=0, kind=None, listed=("NVIDIA L4",)), 1, None),
-        (h100(kind="hip", capability=(0, 0), architectures=()), 1, None),
+        ({}, 2, None),
+        ({}, 4, "4 on this machine, where PyTorch can use 2 GPUs; use --processes 2"),
+        ({"usable": 1, "visible": "1"}, 2,
+         "can use 1 GPU (CUDA_VISIBLE_DEVICES=1); use --processes 1"),
+        ({"capability": TURING}, 1, "precision: bf16 is emulated, slowly, on the GPU of rank 0"),
+        ({"capability": (7, 0)}, 1, "PyTorch 2.14.1+cu130 does not support the GPU of rank 0"),
+        ({"capability": (12, 1)}, 1, None),  # compiled from compute_120 when it is loaded
+        ({"usable": 0, "listed": ("NVIDIA L4",) * 2, "visible": "7", "reason": "no device"}, 1,
+         "CUDA_VISIBLE_DEVICES=7: names no GPU of this machine, which has 2 x NVIDIA L4: 0 to 1"),
+        (L4 | {"reason": "The NVIDIA driver is too old"}, 1,
+         "cannot use this machine's 1 x NVIDIA L4: The NVIDIA driver is too old; update the"),
+        (L4 | {"visible": ""}, 1, None),
+        (L4 | {"kind": None}, 1, None),
+        ({"kind": "hip", "capability": (0, 0), "architectures": ()}, 1, None),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_the_gpus_of_a_machine_is_told(found, here, told):
-    problems = device.problems(found, "bf16", 0, here)
+def test_what_is_wrong_with_the_gpus_of_a_machine_is_told(changes, here, told):
+    problems = device.problems(h100(**changes), "bf16", 0, here)
     assert len(problems) == (told is not None)
     assert told is None or told in problems[0]
 
@@ -289,9 +275,9 @@ def test_what_is_wrong_with_the_gpus_of_a_machine_is_told(found, here, told):
 def test_one_line_says_why_a_machine_with_an_accelerator_trains_on_its_cpu(monkeypatch):
     assert device.unused_accelerator(h100()) == []
     assert device.unused_accelerator(h100(usable=0)) == []
-    (hidden,) = device.unused_accelerator(h100(usable=0, listed=("NVIDIA L4",), visible=""))
+    (hidden,) = device.unused_accelerator(h100(**L4, visible=""))
     assert hidden == "device: trains on the CPU, because CUDA_VISIBLE_DEVICES is empty"
-    (plain,) = device.unused_accelerator(h100(usable=0, kind=None, listed=("NVIDIA L4",)))
+    (plain,) = device.unused_accelerator(h100(**L4, kind=None))
     assert "is a build without CUDA, although the driver lists NVIDIA L4" in plain
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
@@ -305,13 +291,10 @@ def test_an_unused_gpu_is_named_before_the_model_is_loaded(
 ):
     write_smi(tmp_path, "echo 'NVIDIA L4, 23034'", monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", None)
-    shutil.copytree(tiny.model, tmp_path / "model")
-    (tmp_path / "model/model.safetensors").write_bytes(b"")
     with pytest.raises(FinetuneError):
-        train(model={"name": str(tmp_path / "model")})
-    told = (
-        f"note: device: trains on the CPU, because PyTorch {torch.__version__} is a build without"
-    )
+        train(fields=without_weights(tiny, tmp_path))
+    built = f"PyTorch {torch.__version__} is a build without"
+    told = f"note: device: trains on the CPU, because {built}"
     assert capsys.readouterr().out.count(told) == 1
 
 
@@ -340,12 +323,7 @@ def test_processes_that_hold_a_gpu_are_named_and_gpus_that_differ_by_rank():
 # What is compiled.
 
 
-def refuses(*_: Any) -> Any:
-    """A compiler as Triton's is where Python's headers are missing."""
-    raise OSError("Python.h: no such file")
-
-
-def test_a_missing_compiler_is_found_by_compiling(monkeypatch):
+def test_a_compiler_that_is_missing_or_fails_leaves_chains_eager(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=refuses))
     chains.failure.cache_clear()
     told = chains.failure(torch.device("cpu"))
@@ -353,6 +331,15 @@ def test_a_missing_compiler_is_found_by_compiling(monkeypatch):
     assert told is not None
     assert told.startswith("TorchInductor cannot compile for this cpu device: ")
     assert "Python.h: no such file" in told
+    doubled = chains.Chain(lambda x: x * 2)
+    doubled.__dict__["compiled"] = torch.compile(doubled.eager, backend=refuses)
+    chains.compile_chains(True)
+    try:
+        assert torch.equal(doubled.by_inductor(torch.ones(3)), torch.full((3,), 2.0))
+        assert not chains.Chain.compiling
+    finally:
+        chains.compile_chains(False)
+    assert "eager from here on, because" in capsys.readouterr().err
 
 
 class BesideAnEagerRank(Ranks):
@@ -377,18 +364,6 @@ def test_no_rank_compiles_if_one_cannot(tiny, monkeypatch):
     assert not chains.Chain.compiling
 
 
-def test_a_chain_that_cannot_be_compiled_is_eager_from_then_on(capsys):
-    doubled = chains.Chain(lambda x: x * 2)
-    doubled.__dict__["compiled"] = torch.compile(doubled.eager, backend=refuses)
-    chains.compile_chains(True)
-    try:
-        assert torch.equal(doubled.by_inductor(torch.ones(3)), torch.full((3,), 2.0))
-        assert not chains.Chain.compiling
-    finally:
-        chains.compile_chains(False)
-    assert "eager from here on, because" in capsys.readouterr().err
-
-
 # What is loaded where.
 
 
@@ -407,13 +382,21 @@ def test_a_quantised_model_is_cut_in_host_memory_or_the_plan_says_that_it_is_who
     assert whole.status == "no"
 
 
-def test_host_memory_for_loading_is_planned():
+def test_the_host_memory_of_loading_and_of_background_saving_is_planned():
     """Eight billion weights in fp32 on each of eight processes of a node; FSDP widens shards."""
     recipe = catalog.resolve("llama3_1_8b_full")
     machine = hardware.machine("H100-80", 8, host_memory=200e9)
     whole, cut = (predict(plan(recipe, name, 8), machine) for name in ("ddp", "fsdp_full_shard"))
     assert whole.host == 8 * 4 * whole.source.shape.parameters > 256e9
     assert (cut.host, cut.status) == (0, "safe")
+    # Weights and two moments in fp32, of which each process copies its share.
+    recipe = catalog.resolve("llama3_1_8b_full").with_saving(background=True, every=100)
+    parameters = 8_030_261_248
+    machine = hardware.machine("H100-80", 8, host_memory=2e12)
+    for backend in ("fsdp_full_shard", "zero2"):
+        assert predict(plan(recipe, backend, 8), machine).host == 12 * parameters
+    once = recipe.with_saving(background=True, every=None)
+    assert predict(plan(once, "fsdp_full_shard", 8), machine).host == 0
 
 
 @pytest.mark.parametrize(
@@ -438,17 +421,6 @@ def test_the_second_bucket_of_zero_2_is_planned_on_gpus():
     one = filling(dataclasses.replace(here, cpu=True))
     assert one == 2 * shape.parameters
     assert filling(here) == 2 * one
-
-
-def test_the_copy_of_background_saving_is_planned_on_the_host():
-    """Weights and two moments in fp32, of which each process copies its share."""
-    recipe = catalog.resolve("llama3_1_8b_full").with_saving(background=True, every=100)
-    parameters = 8_030_261_248
-    machine = hardware.machine("H100-80", 8, host_memory=2e12)
-    for backend in ("fsdp_full_shard", "zero2"):
-        assert predict(plan(recipe, backend, 8), machine).host == 12 * parameters
-    once = recipe.with_saving(background=True, every=None)
-    assert predict(plan(once, "fsdp_full_shard", 8), machine).host == 0
 
 
 @pytest.mark.slow

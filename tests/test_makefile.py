@@ -49,14 +49,11 @@ def executable(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def test_help_is_the_default_and_lists_every_target():
+def test_help_lists_every_target_and_train_and_plan_are_one_command_each():
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     shown = make(ROOT).stdout
     assert set(re.findall(r"^  make ([a-z-]+) +\S", shown, re.MULTILINE)) == set(targets.split())
     assert shown == make(ROOT, "help").stdout
-
-
-def test_train_and_plan_are_one_command_each():
     words = ["RECIPE=qwen3_0_6b_lora", "BACKEND=zero2", "PROCESSES=4", "ARGS=optim.lr=1e-4"]
     for target, verb in (("train", "launch"), ("plan", "plan")):
         command = make(ROOT, "-n", target, *words).stdout.splitlines()[-1]
@@ -97,7 +94,7 @@ def test_what_is_missing_is_named_with_the_way_out_before_setup(checkout, words,
     assert not (checkout / ".venv/.ready").exists()
 
 
-def test_an_interrupted_set_up_starts_again_from_an_empty_folder(checkout):
+def test_an_interrupted_set_up_starts_again_and_one_that_is_at_work_is_left_alone(checkout):
     ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True)
     (checkout / ".venv").mkdir()
     (checkout / ".venv/.unfinished").write_text(ended.stdout)
@@ -105,9 +102,6 @@ def test_an_interrupted_set_up_starts_again_from_an_empty_folder(checkout):
     result = make(checkout, "setup", "PYTHON=/no/such/python")
     assert "the last set-up did not finish" in result.stdout
     assert not (checkout / ".venv").exists()
-
-
-def test_a_set_up_that_is_at_work_is_left_alone(checkout):
     (checkout / ".venv").mkdir()
     (checkout / ".venv/.unfinished").write_text(f"{os.getpid()}\n")
     result = make(checkout, "setup")

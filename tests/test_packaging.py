@@ -70,7 +70,7 @@ def test_the_wheel_carries_the_package_the_recipes_and_the_backends(wheel):
     assert "finetune/data/chat/templates/chatml.jinja" in carried
 
 
-def test_every_dependency_is_pinned_within_its_range():
+def test_every_dependency_is_pinned_and_a_set_up_installs_every_optional_part():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     versions = {canonicalize_name(pin.name): str(pin.specifier) for pin in pins}
@@ -81,9 +81,6 @@ def test_every_dependency_is_pinned_within_its_range():
     for wanted in (each for each in given if each.name != project["name"]):
         version = versions[canonicalize_name(wanted.name)].removeprefix("==")
         assert wanted.specifier.contains(version), f"{wanted} but {version} is pinned"
-
-
-def test_a_set_up_installs_every_optional_part():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
     parts = project["optional-dependencies"]

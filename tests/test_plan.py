@@ -209,7 +209,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_its_numbers(rows, micro, p
         assert refused(BASE.with_batch(rows=int(choice), micro_rows=micro), "ddp", processes) == []
 
 
-def test_a_recipe_that_lacks_model_tokenizer_or_data_is_refused():
+def test_a_recipe_needs_a_model_a_tokenizer_data_and_one_thing_to_evaluate_on():
     assert refused(SFT(), "single") == [
         "model: give model.name (a hub id or a folder) or model.config (from scratch)",
         "data: none; add a source with its format",
@@ -217,6 +217,14 @@ def test_a_recipe_that_lacks_model_tokenizer_or_data_is_refused():
     built = BASE.with_model(Model(config={"model_type": "llama"}))
     assert refused(built, "single") == [
         "model.tokenizer: a model built from scratch needs one (a hub id or a folder)"
+    ]
+    nothing = "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
+    assert refused(BASE.with_evaluation(every=5), "single") == [nothing]
+    assert refused(BASE.with_evaluation(patience=5), "single") == [nothing]
+    held_out = SFT(Model("models/small"), eval_rows=4).with_data(ROWS)
+    assert refused(held_out.with_evaluation(every=5), "single") == []
+    assert refused(held_out.with_data(ROWS, eval_data=ROWS), "single") == [
+        "eval_rows: rows are held out of `data` only if eval_data is not given; remove one"
     ]
 
 
@@ -329,17 +337,6 @@ def test_update_rules_that_need_whole_tensors_are_refused_where_they_are_cut(nam
         assert reason.startswith(f"optim.name: {name} {why}")
         assert each in reason
         assert reason.endswith("use adamw, or ddp")
-
-
-def test_evaluation_needs_something_to_evaluate_on_and_only_one_of_them():
-    nothing = "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
-    assert refused(BASE.with_evaluation(every=5), "single") == [nothing]
-    assert refused(BASE.with_evaluation(patience=5), "single") == [nothing]
-    held_out = SFT(Model("models/small"), eval_rows=4).with_data(ROWS)
-    assert refused(held_out.with_evaluation(every=5), "single") == []
-    assert refused(held_out.with_data(ROWS, eval_data=ROWS), "single") == [
-        "eval_rows: rows are held out of `data` only if eval_data is not given; remove one"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,14 @@ def test_the_fewest_changes_end_in_something_that_fits():
     assert changes.shortest(Workload(shape("qwen3-0.6b"), 1, 512), machine) == []
 
 
-def test_tensor_parallelism_is_refused_with_every_reason():
+def test_tensor_parallelism_is_refused_with_every_reason_and_the_bubble_matches_the_paper():
     with pytest.raises(FinetuneError) as caught:
         parallelism.check(parallelism.Grid(16, 100, 2), shape("llama-30b"), 16, 8, fast=False)
     text = "\n".join(caught.value.problems)
     for reason in ("16 x 100 x 2 = 3200", "52 heads", "a node has 8", "NVLink", "60 layers"):
         assert reason in text
+    assert parallelism.bubble(4, 1) == 0.75
+    assert parallelism.bubble(8, 32, 4) == 7 / (4 * 32 + 7)
 
 
 def large(rows: int, name: str = "meta-llama/Llama-3.1-70B", length: int = 4096) -> ft.SFT:
@@ -105,7 +107,7 @@ def rate(option: dict[str, Any]) -> float:
     return option["tokens"] / option["step"]
 
 
-H100S = ("--gpu", "H100-80", "--gpus", "64", "--nodes", "8")
+H100S = "--gpu H100-80 --gpus 64 --nodes 8"
 
 
 def test_layouts_that_divide_the_model_are_ranked_with_sizes_that_fit_it():
@@ -213,11 +215,6 @@ def test_a_plan_that_fits_does_not_report_more_than_the_card():
         assert status != "safe" or found.process < machine.gpu.memory
 
 
-def test_the_pipeline_bubble_matches_the_paper():
-    assert parallelism.bubble(4, 1) == 0.75
-    assert parallelism.bubble(8, 32, 4) == 7 / (4 * 32 + 7)
-
-
 def test_an_unknown_gpu_is_refused_with_the_known_ones_and_how_to_describe_one():
     with pytest.raises(FinetuneError) as caught:
         hardware.machine("RTX4900")
@@ -226,13 +223,26 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones_and_how_to_describe_one()
     assert all(name in str(caught.value) for name in hardware.GPUS)
 
 
-def test_links_and_networks_are_distinguished_and_spelled():
+def test_links_and_networks_are_known_however_they_are_written():
+    for link, network in (("PCIe 4.0 x16", "100 GbE"), ("pcie-gen4", "eth100"), ("PCIE4", "100g")):
+        found = hardware.machine("H100-80", 16, 2, link, network)
+        assert (found.link, found.network, found.fast) == (32e9, 12.5e9, False)
+    for link, network in (("NVLink", "IB-400"), ("nvswitch", "NDR"), ("nvlink4", "infiniband400")):
+        found = hardware.machine("H100-80", 16, 2, link, network)
+        assert (found.link, found.network, found.fast) == (450e9, 50e9, True)
+    # 3200 Gb/s of a p5 node are shared by its eight GPUs.
+    assert hardware.machine("H100-80", 16, 2, network="efa3200").network == 50e9
     with pytest.raises(FinetuneError) as caught:
         hardware.machine("RTX4090", 7, 2, link="nvlink", network="ib40")
     assert len(caught.value.problems) == 3
     fast = hardware.machine("H100-80", 16, 2, network="100gbe")
     assert (fast.link, fast.network, fast.per_node) == (450e9, 12.5e9, 8)
     assert not hardware.machine("A100-80", 8, link="pcie4").fast
+    for name, link in (("RTX4090", "nvlink"), ("RTX4090", "nvlink4"), ("H100-80", "nvlinks")):
+        with pytest.raises(FinetuneError, match=f"--link {link}"):
+            hardware.machine(name, 8, link=link)
+    unnamed = hardware.GPU("GPU", 80e9, 900e12, 3e12)
+    assert hardware.machine(unnamed, 8, link="nvlink4").link == 450e9
 
 
 def test_a_gpu_is_known_by_its_full_name_and_its_memory():
@@ -247,17 +257,6 @@ def test_a_gpu_is_known_by_its_full_name_and_its_memory():
     for other in ("H100-94", "H100 NVL", "RTX 4090 Ti", "A100-64GB", "L40"):
         with pytest.raises(FinetuneError, match="--gpu-memory 48"):
             hardware.gpu(other)
-
-
-def test_links_and_networks_are_known_however_they_are_written():
-    for link, network in (("PCIe 4.0 x16", "100 GbE"), ("pcie-gen4", "eth100"), ("PCIE4", "100g")):
-        found = hardware.machine("H100-80", 16, 2, link, network)
-        assert (found.link, found.network, found.fast) == (32e9, 12.5e9, False)
-    for link, network in (("NVLink", "IB-400"), ("nvswitch", "NDR"), ("nvlink4", "infiniband400")):
-        found = hardware.machine("H100-80", 16, 2, link, network)
-        assert (found.link, found.network, found.fast) == (450e9, 50e9, True)
-    # 3200 Gb/s of a p5 node are shared by its eight GPUs.
-    assert hardware.machine("H100-80", 16, 2, network="efa3200").network == 50e9
 
 
 def test_network_ports_are_counted_per_gpu_or_per_node():
@@ -281,14 +280,6 @@ def test_words_about_a_machine_without_a_gpu_are_refused(monkeypatch):
     assert second == f"--nodes 2, --link pcie4, --network bogus, --price 1.0: {idle}"
     with pytest.raises(FinetuneError, match="--network ib400: of a machine with GPUs"):
         ft.plan(full_recipe(), "single", network="ib400")
-
-
-def test_a_link_that_a_gpu_does_not_have_is_refused():
-    for name, link in (("RTX4090", "nvlink"), ("RTX4090", "nvlink4"), ("H100-80", "nvlinks")):
-        with pytest.raises(FinetuneError, match=f"--link {link}"):
-            hardware.machine(name, 8, link=link)
-    unnamed = hardware.GPU("GPU", 80e9, 900e12, 3e12)
-    assert hardware.machine(unnamed, 8, link="nvlink4").link == 450e9
 
 
 def test_a_step_is_never_faster_than_its_parts():
@@ -361,11 +352,17 @@ def test_a_model_without_a_config_is_refused_with_the_searched_places(tmp_path):
     assert found.where == str(folder / "config.json")
 
 
-def test_the_command_ranks_backends_with_reasons():
+def test_the_command_ranks_backends_with_reasons_and_names_what_it_left_out():
     options, reason = ranked(full_recipe(), "--gpu H100-80 --gpus 8")
     assert "ddp" not in {each["backend"] for each in options}  # 20 bytes a parameter: twice a GPU
     assert options[0]["status"] == "safe"
     assert "fits" in reason
+    given = "--gpu H100-80 --gpus 8"
+    text = ask(f"{given} --backend fsdp_full_shard", full_recipe())
+    assert text.startswith("fsdp_full_shard on 8 x H100-80: fits")
+    every = len(record(given, full_recipe())["options"])
+    left = f"and {every - SHOWN} that are slower or less simple"
+    assert left in ask(given, full_recipe())
 
 
 def test_the_words_for_what_is_ranked_first_plan_just_that():
@@ -498,15 +495,6 @@ def test_missing_host_memory_is_reported_when_nothing_fits():
     first = ask("--gpu A100-80 --gpus 8 --host-ram 128", recipe).splitlines()[0]
     assert "nothing fits on 8 x A100-80: the smallest is zero3_nvme" in first
     assert "of host memory in a node of 128.0 GB" in first
-
-
-def test_the_verdict_comes_first_and_a_ranking_names_what_it_left_out():
-    given = "--gpu H100-80 --gpus 8"
-    text = ask(f"{given} --backend fsdp_full_shard", full_recipe())
-    assert text.startswith("fsdp_full_shard on 8 x H100-80: fits")
-    every = len(record(given, full_recipe())["options"])
-    left = f"and {every - SHOWN} that are slower or less simple"
-    assert left in ask(given, full_recipe())
 
 
 def test_planning_needs_no_torch():

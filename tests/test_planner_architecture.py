@@ -81,14 +81,11 @@ def test_parameters_tensors_and_adapters_are_those_of_transformers_and_peft(kind
     assert lora(shape, 4).parameters == trained
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones():
+def test_an_unknown_architecture_and_every_problem_of_a_config_are_refused():
     with pytest.raises(FinetuneError) as caught:
         read(small("lama"))
     assert "did you mean 'llama'?" in str(caught.value)
     assert all(kind in str(caught.value) for kind in READERS)
-
-
-def test_every_problem_of_a_config_is_reported_at_once():
     with pytest.raises(FinetuneError) as caught:
         read(small("llama", vocab_size=0, hidden_act="relu6", num_key_value_heads=3))
     assert len(caught.value.problems) == 3

@@ -66,6 +66,9 @@ def test_causal_models_and_types_that_are_not_known_pass():
     for kind in ("llama", "qwen3", "mixtral", "gpt_oss", "unheard_of"):
         assert refused(of(kind), "single") == []
     assert refused(of("bart", is_encoder_decoder=False), "single") == []
+    config = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
+    model = Model(config=config, tokenizer="t", trust_remote_code=True)
+    assert refused(of("vit").with_model(model), "single") == []
 
 
 @pytest.mark.parametrize("name", limits.LAYER_COUNTS)
@@ -74,12 +77,6 @@ def test_more_layers_than_any_model_has_are_refused(name):
     assert list(limits.too_many_layers({name: 10**400})) == [told]
     assert list(limits.too_many_layers({"text_config": {name: 10**400}})) == [told]
     assert list(limits.too_many_layers({name: limits.MOST_LAYERS})) == []
-
-
-def test_a_type_with_a_custom_causal_class_is_accepted():
-    config = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
-    model = Model(config=config, tokenizer="t", trust_remote_code=True)
-    assert refused(of("vit").with_model(model), "single") == []
 
 
 @pytest.mark.parametrize(
@@ -191,28 +188,22 @@ def test_names_of_any_module_of_a_model_pass():
     assert misnamed(reward.with_lora(modules_to_save=("score",))) == []
 
 
-def test_layers_that_a_model_lacks_are_refused():
-    recipe = of("llama", num_hidden_layers=2)
-    adapted = recipe.with_lora(layers_to_transform=(1, 2, 7), targets=("q_proj",))
-    assert refused(adapted, "single") == [
-        "adapter.layers_to_transform: got 2, 7, expected layers 0 to 1"
-    ]
-
-
-def test_an_odd_rank_has_no_orthogonal_start():
+def test_initialisations_and_layers_that_do_not_fit_a_model_are_refused():
     given: dict[str, Any] = {"init_lora_weights": "orthogonal", "rank_pattern": {"q_proj": 5}}
     assert refused(of("llama").with_lora(r=3, **given), "single") == [
         "adapter.r: orthogonal needs an even rank, got 3; use 4",
         "adapter.rank_pattern.q_proj: orthogonal needs an even rank, got 5; use 6",
     ]
-
-
-def test_olora_on_transposed_matrices_is_refused():
     assert refused(of("gpt2").with_lora(init_lora_weights="olora"), "single") == [
         "adapter.init_lora_weights: PEFT's olora does not support the transposed matrices of "
         "gpt2; use true, pissa or orthogonal"
     ]
     assert refused(of("gpt2").with_lora(init_lora_weights="pissa"), "single") == []
+    recipe = of("llama", num_hidden_layers=2)
+    adapted = recipe.with_lora(layers_to_transform=(1, 2, 7), targets=("q_proj",))
+    assert refused(adapted, "single") == [
+        "adapter.layers_to_transform: got 2, 7, expected layers 0 to 1"
+    ]
 
 
 @pytest.mark.parametrize("kind", limits.MAMBA)

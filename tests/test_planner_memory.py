@@ -79,36 +79,34 @@ def test_scores_that_are_written_out_have_the_peak_of_the_traced_step(
     assert peak == pytest.approx(expected, rel=0.01 if name == "gemma2" else 0.004)
 
 
-def test_a_moment_is_the_sum_of_its_parts_and_the_peak_the_largest_moment():
+def test_a_moment_is_the_sum_of_its_parts_the_peak_the_largest_and_totals_are_within_their_band():
     timeline = memory.timeline(large())
     assert all(m.total == sum(m.parts.values()) for m in timeline.moments)
     assert timeline.peak.total == max(m.total for m in timeline.moments)
     assert len({m.name for m in timeline.moments}) == len(timeline.moments) == 9
-
-
-def test_more_tokens_never_take_less():
     for change in ({"rows": 2}, {"length": 4096}):
         for recompute in ("none", "full"):
             before = memory.timeline(large(checkpointing=recompute)).peak.total
             after = memory.timeline(large(checkpointing=recompute, **change)).peak.total
             assert after > before
+    workload = large(layout=Layout("fsdp", "params", 8), scheme="fsdp")
+    found = totals.of(memory.timeline(workload), workload)
+    assert found.allocated < found.reserved < found.process
+    assert found.low < found.process < found.high
 
 
-def test_full_weights_under_autocast_take_sixteen_bytes():
+def test_full_weights_take_sixteen_bytes_and_ddp_keeps_earlier_gradients_beside_its_buckets():
     parameters = large().shape.parameters
     layouts = Layout("single", "none", 1), Layout("ddp", "none", 8)
     for layout in layouts:  # gradients of DDP are views of its buckets
         update = memory.timeline(large(layout=layout)).moments[-1]
         assert update.total == pytest.approx(16 * parameters, rel=0.001)
-
-
-def test_ddp_holds_gradients_of_earlier_micro_batches_beside_its_buckets():
     parameters, layout = large().shape.parameters, Layout("ddp", "none", 8)
     once, twice = (memory.timeline(large(layout=layout, accumulation=n)) for n in (1, 2))
     assert twice.peak.total - once.peak.total == pytest.approx(4 * parameters, rel=0.05)
 
 
-def test_sharding_divides_states_and_nothing_else():
+def test_sharding_divides_states_and_offload_moves_them_to_the_host():
     full = Layout("fsdp", "params", 8)
     held = resident.state(large(scheme="fsdp", layout=full))
     parameters = large().shape.parameters
@@ -116,6 +114,12 @@ def test_sharding_divides_states_and_nothing_else():
     assert held["optimizer"] == 8 * parameters / 8
     twice = resident.state(large(scheme="fsdp", layout=Layout("fsdp", "params", 8, 2)))
     assert twice["weights"] == 4 * parameters / 4
+    layout = Layout("deepspeed", "params", 1, 1, "all", "cpu")
+    workload = large(scheme="deepspeed", layout=layout)
+    held = resident.state(workload)
+    assert (held["weights"], held["optimizer"]) == (0, 0)
+    assert resident.host(workload) == 18 * 1.5 * workload.shape.parameters
+    assert memory.timeline(workload).peak.parts["units"] > 0
 
 
 def test_whole_gradients_of_accumulation_are_fsdps_price_for_reducing_once():
@@ -123,15 +127,6 @@ def test_whole_gradients_of_accumulation_are_fsdps_price_for_reducing_once():
     once, kept = (memory.timeline(large(accumulation=count, **fields)) for count in (1, 4))
     grown = kept.moments[1].parts["gradients"] - once.moments[1].parts["gradients"]
     assert grown == 4 * large().shape.parameters
-
-
-def test_offload_moves_states_to_the_host():
-    layout = Layout("deepspeed", "params", 1, 1, "all", "cpu")
-    workload = large(scheme="deepspeed", layout=layout)
-    held = resident.state(workload)
-    assert (held["weights"], held["optimizer"]) == (0, 0)
-    assert resident.host(workload) == 18 * 1.5 * workload.shape.parameters
-    assert memory.timeline(workload).peak.parts["units"] > 0
 
 
 def test_paged_moments_are_the_hosts_and_no_byte_of_the_gpus_count():
@@ -159,43 +154,30 @@ def test_a_loss_without_logits_leaves_the_layers_as_the_peak():
     assert cut.peak.total < whole.peak.total
 
 
-def test_nf4_takes_the_bits_of_its_paper():
+def test_nf4_takes_the_bits_of_its_paper_and_zero_saves_less_than_its_limit():
     assert states.nf4_bits() == 4 + 8 / 64 + 32 / (64 * 256)
     assert states.nf4_bits(double_quantised=False) == 4.5
     workload = large(adapter=lora(large().shape, 16), quantization="nf4")
     inside = 32 * workload.shape.linear_weights
     outside = workload.shape.parameters - inside
     assert workload.frozen_bytes == inside * states.nf4_bits() / 8 + 2 * outside
-
-
-def test_three_totals_are_within_their_band():
-    workload = large(layout=Layout("fsdp", "params", 8), scheme="fsdp")
-    found = totals.of(memory.timeline(workload), workload)
-    assert found.allocated < found.reserved < found.process
-    assert found.low < found.process < found.high
-
-
-def test_zero_saves_less_than_its_limit_on_few_processes():
     for stage, saving in {"optimizer": 2.909, "grads": 4.267, "params": 8.0}.items():
         assert round(states.MIXED.saving(Layout("deepspeed", stage, 8)), 3) == saving
 
 
-def test_adapters_make_ddp_cheap_and_full_sharding_dear():
+def test_adapters_make_ddp_cheap_and_hybrid_sharding_reduces_its_shard_between_nodes():
     weights, adapters = 2 * 8_030_261_248, 2 * 41_943_040
     ddp = communication.volume(Layout("ddp", "none", 8), weights, adapters, adapters)
     full = communication.volume(Layout("fsdp", "params", 8), weights, adapters, adapters)
     assert ddp.total == 2 * adapters * 7 / 8
     assert full.total == (2 * weights + adapters) * 7 / 8
-
-
-def test_hybrid_sharding_reduces_only_its_shard_between_nodes():
     weights = 16e9
     moved = communication.volume(Layout("fsdp", "params", 16, 2), weights, weights, weights)
     assert moved.inside == 3 * weights * 7 / 8
     assert moved.between == 2 * weights / 8 / 2
 
 
-def test_a_tape_frees_what_nothing_needs():
+def test_a_tape_frees_what_nothing_needs_and_keeps_gradients_of_parameters():
     tape, source = Tape(), Value(8)
     doubled = tape.run(8, (source,))
     squared = tape.run(8, (doubled,), (doubled,))
@@ -204,9 +186,6 @@ def test_a_tape_frees_what_nothing_needs():
     assert result.forward == 16
     assert result.backward == 24  # it, the gradient that came in, and the one being made
     assert result.gradients == 0
-
-
-def test_a_tape_keeps_gradients_of_parameters_and_adds_those_of_shared_values():
     tape, source = Tape(), Value(4)
     weight = Value(10, leaf=True)
     product = tape.run(4, (source, weight), (source,))

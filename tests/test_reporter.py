@@ -141,12 +141,9 @@ def test_the_page_of_a_finished_run_holds_its_exact_numbers(page_of):
     assert [each for each in ("url(", "@import", "http") if each in page.source] == []
 
 
-def test_what_the_record_does_not_hold_is_not_on_the_page(page_of):
+def test_a_page_has_no_more_than_the_record_and_stays_small(page_of):
     page = page_of(unmeasured_run())
     assert set(page.rows) == {"curves", "throughput-and-memory", "data", "backend", "recipe"}
-
-
-def test_a_long_run_has_a_small_page(page_of):
     assert len(page_of([START, *many_steps(20_000)]).source.encode()) < 150_000
 
 
@@ -322,7 +319,7 @@ def test_ticks_of_usual_ranges():
     assert ticks(1, 300, 5) == [100, 200, 300]
 
 
-def test_thinning_keeps_every_spike():
+def test_thinning_keeps_every_spike_and_smoothing_is_the_mean_of_a_window():
     points = [(float(step), math.sin(step)) for step in range(10_000)]
     points[1_234] = (1_234.0, 99.0)
     points[5_678] = (5_678.0, -99.0)
@@ -331,9 +328,6 @@ def test_thinning_keeps_every_spike():
     assert {(1_234.0, 99.0), (5_678.0, -99.0)} <= set(thinned)
     assert thinned == sorted(thinned)
     assert thin(points[:200], buckets=100) == points[:200]
-
-
-def test_smoothing_is_the_mean_of_a_window_without_what_is_not_finite():
     points = [(float(step), float(step % 2)) for step in range(80)]
     smoothed = smooth([*points, (80.0, math.nan)])
     assert len(smoothed) == 80
@@ -432,16 +426,13 @@ def test_the_card_describes_the_run(tmp_path):
     assert "Nothing was evaluated" not in card.read_text()
 
 
-def test_a_card_without_evaluation_states_it(tmp_path):
+def test_a_card_states_that_nothing_was_evaluated_and_names_the_kind_of_an_export(tmp_path):
     run = write_run(tmp_path / "run", unmeasured_run())
     text = write_card(run, run.final).read_text()
     assert "**Nothing was evaluated.**" in text
     assert "The weights are those of step 10.\n" in text
     assert "held-out rows, " not in text
     assert "- No generated answers were compared with references.\n" in text
-
-
-def test_a_card_of_an_export_names_its_checkpoint_and_kind(tmp_path):
     run = write_run(tmp_path / "run", whole_run())
     card = write_card(run, tmp_path / "out", kind="merged", step=10)
     assert front_of(card)["library_name"] == "transformers"

@@ -117,12 +117,10 @@ with FakeTensorMode(), Tracker() as tracker:
     assert of_views == "{'activations': 4000}"
 
 
-def test_a_line_goes_through_the_first_two_steps_that_have_the_value():
+def test_steps_are_extrapolated_by_lines_and_micro_batches():
     steps = [{"layers": 2, "x": None}, {"layers": 4, "x": 14.0}, {"layers": 6, "x": 18.0}]
     assert line(steps, 10, lambda step: step["x"]) == 26.0
 
-
-def test_collectives_of_middle_micro_batches_count_as_often_as_there_are():
     def step(layers: int) -> dict[str, Any]:
         once = {"all_gather": (layers, 10 * layers)}
         return {
