@@ -310,7 +310,7 @@ def test_processes_that_hold_a_gpu_are_named_and_gpus_that_differ_by_rank():
     users = device.processes_of(answer, own=12)
     assert users == ["/opt/app/server (process 4711) with 60000 MiB"]
     told = device.too_full(40e9, 20 * 10**9, 80 * 10**9, lambda: users)
-    assert told is not None
+    assert told
     assert "the plan predicts 37.3 GiB, but only 18.6 GiB of 74.5 GiB are free" in told
     assert "in use, by /opt/app/server (process 4711) with 60000 MiB; stop that" in told
     assert device.too_full(10e9, 20 * 10**9, 80 * 10**9, lambda: users) is None
@@ -414,7 +414,10 @@ def test_zero_2_reduces_a_bucket_while_the_next_one_fills_on_several_gpus(
     assert config.get("overlap_comm") == overlaps
 
 
-def test_the_second_bucket_of_zero_2_is_planned_on_gpus():
+def test_what_fsdp_quantises_is_loaded_on_the_host_and_zero_2_has_a_second_bucket_on_gpus():
+    assert placed_while_loading(quantised=True, shards_all=True) == {"device_map": {"": "cpu"}}
+    assert placed_while_loading(quantised=True, shards_all=False) == {}
+    assert placed_while_loading(quantised=False, shards_all=True) == {}
     shape = read({"model_type": "llama"} | SIZES)
     layout = Layout("deepspeed", "grads", 2)
     here = Workload(shape, 1, 64, scheme="deepspeed", layout=layout, wide_gradients=True)
@@ -446,12 +449,6 @@ def test_shards_that_are_widened_have_the_bits_of_weights_that_were(tiny, finetu
     assert found[0] == found[1]
 
 
-def test_fsdp_loads_a_quantised_model_on_the_host():
-    assert placed_while_loading(quantised=True, shards_all=True) == {"device_map": {"": "cpu"}}
-    assert placed_while_loading(quantised=True, shards_all=False) == {}
-    assert placed_while_loading(quantised=False, shards_all=True) == {}
-
-
 # Who watches whom, and what each has begun.
 
 
@@ -467,15 +464,12 @@ def test_the_flight_recorders_of_gloo_and_nccl_are_read_together():
     assert heartbeat.collectives_begun() == 0
 
 
-def test_each_rank_is_watched_on_its_host_and_each_host_by_another():
+def test_each_rank_is_watched_by_another_and_its_silence_is_timed():
     """Two hosts of four: every process has one that sees it end, every host one that hears it."""
     ranks = [heartbeat.watched(rank, rank % 4, 4, 8) for rank in range(8)]
     assert [process for process, _ in ranks] == [1, 2, 3, 0, 5, 6, 7, 4]
     assert [beats for _, beats in ranks] == [4, None, None, None, 0, None, None, None]
     assert [heartbeat.watched(rank, rank, 2, 2) for rank in range(2)] == [(1, None), (0, None)]
-
-
-def test_a_value_that_stays_is_timed():
     silence = heartbeat.Unchanged()
     assert [silence.seconds(7, now) for now in (10.0, 40.0, 75.0)] == [0.0, 30.0, 65.0]
     assert silence.seconds(8, 80.0) == 0.0

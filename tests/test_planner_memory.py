@@ -28,9 +28,6 @@ CONFIGS = {
 # Peak bytes of the second step (AdamW's moments exist) of 4 rows x 512 tokens, without a mask, as
 # a TorchDispatchMode counted live storages under FakeTensor: torch 2.13, transformers 5.23, peft
 # 0.21, AdamW(foreach=False). "mixed" is autocast; an adapter under it is fp32.
-# Peak bytes of the second step (AdamW's moments exist) of 4 rows x 512 tokens, without a mask, as
-# a TorchDispatchMode counted live storages under FakeTensor: torch 2.13, transformers 5.23, peft
-# 0.21, AdamW(foreach=False). "mixed" is autocast; an adapter under it is fp32.
 TRACED = [
     ("llama", "full", "bf16", False, 531739008), ("llama", "full", "bf16", True, 383082880),
     ("llama", "full", "mixed", False, 872702336), ("llama", "full", "mixed", True, 682111360),
@@ -46,9 +43,6 @@ TRACED_EAGER = [
     ("llama", "lora", False, 684718512), ("llama", "lora", True, 321137072),
     ("gemma2", "full", True, 569141654), ("gemma2", "lora", True, 376580530),
 ]  # fmt: skip
-
-
-# The same with scores written out, and `gemma2` with capped ones.
 
 
 def traced_workload(name: str, mode: str, numbers: str, recompute: bool) -> Workload:

@@ -177,40 +177,27 @@ GLOO = """
 import sys, torch
 from finetune.training.memory_meter import Meter
 torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
-"""
-
-
-def printed_by(body: str, folder: Path) -> Any:
-    """JSON that a process of a group of its own prints last."""
-    code = f"{GLOO}{body}torch.distributed.destroy_process_group()\n"
-    done = run_command([warm_python(), "-c", code, str(folder / "store")], folder)
-    assert done.status == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_meter_counts_the_buckets_of_ddp_once(tmp_path):
-    body = """
 meters = [Meter(torch.device("cpu")) for _ in range(3)]
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2_000, 2_000, bias=False))
 for meter in meters:
     with meter.measuring(model):
         model(torch.ones(1, 2_000)).sum().backward()
         model.zero_grad(set_to_none=True)
-print([meter.peak for meter in meters])
-"""
-    _, second, third = printed_by(body, tmp_path)
-    # The second forward pass makes DDP's 16 MB of buckets anew.
-    assert second == pytest.approx(third, abs=4_000_000)
-
-
-def test_a_meter_does_not_count_what_gloo_frees_late(tmp_path):
-    """A thread of gloo holds the tensor of a sum for a moment after the sum has been waited for."""
-    body = """
-torch.distributed.all_reduce(torch.ones(1))  # gloo's threads have started
-meter = Meter(torch.device("cpu"))
-with meter.measuring(torch.nn.Linear(1, 1)):
+del model
+last = Meter(torch.device("cpu"))
+with last.measuring(torch.nn.Linear(1, 1)):
     for _ in range(400):
         torch.distributed.all_reduce(torch.ones(100_000))
-print(meter.peak)
+print([meter.peak for meter in (*meters, last)])
+torch.distributed.destroy_process_group()
 """
-    assert printed_by(body, tmp_path) == pytest.approx(400_000, abs=1_000)
+
+
+def test_a_meter_counts_the_buckets_of_ddp_once_and_not_what_gloo_frees_late(tmp_path):
+    """A thread of gloo holds the tensor of a sum for a moment after the sum has been waited for."""
+    done = run_command([warm_python(), "-c", GLOO, str(tmp_path / "store")], tmp_path)
+    assert done.status == 0, done.stderr
+    _, second, third, last = json.loads(done.stdout.splitlines()[-1])
+    # The second forward pass makes DDP's 16 MB of buckets anew.
+    assert second == pytest.approx(third, abs=4_000_000)
+    assert last == pytest.approx(400_000, abs=1_000)

@@ -22,19 +22,8 @@ from finetune.planner.estimate.timing import step_flops
 from finetune.planner.shapes.read_config import read
 from finetune.runs.metrics import read_history
 from finetune.runs.run import Run
-from finetune.training.profiler import (
-    ADAPTERS,
-    ATTENTION,
-    COMMUNICATION,
-    COPIES,
-    ELEMENTWISE,
-    HEAD,
-    MATMUL,
-    REST,
-    ROWS,
-    Profile,
-    spent,
-)
+from finetune.training import profiler as kinds
+from finetune.training.profiler import Profile, spent
 
 SMOLLM2_135M = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -82,9 +71,9 @@ def test_products_are_distinguished_by_their_shapes(traced):
     hidden = torch.randn(100, 64)
     others = torch.randn(64, 96), torch.randn(64, 8), torch.randn(64, 320)
     found, told = traced(lambda: [hidden @ each for each in others * 50], frozenset({8}))
-    assert found.keys() == set(ROWS)
-    assert min(found[kind] for kind in (MATMUL, ADAPTERS, HEAD)) > 0
-    assert found[COMMUNICATION] == 0
+    assert found.keys() == set(kinds.ROWS)
+    assert min(found[kind] for kind in (kinds.MATMUL, kinds.ADAPTERS, kinds.HEAD)) > 0
+    assert found[kinds.COMMUNICATION] == 0
     assert told[0].startswith("time of a step of ")
 
 
@@ -95,8 +84,8 @@ def test_products_of_our_attention_are_attention(traced):
         lambda: DocumentAttention.apply(*given, [0, 120, 200], 0.1).sum().backward(),
         frozenset({16}),
     )
-    assert found[ADAPTERS] == found[MATMUL] == 0
-    assert found[ATTENTION] > 0.5 * (sum(found.values()) - found[REST])
+    assert found[kinds.ADAPTERS] == found[kinds.MATMUL] == 0
+    assert found[kinds.ATTENTION] > 0.5 * (sum(found.values()) - found[kinds.REST])
 
 
 def test_compiled_operations_do_not_count_as_waiting(traced):
@@ -106,7 +95,7 @@ def test_compiled_operations_do_not_count_as_waiting(traced):
         found, _ = traced(lambda: [activation.gated(*given) for _ in range(20)])
     finally:
         compile_chains(False)
-    assert found[ELEMENTWISE] > found[REST]
+    assert found[kinds.ELEMENTWISE] > found[kinds.REST]
 
 
 def event(
@@ -139,7 +128,13 @@ def test_each_kernel_of_a_gpu_counts_once():
     ]
     found = spent(events, 320, frozenset({8}), cuda=True)
     told = {kind: round(seconds * 1e6) for kind, seconds in found.items() if seconds}
-    assert told == {ELEMENTWISE: 1000, HEAD: 4000, COPIES: 500, ATTENTION: 2000, REST: 500}
+    assert told == {
+        kinds.ELEMENTWISE: 1000,
+        kinds.HEAD: 4000,
+        kinds.COPIES: 500,
+        kinds.ATTENTION: 2000,
+        kinds.REST: 500,
+    }
 
 
 def test_a_run_that_ends_before_the_traced_step_reports_it(tiny, tmp_path, capsys):
