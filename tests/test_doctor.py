@@ -39,8 +39,10 @@ def of_kind(kind: str, folder: Path, tiny: Tiny, **fields: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("sections", "aside", "tensors"),
-    [({"adapter": {"r": 4}}, set(), 28), ({}, {"adapted"}, 21)],
-    ids=["lora", "full"],
+    [
+        pytest.param({"adapter": {"r": 4}}, set(), 28, id="lora"),
+        pytest.param({}, {"adapted"}, 21, id="full", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sound_recipe_gets_yes_everywhere(tiny, finetune, tmp_path, sections, aside, tensors):
     status, found = examined(finetune, write_recipe(tmp_path / "r.json", tiny.fields(**sections)))
@@ -62,6 +64,7 @@ def test_a_model_alone_is_examined_with_lora(tiny, finetune):
     assert "note no data is named: rows are generated" in lines
 
 
+@pytest.mark.slow
 def test_adapters_that_no_gradient_reaches_are_named_and_all_others_stay(tiny, finetune, tmp_path):
     """Choosing tokens has no gradient; adapters on parameters are attached a second time."""
     folder = of_kind(
@@ -80,6 +83,7 @@ def test_adapters_that_no_gradient_reaches_are_named_and_all_others_stay(tiny, f
     assert found["gradients"]["why"].startswith(f"{2 * (2 * 5 + 3 + 3 + 2)} tensors")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_recompute_is_no_failure_unless_asked(tiny, finetune, tmp_path):
     folder = of_kind("ctrl", tmp_path, tiny, n_embd=32, n_layer=2, n_head=4, dff=48)
     status, found = examined(finetune, folder)
@@ -103,23 +107,24 @@ def test_a_type_that_needs_a_pad_token_is_shrunk_with_one(kind, tmp_path):
     assert config.pad_token_id == tokenizer.eos_token_id
 
 
-def test_a_refused_plan_and_rows_that_never_end_are_a_no_and_the_rest_is_still_examined(
-    tiny, finetune, tmp_path
-):
-    template = tmp_path / "endless.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    fields = tiny.fields(
-        adapter={"r": 4}, backend="zero3", optim={"name": "muon"},
-        model={"chat_template": str(template)},
-    )  # fmt: skip
+def test_a_refused_plan_is_a_no_and_the_rest_is_still_examined(tiny, finetune, tmp_path):
+    fields = tiny.fields(adapter={"r": 4}, backend="zero3", optim={"name": "muon"})
     status, found = examined(finetune, write_recipe(tmp_path / "r.json", fields))
     assert status == 1
     assert found["plan"]["passed"] is False
     assert "muon orthogonalizes complete matrices" in found["plan"]["why"]
     assert found["loss"]["passed"] is True
+
+
+def test_rows_that_never_end_are_a_no(tiny, finetune, tmp_path):
+    template = tmp_path / "endless.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    fields = tiny.fields(model={"chat_template": str(template)})
+    status, found = examined(finetune, write_recipe(tmp_path / "r.json", fields))
+    assert status == 1
     last = list(found.values())[-1]
     assert last["passed"] is False
     assert "could not learn to stop" in last["why"]

@@ -229,12 +229,23 @@ def test_there_are_commands_to_check():
     assert len(SHOWN.findall((ROOT / "docs/memory.md").read_text())) == 5
 
 
-@pytest.mark.parametrize("command", dict.fromkeys(command for _, command in COMMANDS))
+SLOW = re.compile(r"finetune doctor \w+_lora|finetune plan .*--verify")
+"""They compute for long; `test_doctor.py` and `test_verifier.py` have quick ones."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if SLOW.match(command) else [])
+        for command in dict.fromkeys(command for _, command in COMMANDS)
+    ],
+)
 def test_a_command_of_the_documents_works(command, folder, do, request):
     words = shlex.split(command)
     if re.search(r"\b(RUN|OTHER|RECIPE)\b", command):
         named = request.getfixturevalue("named")
-        words = [re.sub(r"\b(RUN|OTHER|RECIPE)\b", lambda m: named[m[0]], word) for word in words]
+        name = re.compile(r"\b(RUN|OTHER)\b|^RECIPE$")
+        words = [name.sub(lambda found: named[found[0]], word) for word in words]
     CHECKS[" ".join(words[:2])](words, folder, do)
 
 
@@ -256,7 +267,7 @@ def test_a_plan_prints_the_numbers_that_a_document_shows(command, shown, do):
     assert set(shown.splitlines()) <= set(printed)
 
 
-def test_the_readme_says_what_runs_where_as_the_planner_does():
+def test_the_readme_says_what_and_which_method_runs_where_as_the_planner_does():
     text, _, _ = (ROOT / "README.md").read_text().partition(method_matrix.BEGIN)
     found = re.findall(
         r"^\| ((?:`\w+`(?:, )?)+) \|.*\| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", text, re.M
@@ -266,9 +277,6 @@ def test_the_readme_says_what_runs_where_as_the_planner_does():
     kinds = [COLUMNS[kind] for kind in ("full", "LoRA", "NF4", "int8")]
     for name, *cells in rows:
         assert cells == ["yes" if works(recipe, name) else "no" for recipe in kinds], name
-
-
-def test_the_readme_says_which_method_runs_where_as_the_planner_does():
     assert method_matrix.table() in (ROOT / "README.md").read_text()
     assert method_matrix.exceptions() == []
     for tests in method_matrix.RUN.values():

@@ -131,9 +131,10 @@ def test_every_module_is_on_one_floor():
     assert len(names) == len(set(names))
 
 
-def test_bitsandbytes_is_optional():
+def test_bitsandbytes_is_optional_and_quick_commands_import_no_torch():
     users = wrong(lambda path: "bitsandbytes" in roots(path)).keys()
     assert users <= {"kernels/quantised.py", "training/optim.py"}
+    assert wrong(lambda path: roots(path) & HEAVY if top(path) in NO_TORCH else set()) == {}
 
 
 def test_a_module_imports_only_from_lower_floors():
@@ -180,10 +181,6 @@ def test_code_for_cpus_is_reached_through_its_folder_alone():
 
 def test_the_package_itself_is_imported_by_nobody():
     assert wrong(lambda path: "__init__" in ours(path, typing=True)) == {}
-
-
-def test_quick_commands_never_import_torch():
-    assert wrong(lambda path: roots(path) & HEAVY if top(path) in NO_TORCH else set()) == {}
 
 
 def test_light_modules_import_no_torch():

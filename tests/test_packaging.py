@@ -285,7 +285,7 @@ def test_a_page_has_what_a_method_adds(page, method):
         assert row.endswith(f"| {method().optim.lr:g} |")
 
 
-def test_the_documents_name_every_backend_format_and_method():
+def test_the_documents_name_every_backend_format_and_method_and_show_a_recipe_as_it_is():
     readme, backends = ((ROOT / name).read_text() for name in ("README.md", "docs/backends.md"))
     for document in (readme, backends):
         cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", document, re.MULTILINE)
@@ -296,17 +296,14 @@ def test_the_documents_name_every_backend_format_and_method():
     assert re.findall(r"^\| `(\w+)` \|", formats, re.MULTILINE) == list(FORMATS)
     methods = (ROOT / "docs/methods.md").read_text()
     assert all(f"`{method}`" in methods for method in METHODS)
+    code = (ROOT / "recipes/smollm2_135m_lora.py").read_text().split('"""\n\n', 1)[1]
+    assert f"```python\n{code}```" in (ROOT / "README.md").read_text()
 
 
 @each_document
 def test_links_lead_to_files_that_exist(document):
     links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
-
-
-def test_the_readme_shows_a_recipe_as_it_is():
-    code = (ROOT / "recipes/smollm2_135m_lora.py").read_text().split('"""\n\n', 1)[1]
-    assert f"```python\n{code}```" in (ROOT / "README.md").read_text()
 
 
 @each_document

@@ -155,7 +155,7 @@ def test_a_misspelt_module_is_refused_before_the_model_is_loaded(field, name, to
     assert misnamed(of("llama", **SMALL).with_lora(**given)) == [problem]
 
 
-def test_every_name_that_matches_no_module_is_refused_with_the_plan():
+def test_names_that_match_no_module_are_refused_with_the_plan_and_those_of_any_module_pass():
     """For a model type without formulas, together with the problems that the plan finds."""
     recipe = of("exaone4", **SMALL).with_batch(rows=3, micro_rows=2)
     names = {"targets": ("q_proj", "v_porj"), "rank_pattern": {"q_pro": 4, r"layers\.0\..*": 2}}
@@ -165,6 +165,12 @@ def test_every_name_that_matches_no_module_is_refused_with_the_plan():
     assert rows.startswith("batch.rows: 3 does not divide")
     assert targets.startswith("adapter.targets: no module is named 'v_porj'; did you mean 'v_proj'")
     assert pattern == "adapter.rank_pattern: no module matches 'q_pro'; did you mean 'q_proj'?"
+    names = {"targets": ("q_proj", "lm_head", "1.self_attn.v_proj"), "modules_to_save": ("norm",)}
+    assert misnamed(of("llama", **SMALL).with_lora(**names)) == []
+    gate = {"targets": ("q_proj", "gate"), "rank_pattern": {r"layers\.1\..*q_proj": 2}}
+    assert misnamed(of("mixtral", **SMALL | EXPERTS).with_lora(**gate)) == []
+    reward = RewardModel(of("llama", **SMALL).model).with_data(ROWS)
+    assert misnamed(reward.with_lora(modules_to_save=("score",))) == []
 
 
 @pytest.mark.parametrize("field", ["targets", "exclude_modules"])
@@ -177,15 +183,6 @@ def test_a_regular_expression_that_matches_no_path_is_refused(field):
         f"adapter.{field}=[q_proj,v_proj]"
     ]
     assert misnamed(recipe.with_lora(**{field: r".*\.[qv]_proj"})) == []
-
-
-def test_names_of_any_module_of_a_model_pass():
-    names = {"targets": ("q_proj", "lm_head", "1.self_attn.v_proj"), "modules_to_save": ("norm",)}
-    assert misnamed(of("llama", **SMALL).with_lora(**names)) == []
-    gate = {"targets": ("q_proj", "gate"), "rank_pattern": {r"layers\.1\..*q_proj": 2}}
-    assert misnamed(of("mixtral", **SMALL | EXPERTS).with_lora(**gate)) == []
-    reward = RewardModel(of("llama", **SMALL).model).with_data(ROWS)
-    assert misnamed(reward.with_lora(modules_to_save=("score",))) == []
 
 
 def test_initialisations_and_layers_that_do_not_fit_a_model_are_refused():

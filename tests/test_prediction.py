@@ -25,6 +25,7 @@ from finetune.runs.run import Run
 from finetune.training.memory_meter import Meter
 
 
+@pytest.mark.slow
 def test_the_measured_peak_of_a_run_is_within_a_twentieth_of_its_plan(tmp_path, finetune):
     write_base(tmp_path)
     recipe = recipe_of(tmp_path, "full", checkpointing=False, processes=1)
@@ -43,6 +44,7 @@ def test_the_measured_peak_of_a_run_is_within_a_twentieth_of_its_plan(tmp_path, 
     assert "measured / predicted" in ft.report(run).read_text()
 
 
+@pytest.mark.slow
 def test_the_measured_peak_of_packs_is_within_a_twentieth_of_their_plan(tmp_path, finetune):
     """The packs of a micro-batch lie in one row; the plan counts them as rows."""
     shape = dataclasses.replace(DEEP, layers=4, rows=4)
