@@ -13,6 +13,7 @@ COMMANDS = {
     "list": ["list"],
     "show": ["show", "qwen3_0_6b_lora"],
     "plan": ["plan", "qwen3_0_6b_lora", "--backend", "fsdp_full_shard", "--processes", "2"],
+    "plan on a machine": ["plan", "llama3_1_8b_full", "--gpu", "H100-80", "--gpus", "8"],
 }
 HOW = (
     "Wall time of a new process each. The first start of each kind is not counted: it reads the "

@@ -35,39 +35,42 @@ def page() -> str:
         "# Python",
         "",
         "Everything public, as `import finetune as ft`. A wrong field or value",
+        "raises `FinetuneError`. This page is written by `python -m tests.api_page`.",
+        "",
     ]
-    lines += ["raises `FinetuneError`. This page is written by `python -m tests.api_page`.", ""]
     for title, names in grouped().items():
         lines += [f"## {title}", ""]
-        for name in names:
-            lines += described(name, getattr(ft, name))
+        lines += [line for name in names for line in described(name, getattr(ft, name))]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def described(name: str, value: Any) -> list[str]:
-    lines = [f"### `{name}`", ""]
+    text = (inspect.getdoc(value) or "").splitlines()
     if not inspect.isclass(value):
-        lines += ["```text", f"{name}{signature(value)}", "```", ""]
-    lines += [*text(value), ""]
-    if not inspect.isclass(value):
-        return lines
-    listed = list[str]()
-    members = vars(Changes) | vars(value) if value is ft.Recipe else vars(value)
-    for inner, member in members.items():
-        if inner.startswith("_") or (value is not ft.Recipe and not documented(member)):
-            continue
-        if value is ft.Recipe and not inner.startswith("with_"):
-            continue
-        shown = inner if isinstance(member, property) else f"{inner}{signature(member)}"
-        listed += [f"- `{shown}`: {first(member)}"]
+        return [f"### `{name}`", "", "```text", f"{name}{signature(value)}", "```", "", *text, ""]
+    lines = [f"### `{name}`", "", *text, ""]
+    listed = [
+        f"- `{inner}{'' if isinstance(each, property) else signature(each)}`: {first(each)}"
+        for inner, each in members(value).items()
+    ]
     lines += [*listed, ""] if listed else []
     if dataclasses.is_dataclass(value) and hasattr(value, "__pydantic_fields__"):
         lines += ["Fields: [recipes.md](recipes.md).", ""]
     return lines
 
 
-def documented(member: Any) -> bool:
-    return (inspect.isfunction(member) or isinstance(member, property)) and bool(member.__doc__)
+def members(value: type) -> dict[str, Any]:
+    """Public methods and properties with a docstring; of `Recipe`, those that change it."""
+    if value is ft.Recipe:
+        found = vars(Changes) | vars(value)
+        return {name: each for name, each in found.items() if name.startswith("with_")}
+    return {
+        name: each
+        for name, each in vars(value).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(each) or isinstance(each, property))
+        and each.__doc__
+    }
 
 
 def signature(value: Any) -> str:
@@ -86,10 +89,6 @@ def signature(value: Any) -> str:
         plain = default is parameter.empty
         parameters.append(parameter.name if plain else f"{parameter.name}={default!r}")
     return f"({', '.join(parameters)})"
-
-
-def text(value: Any) -> list[str]:
-    return (inspect.getdoc(value) or "").splitlines()
 
 
 def first(value: Any) -> str:

@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -30,30 +29,28 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.mark.slow
-def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
-    words = ["startup", "training", "data", "--rows", "300", "--repeats", "1", "--steps", "2"]
-    words += ["--backends", "single", "--runs", "1", "--note", "Only a test."]
-    line = [sys.executable, "-m", "benchmarks", *words, "--to", str(tmp_path)]
-    done = run_command(line, tmp_path / "cache", cwd=ROOT)
+def test_a_quick_benchmark_writes_its_record(tmp_path):
+    words = "startup training data --rows 300 --repeats 1 --steps 2 --backends single --runs 1"
+    line = [sys.executable, "-m", "benchmarks", *words.split(), "--note", "Only a test."]
+    done = run_command([*line, "--to", str(tmp_path)], tmp_path / "cache", cwd=ROOT)
     assert done.status == 0, done.output
-    startup = json.loads((tmp_path / "startup.json").read_text())
-    training = json.loads((tmp_path / "training.json").read_text())
-    data = json.loads((tmp_path / "data.json").read_text())
-    for record in (startup, data, training):
+    found: dict[str, Any] = {}
+    for name in ("startup", "training", "data"):
+        record = json.loads((tmp_path / f"{name}.json").read_text())
         assert record.keys() == MACHINE | MADE_BY | {"results"}
         assert record["command"].startswith("python -m benchmarks startup training data ")
-    assert startup["results"].keys() == {*COMMANDS, "first step"}
-    for value in startup["results"].values():
+        found[name] = record["results"]
+    assert found["startup"].keys() == {*COMMANDS, "first step"}
+    for value in found["startup"].values():
         assert value["starts"] == 1
         assert 0 < value["best_seconds"] == value["median_seconds"]
-    single = training["results"]["backends"]["single"]
+    single, prepared = found["training"]["backends"]["single"], found["data"]
     assert single["processes"] == 1
     assert single["tokens_per_second_of_single"] == single["peak_memory_bytes_of_single"] == 1
     assert single["tokens_per_second_of_ddp"] is None
     # Every row is cut to 128 tokens, so that a step is 16 x 128 tokens whatever the backend; with
     # two steps the median is their mean, and the rates are 1/x.
     assert single["tokens_per_second"] >= 0.999 * 16 * 128 / single["step_seconds"]
-    prepared = data["results"]
     assert prepared["rows"] == 300
     assert prepared["rows_per_second"] == 300 / prepared["seconds"]
     assert prepared["tokens"] == round(300 * prepared["mean_tokens"])
@@ -64,7 +61,7 @@ def test_a_quick_benchmark_writes_its_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_shape_is_measured_with_its_plan_and_kept_when_the_next_fails(tmp_path: Path) -> None:
+def test_a_shape_is_measured_with_its_plan_and_kept_when_the_next_fails(tmp_path):
     tiny = shapes.llama(64, 128, 2, 8, 2_000)
     wrong = {**tiny, "vocab_size": 8}  # less than its tokenizer has
     cases = (
@@ -87,7 +84,7 @@ def test_a_shape_is_measured_with_its_plan_and_kept_when_the_next_fails(tmp_path
 
 
 @pytest.mark.slow
-def test_two_processes_are_compared_with_one(tmp_path: Path) -> None:
+def test_two_processes_are_compared_with_one(tmp_path):
     found = scaling.measure(tmp_path, ["ddp"], turns=1, shape=SMALL)
     turns, measured = found.values["turns"], found.values["backends"]
     single, ddp = measured["single"], measured["ddp"]
@@ -103,11 +100,11 @@ def test_two_processes_are_compared_with_one(tmp_path: Path) -> None:
     assert not [line for line in lines if str(tmp_path) in " ".join(line)]  # all are ended
 
 
-def test_ratios_are_to_the_references_of_the_same_session() -> None:
-    measured = {
-        "single": {"tokens_per_second": 100.0, "peak_memory_bytes": 40},
-        "ddp": {"tokens_per_second": 150.0, "peak_memory_bytes": 50},
-        "zero2": {"tokens_per_second": 75.0, "peak_memory_bytes": 30},
+def test_ratios_are_to_the_references_of_the_same_session():
+    rates = {"single": (100.0, 40), "ddp": (150.0, 50), "zero2": (75.0, 30)}
+    measured: dict[str, Any] = {
+        name: {"tokens_per_second": rate, "peak_memory_bytes": peak}
+        for name, (rate, peak) in rates.items()
     }
     add_ratios(measured)
     assert measured["zero2"]["tokens_per_second_of_single"] == 0.75
@@ -115,55 +112,65 @@ def test_ratios_are_to_the_references_of_the_same_session() -> None:
     assert measured["zero2"]["peak_memory_bytes_of_ddp"] == 0.6
 
 
-def test_the_committed_results_cover_every_backend() -> None:
-    training = json.loads((RESULTS / "training.json").read_text())
-    assert training["results"]["backends"].keys() == set(BACKENDS)
-    for name in ("startup", "data", "training", "saving"):
-        record = json.loads((RESULTS / f"{name}.json").read_text())
-        assert record["commit"] in (RESULTS / f"{name}.md").read_text()
+def committed(name: str) -> dict[str, Any]:
+    """A record whose page names its commit."""
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    assert record["commit"] in (RESULTS / f"{name}.md").read_text()
+    return record["results"]
 
 
-def test_the_committed_kills_lost_no_run() -> None:
-    record = json.loads((RESULTS / "kills.json").read_text())
-    assert record["commit"] in (RESULTS / "kills.md").read_text()
-    assert record["results"]["kills"] >= 200
-    assert record["results"]["wrong"] == []
-    assert all(each["right"] == each["runs"] for each in record["results"]["backends"].values())
+def test_the_committed_results_cover_every_backend_and_hold():
+    results = {name: committed(name) for name in ("startup", "data", "training", "saving")}
+    assert results["training"]["backends"].keys() == set(BACKENDS)
+    results = committed("memory")
+    assert {case["backend"] for case in results.values()} == {*BACKENDS, "zero3_nvme"}
+    assert {case["method"] for case in results.values()} == {"full", "lora", "qlora"}
+    assert {name for name, case in results.items() if abs(case["error"]) > 0.1} == set()
+    results = committed("kills")
+    assert results["kills"] >= 200
+    assert results["wrong"] == []
+    assert all(each["right"] == each["runs"] for each in results["backends"].values())
+    for name, case in committed("kernels")["cases"].items():
+        for_memory = "gated unit" in name or "activation" in name
+        assert case["gain"] > (0.7 if for_memory else 1), name
+        assert case["difference"] < 2e-2, name  # bf16 keeps 8 bits, through six layers
 
 
-def test_the_committed_predictions_of_memory_hold_on_every_backend() -> None:
-    record = json.loads((RESULTS / "memory.json").read_text())
-    assert record["commit"] in (RESULTS / "memory.md").read_text()
-    cases = record["results"].values()
-    assert {case["backend"] for case in cases} == {*BACKENDS, "zero3_nvme"}
-    assert {case["method"] for case in cases} == {"full", "lora", "qlora"}
-    assert {name for name, case in record["results"].items() if abs(case["error"]) > 0.1} == set()
-
-
-def test_a_kernel_is_timed_in_turns_and_compared() -> None:
+def test_a_kernel_is_timed_in_turns_and_compared():
     calls: list[str] = []
 
-    def work(name: str, values: list[float]) -> dict[str, torch.Tensor]:
-        calls.append(name)
-        return {"input": torch.tensor(values)}
+    def work(name: str, values: list[float]) -> Callable[[], dict[str, torch.Tensor]]:
+        def run() -> dict[str, torch.Tensor]:
+            calls.append(name)
+            return {"input": torch.tensor(values)}
 
-    case = Case("x", lambda: work("plain", [3.0, 4.0]), lambda: work("ours", [3.0, 4.5]))
+        return run
+
+    case = Case("x", work("plain", [3.0, 4.0]), work("ours", [3.0, 4.5]))
     found = timed(case, repeats=2)
     assert calls == ["plain", "ours"] * 5  # two of warmup, two timed, one compared
     assert found["difference"] == pytest.approx(0.1)
     assert found["gain"] == found["plain_seconds"] / found["ours_seconds"]
     assert distance({"a": torch.ones(2)}, {"a": torch.ones(2)}) == 0
+    # A third kernel takes its turn and has its column.
+    calls.clear()
+    ticks = iter(range(100))
+    third = Case("y", work("plain", [1.0]), work("ours", [1.0]), work("liger", [1.0]))
+    three = timed(third, repeats=2, clock=lambda: next(ticks))
+    assert calls == ["plain", "ours", "liger"] * 4 + ["plain", "ours", "plain", "liger"]
+    assert (three["liger_seconds"], three["liger_difference"]) == (1, 0)
+    both = tabulate({"x": found, "y": three})
+    assert both[0][-2:] == ["Liger ms", "its difference"]
+    assert (both[1][-2:], both[2][-2:]) == (["", ""], ["1000.0", "0.0e+00"])
+    assert "Liger ms" not in tabulate({"x": found})[0]
 
 
-def test_kernels_are_published_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_published_one_by_one(monkeypatch):
     """What was measured is kept when the benchmark is interrupted."""
 
-    def work() -> dict[str, torch.Tensor]:
-        return {"input": torch.ones(2)}
-
     def cases(_: kernels.Setting) -> Iterator[Case]:
-        yield Case("first", work, work)
-        yield Case("second", work, work)
+        for name in ("first", "second"):
+            yield Case(name, *[lambda: {"input": torch.ones(2)}] * 2)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(kernels, "cases", cases)
@@ -174,45 +181,16 @@ def test_kernels_are_published_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(each.table) for each in published] == [2, 3]
 
 
-def test_what_decides_most_is_measured_on_a_gpu_first() -> None:
+def test_what_decides_most_is_measured_on_a_gpu_first():
     assert ON_GPUS[:2] == ("kernels", "shapes")
     sizes = [case.name.split(",")[0] for case in shapes.CASES]
     assert list(dict.fromkeys(sizes)) == ["8B", "0.6B", "1B"]
 
 
-def test_a_third_kernel_takes_its_turn_and_has_its_column() -> None:
-    calls: list[str] = []
-
-    def work(name: str) -> dict[str, torch.Tensor]:
-        calls.append(name)
-        return {"input": torch.ones(2)}
-
-    alone = Case("x", lambda: work("plain"), lambda: work("ours"))
-    case = Case("y", alone.plain, alone.ours, lambda: work("liger"))
-    ticks = iter(range(100))
-    found = timed(case, repeats=2, clock=lambda: next(ticks))
-    assert calls == ["plain", "ours", "liger"] * 4 + ["plain", "ours", "plain", "liger"]
-    assert (found["liger_seconds"], found["liger_difference"]) == (1, 0)
-    without = timed(alone, repeats=1)
-    both = tabulate({"x": without, "y": found})
-    assert both[0][-2:] == ["Liger ms", "its difference"]
-    assert (both[1][-2:], both[2][-2:]) == (["", ""], ["1000.0", "0.0e+00"])
-    assert "Liger ms" not in tabulate({"x": without})[0]
-
-
-def test_the_committed_kernels_are_exact_and_not_slower() -> None:
-    record = json.loads((RESULTS / "kernels.json").read_text())
-    assert record["commit"] in (RESULTS / "kernels.md").read_text()
-    for name, case in record["results"]["cases"].items():
-        for_memory = "gated unit" in name or "activation" in name
-        assert case["gain"] > (0.7 if for_memory else 1), name
-        assert case["difference"] < 2e-2, name  # bf16 keeps 8 bits, through six layers
-
-
 # The peers: what is given, what is compared, what is told.
 
 
-def test_rows_are_as_long_and_as_labelled_as_those_of_gsm8k() -> None:
+def test_rows_are_as_long_and_as_labelled_as_those_of_gsm8k():
     sizes = sorted(workload.lengths(workload.Job(1000, 1)))
     assert (sizes[499], sizes[500], round(sum(sizes) / 1000)) == (154, 154, 163)
     assert 325 < sizes[989] <= 331 <= sizes[990]
@@ -231,7 +209,7 @@ def test_rows_are_as_long_and_as_labelled_as_those_of_gsm8k() -> None:
         assert 3 <= min(ids) <= max(ids) < 49152
 
 
-def test_a_workload_has_the_lengths_that_it_names() -> None:
+def test_a_workload_has_the_lengths_that_it_names():
     tail = sorted(workload.lengths(workload.Job(1000, 1, name="tail")))
     assert (tail[424], tail[425]) == (154, 154)  # the median of the 85 %
     assert (sum(size > 331 for size in tail), tail[-1]) == (158, 2978)
@@ -249,7 +227,7 @@ def test_a_workload_has_the_lengths_that_it_names() -> None:
     assert labelled / sum(len(ids) for ids, _ in prompts) == pytest.approx(0.05, abs=0.002)
 
 
-def test_documents_are_read_back_from_padded_and_from_packed_inputs() -> None:
+def test_documents_are_read_back_from_padded_and_from_packed_inputs():
     rows = [([5, 6, 7], [-100, 6, 7]), ([8, 9], [-100, 9])]
     expected = sorted(digest(*row) for row in rows)
     padded = documents(
@@ -266,15 +244,18 @@ def test_documents_are_read_back_from_padded_and_from_packed_inputs() -> None:
     assert sorted(digest(*each) for each in packed) == expected
 
 
-def test_ours_takes_the_documents_of_each_step_in_one_pack() -> None:
+def test_ours_takes_the_documents_of_each_step_in_one_pack_and_as_shipped_its_rows():
     rows = workload.make_rows(workload.Job(3, 4))
-    made = packs(rows, size=3, seed=0)
+    made, shipped = packs(rows, size=3, seed=0), singles(rows, seed=0)
     for step in range(4):
+        expected = rows[3 * step :][:3]
         (index,) = rows_of_step(step, 4, 1, seed=0)
         taken = [made.documents.document(int(number)) for number in made.numbers(int(index))]
-        assert [ids.tolist() for ids, _ in taken] == [ids for ids, _ in rows[3 * step :][:3]]
-        for (_, trained), (_, labels) in zip(taken, rows[3 * step :][:3], strict=True):
+        assert [ids.tolist() for ids, _ in taken] == [ids for ids, _ in expected]
+        for (_, trained), (_, labels) in zip(taken, expected, strict=True):
             assert trained.tolist() == [label != -100 for label in labels]
+        alone = [shipped.row(int(number))[0] for number in rows_of_step(step, 12, 3, seed=0)]
+        assert [ids.tolist() for ids in alone] == [ids for ids, _ in expected]
 
 
 def answer(seconds: float, loss: float | None, given: list[workload.Row]) -> dict[str, Any]:
@@ -286,16 +267,29 @@ def answer(seconds: float, loss: float | None, given: list[workload.Row]) -> dic
     }  # fmt: skip
 
 
-def test_a_race_compares_the_same_rows_step_by_step() -> None:
-    job = workload.Job(rows=2, steps=4)
+Steps = list[list[workload.Row]]
+
+
+def raced(seconds: Sequence[float], loss: float | None, steps: Steps) -> list[dict[str, Any]]:
+    """The answers of a contender, one a step."""
+    return [answer(each, loss, given) for each, given in zip(seconds, steps, strict=True)]
+
+
+def four_steps(name: str = "short") -> tuple[workload.Job, list[workload.Row], Steps]:
+    """A job of four steps of two rows, its rows, and those of each step."""
+    job = workload.Job(rows=2, steps=4, name=name)
     rows = workload.make_rows(job)
-    taken = [workload.of_step(rows, step, 2) for step in range(4)]
+    return job, rows, [workload.of_step(rows, step, 2) for step in range(4)]
+
+
+def test_a_race_compares_the_same_rows_step_by_step():
+    job, rows, taken = four_steps()
     race = {
-        "trainer": [answer(s, 10.0, each) for s, each in zip((9, 9, 4, 8), taken, strict=True)],
-        "ours": [answer(s, 10.01, each) for s, each in zip((9, 9, 2, 2), taken, strict=True)],
-        "products": [answer(1, None, []) for _ in range(4)],
-        "ours_lora": [answer(9, 9.0, each) for each in taken],  # of a base that is not rounded
-        "trl": [answer(8, 10.03, rows[1:3]) for _ in range(4)],
+        "trainer": raced((9, 9, 4, 8), 10.0, taken),
+        "ours": raced((9, 9, 2, 2), 10.01, taken),
+        "products": raced((1, 1, 1, 1), None, [[]] * 4),
+        "ours_lora": raced((9, 9, 9, 9), 9.0, taken),  # of a base that is not rounded
+        "trl": raced((8, 8, 8, 8), 10.03, [rows[1:3]] * 4),
     }
     found = report.result([race], rows, job, threads=1, remarks=["LLaMA-Factory was not there"])
     ours, trl = (found.values["contenders"][name] for name in ("ours", "trl"))
@@ -303,15 +297,11 @@ def test_a_race_compares_the_same_rows_step_by_step() -> None:
     assert (trl["of_trainer"], trl["ours_of_it"]) == (0.75, 4.0)
     counts = [sum(len(ids) for ids, _ in each) for each in taken]
     assert ours["tokens_per_second"] == (counts[2] + counts[3]) / 8  # the mean of two rounds
+    missing = ((1, 1), (2, 1), (3, 2), (4, 2))
+    others = [f"step {step}: {n} documents missing, {n} others instead" for step, n in missing]
     assert found.values["differences"] == {
         "trainer": [], "ours": [], "ours_lora": [],
-        "trl": [
-            "step 1: 1 documents missing, 1 others instead",
-            "step 2: 1 documents missing, 1 others instead",
-            "step 3: 2 documents missing, 2 others instead",
-            "step 4: 2 documents missing, 2 others instead",
-            "first loss 10.0300, not 10.0000",
-        ],
+        "trl": [*others, "first loss 10.0300, not 10.0000"],
     }  # fmt: skip
     last = {row[0]: row[1:] for row in found.table}
     assert last["**finetune**, packed"][1:5] == ["3.00x", "", "", "0.50"]
@@ -320,15 +310,10 @@ def test_a_race_compares_the_same_rows_step_by_step() -> None:
     assert found.remarks[0] == "LLaMA-Factory was not there"
 
 
-def test_steps_of_which_some_have_long_rows_are_compared_together() -> None:
-    job = workload.Job(rows=2, steps=4, name="tail")
-    rows = workload.make_rows(job)
-    taken = [workload.of_step(rows, step, 2) for step in range(4)]
+def test_steps_of_which_some_have_long_rows_are_compared_together():
+    job, rows, taken = four_steps("tail")
     seconds = {"trainer": (9, 9, 4, 9), "ours": (9, 9, 1, 3)}
-    race = {
-        name: [answer(s, 10.0, each) for s, each in zip(spent, taken, strict=True)]
-        for name, spent in seconds.items()
-    }
+    race = {name: raced(spent, 10.0, taken) for name, spent in seconds.items()}
     found = report.result([race], rows, job, threads=1, remarks=[])
     ours = found.values["contenders"]["ours"]
     assert ours["of_trainer"] == 13 / 4  # the median of the steps is 3.5
@@ -336,15 +321,13 @@ def test_steps_of_which_some_have_long_rows_are_compared_together() -> None:
     assert "rates are of 2 steps together after 2 others" in found.how
 
 
-def test_steps_of_other_rows_are_compared_by_the_tokens_of_a_whole_epoch() -> None:
-    job = workload.Job(rows=2, steps=4)
-    rows = workload.make_rows(job)
-    taken = [workload.of_step(rows, step, 2) for step in range(4)]
+def test_steps_of_other_rows_are_compared_by_the_tokens_of_a_whole_epoch():
+    job, rows, taken = four_steps()
     by_length = sorted(rows, key=lambda row: -len(row[0]))
     grouped = [by_length[start : start + 2] for start in range(0, 8, 2)]
     race = {
-        "trainer_grouped": [answer(s, 9.0, g) for s, g in zip((9, 9, 6, 2), grouped, strict=True)],
-        "ours_shipped": [answer(s, 10.0, t) for s, t in zip((9, 9, 1, 3), taken, strict=True)],
+        "trainer_grouped": raced((9, 9, 6, 2), 9.0, grouped),
+        "ours_shipped": raced((9, 9, 1, 3), 10.0, taken),
     }
     found = report.result([race], rows, job, threads=1, remarks=[])
     assert found.values["differences"] == {"trainer_grouped": [], "ours_shipped": []}
@@ -359,15 +342,7 @@ def test_steps_of_other_rows_are_compared_by_the_tokens_of_a_whole_epoch() -> No
     assert found.values["differences"]["trainer_grouped"] == told
 
 
-def test_ours_as_shipped_takes_the_rows_of_each_step() -> None:
-    rows = workload.make_rows(workload.Job(3, 4))
-    made = singles(rows, seed=0)
-    for step in range(4):
-        taken = [made.row(int(index))[0] for index in rows_of_step(step, 12, 3, seed=0)]
-        assert [ids.tolist() for ids in taken] == [ids for ids, _ in rows[3 * step :][:3]]
-
-
-def test_rows_of_a_file_are_raced(tmp_path: Path) -> None:
+def test_rows_of_a_file_are_raced(tmp_path):
     job = workload.Job(2, 2)
     path = tmp_path / "mine.jsonl"
     lines: list[dict[str, Any]] = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
@@ -388,22 +363,20 @@ def test_rows_of_a_file_are_raced(tmp_path: Path) -> None:
             workload.rows_of(path, job)
 
 
-def test_a_failed_contender_is_reported_and_the_others_continue(tmp_path: Path) -> None:
-    steady = (
-        "import sys; print('{\"ready\": true}', flush=True)\n"
-        'for _ in sys.stdin: print(\'{"seconds": 1, "cpu_seconds": 1}\', flush=True)'
-    )
-    broken = "print('{\"ready\": true}', flush=True); input(); raise ValueError('no such layer')"
-    absent = "raise ImportError('no module')"
-    commands = {
-        name: [sys.executable, "-c", code]
-        for name, code in (("steady", steady), ("broken", broken), ("absent", absent))
+def test_a_failed_contender_is_reported_and_the_others_continue(tmp_path):
+    ready = "print('{\"ready\": true}', flush=True); "
+    answer = {"seconds": 1, "cpu_seconds": 1}
+    told = json.dumps(answer)
+    codes = {
+        "steady": f"{ready}import sys; [print('{told}', flush=True) for _ in sys.stdin]",
+        "broken": f"{ready}input(); raise ValueError('no such layer')",
+        "absent": "raise ImportError('no module')",
     }
+    commands = {name: [sys.executable, "-c", code] for name, code in codes.items()}
     answers, lost = race(commands, tmp_path, threads=1, gpu=False, rounds=range(2, 3))
-    assert answers == {"steady": [{"seconds": 1, "cpu_seconds": 1}] * 3}
-    short, _ = race(
-        {"steady": commands["steady"]}, tmp_path, 1, gpu=False, rounds=range(2, 9), minutes=0
-    )
+    assert answers == {"steady": [answer] * 3}
+    steady = {"steady": commands["steady"]}
+    short, _ = race(steady, tmp_path, 1, gpu=False, rounds=range(2, 9), minutes=0)
     assert len(short["steady"]) == 2  # as few as are asked for, where the time is over
     assert lost == {"broken": "ValueError: no such layer", "absent": "ImportError: no module"}
 
@@ -411,45 +384,34 @@ def test_a_failed_contender_is_reported_and_the_others_continue(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--peers", "axolotl"], "no peer is called axolotl; known: ours_shipped, "),
-        (["--gpu", "--peers", "ours_malloc"], "no peer is called ours_malloc; known: ours_sh"),
-        (["--workload", "short,tiny"], "no workload is called tiny; known: short, tail, long, "),
-        (["--workload", "all", "--rows", "3"], "--rows: micro-batches of tail do not divide them"),
-        (["--steps", "0"], "rows, steps and threads are at least 1"),
-        (["--seed", "-1"], "--seed is at least 0"),
-        (["--rows-file", "nothing.jsonl"], "--rows-file: "),
+        ("--peers axolotl", "no peer is called axolotl; known: ours_shipped, "),
+        ("--gpu --peers ours_malloc", "no peer is called ours_malloc; known: ours_sh"),
+        ("--workload short,tiny", "no workload is called tiny; known: short, tail, long, "),
+        ("--workload all --rows 3", "--rows: micro-batches of tail do not divide them"),
+        ("--steps 0", "rows, steps and threads are at least 1"),
+        ("--seed -1", "--seed is at least 0"),
+        ("--rows-file nothing.jsonl", "--rows-file: "),
     ],
 )
-def test_an_impossible_race_is_refused(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_race_is_refused(words, told, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        command.main(words, tmp_path)
+        command.main(words.split(), tmp_path)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 LATER = ("unsloth", "ours_lora", "ours_malloc", "ours_eager", "ours_shipped", "trainer_grouped")
-
-
-def test_the_committed_race_was_on_the_same_rows_and_the_document_shows_it() -> None:
-    record = json.loads((RESULTS / "peers.json").read_text())
-    found = record["results"]
-    raced = found["contenders"].keys()
-    assert raced >= set(report.TITLES) - set(LATER)
-    assert set(map(tuple, found["differences"].values())) == {()}
-    shown = (ROOT / "docs/performance.md").read_text()
-    assert record["command"] in shown
-    for figures in found["contenders"].values():
-        assert f"| {figures['tokens_per_second']:,.0f} | {figures['of_trainer']:.2f}x |" in shown
-
-
 OTHERS = ("trainer", "trl", "trl_packing", "llamafactory", "ours_eager", "ours_lora", "products")
 
 
-def test_the_committed_races_are_in_the_document() -> None:
-    told = (ROOT / "docs/performance.md").read_text()
+def test_the_committed_races_were_on_the_same_rows_and_are_in_the_document():
+    shown = (ROOT / "docs/performance.md").read_text()
+    record = json.loads((RESULTS / "peers.json").read_text())
+    assert record["results"]["contenders"].keys() >= set(report.TITLES) - set(LATER)
+    assert record["command"] in shown
+    for figures in record["results"]["contenders"].values():
+        assert f"| {figures['tokens_per_second']:,.0f} | {figures['of_trainer']:.2f}x |" in shown
     for page in RESULTS.rglob("peers*.json"):
         found = json.loads(page.read_text())["results"]
         assert not any(found["differences"].values()), page
@@ -458,4 +420,4 @@ def test_the_committed_races_are_in_the_document() -> None:
         memory = raced["ours"]["peak_bytes"] / raced["trainer"]["peak_bytes"]
         cells = " | ".join([*ratios, f"{memory:.2f}"])
         place = page.with_suffix(".md").relative_to(ROOT)
-        assert f"](../{place}) | {cells} |" in told, page
+        assert f"](../{place}) | {cells} |" in shown, page

@@ -37,21 +37,24 @@ def of_kind(kind: str, folder: Path, tiny: Tiny, **fields: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", [{"adapter": {"r": 4}}, {}], ids=["lora", "full"])
-def test_a_sound_recipe_gets_yes_everywhere(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, kind: dict[str, Any]
-) -> None:
-    status, found = examined(finetune, write_recipe(tmp_path / "r.json", tiny.fields(**kind)))
+@pytest.mark.parametrize(
+    ("sections", "aside", "tensors"),
+    [
+        pytest.param({"adapter": {"r": 4}}, set(), 28, id="lora"),
+        pytest.param({}, {"adapted"}, 21, id="full", marks=pytest.mark.slow),
+    ],
+)
+def test_a_sound_recipe_gets_yes_everywhere(tiny, finetune, tmp_path, sections, aside, tensors):
+    status, found = examined(finetune, write_recipe(tmp_path / "r.json", tiny.fields(**sections)))
     assert status == 0, found
     assert list(found) == QUESTIONS
-    aside = {name for name, each in found.items() if each["passed"] is None}
-    assert aside == {"quantised", "experts"} | (set() if kind else {"adapted"})
-    assert not any(each["passed"] is False for each in found.values())
-    tensors = 28 if kind else 21
+    answers = {name: each["passed"] for name, each in found.items()}
+    aside = aside | {"quantised", "experts"}
+    assert answers == dict.fromkeys(QUESTIONS, True) | dict.fromkeys(aside)
     assert found["gradients"]["why"].startswith(f"{tensors} tensors")
 
 
-def test_a_model_alone_is_examined_with_lora(tiny: Tiny, finetune: Finetune) -> None:
+def test_a_model_alone_is_examined_with_lora(tiny, finetune):
     done = finetune("doctor", tiny.model, 'adapter.targets=["q_proj"]', "adapter.r=2")
     assert done.status == 0, done.output
     lines = done.stdout.splitlines()
@@ -61,9 +64,8 @@ def test_a_model_alone_is_examined_with_lora(tiny: Tiny, finetune: Finetune) -> 
     assert "note no data is named: rows are generated" in lines
 
 
-def test_adapters_that_no_gradient_reaches_are_named_and_all_others_stay(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_adapters_that_no_gradient_reaches_are_named_and_all_others_stay(tiny, finetune, tmp_path):
     """Choosing tokens has no gradient; adapters on parameters are attached a second time."""
     folder = of_kind(
         "deepseek_v32", tmp_path, tiny, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
@@ -81,20 +83,18 @@ def test_adapters_that_no_gradient_reaches_are_named_and_all_others_stay(
     assert found["gradients"]["why"].startswith(f"{2 * (2 * 5 + 3 + 3 + 2)} tensors")
 
 
-def test_a_model_that_cannot_recompute_is_no_failure_unless_asked(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_a_model_that_cannot_recompute_is_no_failure_unless_asked(tiny, finetune, tmp_path):
     folder = of_kind("ctrl", tmp_path, tiny, n_embd=32, n_layer=2, n_head=4, dff=48)
     status, found = examined(finetune, folder)
     assert status == 0, found
-    assert found["activation checkpointing"]["passed"] is None
-    assert found["activation checkpointing"]["why"] == (
-        "transformers cannot recompute activations of ctrl"
-    )
+    answer = found["activation checkpointing"]
+    assert answer["passed"] is None
+    assert answer["why"] == "transformers cannot recompute activations of ctrl"
 
 
 @pytest.mark.parametrize("kind", ["modernbert-decoder", "gemma4_unified"])
-def test_a_type_that_needs_a_pad_token_is_shrunk_with_one(kind: str, tmp_path: Path) -> None:
+def test_a_type_that_needs_a_pad_token_is_shrunk_with_one(kind, tmp_path):
     """Its place is the config, or the part of it for texts; the tokenizer here has no pad token."""
     write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -107,9 +107,7 @@ def test_a_type_that_needs_a_pad_token_is_shrunk_with_one(kind: str, tmp_path: P
     assert config.pad_token_id == tokenizer.eos_token_id
 
 
-def test_a_refused_plan_is_a_no_and_the_rest_is_still_examined(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_a_refused_plan_is_a_no_and_the_rest_is_still_examined(tiny, finetune, tmp_path):
     fields = tiny.fields(adapter={"r": 4}, backend="zero3", optim={"name": "muon"})
     status, found = examined(finetune, write_recipe(tmp_path / "r.json", fields))
     assert status == 1
@@ -118,7 +116,7 @@ def test_a_refused_plan_is_a_no_and_the_rest_is_still_examined(
     assert found["loss"]["passed"] is True
 
 
-def test_rows_that_never_end_are_a_no(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+def test_rows_that_never_end_are_a_no(tiny, finetune, tmp_path):
     template = tmp_path / "endless.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
@@ -132,7 +130,7 @@ def test_rows_that_never_end_are_a_no(tiny: Tiny, finetune: Finetune, tmp_path: 
     assert "could not learn to stop" in last["why"]
 
 
-def test_the_machine_is_described_for_a_bug_report(finetune: Finetune) -> None:
+def test_the_machine_is_described_for_a_bug_report(finetune):
     done = finetune("doctor")
     assert done.status == 0
     assert f"torch {torch.__version__}" in done.stdout
@@ -144,13 +142,19 @@ def test_the_machine_is_described_for_a_bug_report(finetune: Finetune) -> None:
     assert {"single", "ddp", "fsdp_full_shard", "zero3", "tp", "pp"} <= set(named)
 
 
-def test_a_word_that_names_nothing_is_refused(finetune: Finetune, tmp_path: Path) -> None:
-    done = finetune("doctor", "qwen3_0_6b_lorra")
-    assert done.status == 2
-    assert "did you mean 'qwen3_0_6b_lora'" in done.stderr
-    done = finetune("doctor", tmp_path)
-    assert done.status == 2
-    assert "the folder has no config.json" in done.stderr
+def test_a_word_that_names_nothing_is_refused(finetune, tmp_path):
+    for word, told in (
+        ("qwen3_0_6b_lorra", "did you mean 'qwen3_0_6b_lora'"),
+        (tmp_path, "the folder has no config.json"),
+    ):
+        done = finetune("doctor", word)
+        assert done.status == 2
+        assert told in done.stderr
+
+
+def shrunk(kind: str) -> dict[str, Any]:
+    fields = shrink(AutoConfig.for_model(kind).to_dict(), 300, 128)
+    return fields | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize(
@@ -161,10 +165,8 @@ def test_a_word_that_names_nothing_is_refused(finetune: Finetune, tmp_path: Path
         "glm4_moe", "minimax", "whisper", "gemma3n_text", "recurrent_gemma",
     ],
 )  # fmt: skip
-def test_an_architecture_shrinks_to_two_layers_of_its_own(kind: str) -> None:
-    config = AutoConfig.for_model(kind).to_dict()
-    fields = shrink(config, 300, 128) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    small = AutoConfig.for_model(**fields)
+def test_an_architecture_shrinks_to_two_layers_of_its_own(kind):
+    small = AutoConfig.for_model(**shrunk(kind))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small)
     assert small.model_type == kind
@@ -172,18 +174,16 @@ def test_an_architecture_shrinks_to_two_layers_of_its_own(kind: str) -> None:
     assert layers <= 4  # of layers, or of experts
 
 
-def test_a_pattern_of_layers_shrinks_to_one_of_each_kind() -> None:
+def test_a_pattern_of_layers_shrinks_to_one_of_each_kind():
     """Otherwise no layer would have the attention without which the model cannot answer."""
     config = AutoConfig.for_model("recurrent_gemma").to_dict()
     assert config["block_types"] == ["recurrent", "recurrent", "attention"]
-    small = AutoConfig.for_model(**shrink(config, 300, 128))
+    small = AutoConfig.for_model(**shrunk("recurrent_gemma"))
     assert small.layers_block_type == ["linear_attention", "sliding_attention"]
 
 
-def test_scales_of_a_random_model_are_not_zero() -> None:
-    config = AutoConfig.for_model("gemma3n_text").to_dict()
-    fields = shrink(config, 300, 128) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+def test_scales_of_a_random_model_are_not_zero():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shrunk("gemma3n_text")))
     scale = model.model.layers[0].altup.correct_output_scale
     assert not scale.any()
     fill_zeros(model)
@@ -191,9 +191,6 @@ def test_scales_of_a_random_model_are_not_zero() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt_neo", "mpt", "gpt2", "gemma3"])
-def test_the_shrunk_model_is_described_whatever_its_config_calls_a_layer(
-    kind: str, tmp_path: Path
-) -> None:
-    fields = shrink(AutoConfig.for_model(kind).to_dict(), 300, 128)
-    AutoConfig.for_model(**fields).save_pretrained(tmp_path)
+def test_the_shrunk_model_is_described_whatever_its_config_calls_a_layer(kind, tmp_path):
+    AutoConfig.for_model(**shrunk(kind)).save_pretrained(tmp_path)
     assert described(str(tmp_path)) == f"{kind}, 2 layers of width 64, random weights, fp32"

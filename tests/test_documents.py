@@ -1,15 +1,17 @@
 """Every command and every line of Python in the documents works as it is written there."""
 
 import argparse
+import contextlib
+import functools
 import inspect
+import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,23 @@ import httpx
 import method_matrix
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, Finetune, Tiny, end_tree, start, write_recipe
+from conftest import (
+    ROOT,
+    Finished,
+    copy_of,
+    end_tree,
+    run_command,
+    start,
+    warm_python,
+    write_recipe,
+)
 
 import finetune as ft
 from finetune import backend, catalog
-from finetune.cli.main import build_parser
+from finetune.cli.main import build_parser, main
 from finetune.errors import FinetuneError
 from finetune.planner import plan
 from finetune.recipe import Recipe
-from finetune.runs.run import Run
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELL = {"sh", "bash", "console"}
@@ -51,7 +61,7 @@ COMMANDS = [(path.name, command) for path in DOCUMENTS for command in commands(p
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A working directory with what a checkout has and the commands name."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "recipes", "accelerate_configs"):
@@ -59,31 +69,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+Do = Callable[..., Finished]
+
+
 @pytest.fixture(scope="module")
-def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A real run of one step, for the commands that are typed after a training."""
-    place = tmp_path_factory.mktemp("run")
-    recipe = catalog.from_fields(tiny.fields(max_steps=1, adapter={"r": 4}))
-    before = os.environ.get("FINETUNE_CACHE")
-    os.environ["FINETUNE_CACHE"] = str(place / "cache")
-    try:
-        return ft.train(recipe, precision="fp32", output=place / "run")
-    finally:
-        os.environ.pop("FINETUNE_CACHE")
-        if before is not None:
-            os.environ["FINETUNE_CACHE"] = before
+def do(folder, finetune, session_cache) -> Do:
+    """Run a command in that folder, each only once; those that compute are processes."""
+
+    @functools.cache
+    def do(*words: str) -> Finished:
+        if words[0] not in ("list", "show", "plan", "init"):
+            return finetune(*words, cwd=folder)
+        if "--verify" in words:
+            return run_command([warm_python(), "-m", "finetune", *words], session_cache, folder)
+        out, err = io.StringIO(), io.StringIO()
+        to_out, to_err = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+        with contextlib.chdir(folder), to_out, to_err:
+            status = main(list(words))
+        return Finished(status, out.getvalue(), err.getvalue())
+
+    return do
+
+
+@pytest.fixture(scope="module")
+def named(folder, tiny, run_of) -> dict[str, str]:
+    """What stands for the names of the documents: runs, and a recipe."""
+    run = run_of(adapter={"r": 8})
+    places = {name: copy_of(run, folder / name.lower()).root for name in ("RUN", "OTHER")}
+    return {
+        **{name: str(place) for name, place in places.items()},
+        "RECIPE": str(write_recipe(folder / "r.json", tiny.fields())),
+    }
 
 
 # How a command is checked: as it is where it is cheap, else by what it would do.
 
 
-def as_it_is(words: list[str], folder: Path, finetune: Finetune) -> None:
-    done = finetune(*words[1:], cwd=folder)
+def as_it_is(words: list[str], folder: Path, do: Do, *more: str) -> None:
+    done = do(*words[1:], *more)
     assert done.status == 0, done.output
     assert done.stdout
 
 
-def as_a_plan(words: list[str], folder: Path, finetune: Finetune) -> None:
+def as_a_plan(words: list[str], folder: Path, do: Do) -> None:
     """A training on models of the hub: the same recipe, overrides and backend are planned.
 
     Flags that are not `launch`'s own must be flags of `accelerate launch`.
@@ -93,24 +121,19 @@ def as_a_plan(words: list[str], folder: Path, finetune: Finetune) -> None:
     launch_command_parser().parse_args([*flags, "script.py"])
     chosen = ["--backend", arguments.backend] if arguments.backend else []
     chosen += ["--processes", str(arguments.processes)] if arguments.processes else []
-    as_it_is(
-        ["finetune", "plan", arguments.recipe, *arguments.overrides, *chosen], folder, finetune
-    )
+    as_it_is(words[:1], folder, do, "plan", arguments.recipe, *arguments.overrides, *chosen)
 
 
-def as_a_plan_of_accelerate(words: list[str], folder: Path, finetune: Finetune) -> None:
+def as_a_plan_of_accelerate(words: list[str], folder: Path, do: Do) -> None:
     """`accelerate launch --config_file FILE -m finetune train ...`: read by its own parser."""
-    assert words[1] == "launch"
     given = launch_command_parser().parse_args(words[2:])
-    assert given.module
-    assert given.training_script == "finetune"
+    assert (words[1], given.module, given.training_script) == ("launch", True, "finetune")
     verb, recipe, *overrides = given.training_script_args
     assert verb == "train"
-    planned = ["finetune", "plan", recipe, *overrides, "--backend", given.config_file]
-    as_it_is(planned, folder, finetune)
+    as_it_is(words[:1], folder, do, "plan", recipe, *overrides, "--backend", given.config_file)
 
 
-def as_a_dry_run(words: list[str], folder: Path, finetune: Finetune) -> None:
+def as_a_dry_run(words: list[str], folder: Path, do: Do) -> None:
     """A target of make: what it would run; `train` names a pair that can be planned."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(
@@ -120,10 +143,10 @@ def as_a_dry_run(words: list[str], folder: Path, finetune: Finetune) -> None:
     last = done.stdout.splitlines()[-1]
     assert last.startswith(".venv/bin/")
     if words[1] == "train":
-        as_a_plan(shlex.split(last.removeprefix(".venv/bin/")), folder, finetune)
+        as_a_plan(shlex.split(last.removeprefix(".venv/bin/")), folder, do)
 
 
-def as_a_pair(words: list[str], folder: Path, finetune: Finetune) -> None:
+def as_a_pair(words: list[str], folder: Path, do: Do) -> None:
     """A proof: its words are read, and the planner lets the recipe run on each of its backends."""
     arguments = build_parser().parse_args(words[1:])
     for name in arguments.backends.split(","):
@@ -131,38 +154,28 @@ def as_a_pair(words: list[str], folder: Path, finetune: Finetune) -> None:
         assert settled.backend.name == name
 
 
-def as_words(words: list[str], folder: Path, finetune: Finetune) -> None:
+def as_words(words: list[str], folder: Path, do: Do) -> None:
     """A command on a model of the hub: its words are read, and the recipe is one."""
     arguments = build_parser().parse_args(words[1:])
     catalog.resolve(arguments.recipe, arguments.overrides)
 
 
-def as_a_report(words: list[str], folder: Path, finetune: Finetune) -> None:
-    """With `--proof`, where the folder of one is named that nobody has made, that is said."""
-    if "--proof" not in words:
-        as_it_is(words, folder, finetune)
+def as_it_is_but(flag: str, told: str, words: list[str], folder: Path, do: Do) -> None:
+    """With a flag that names what is not there, that is said."""
+    if flag not in words:
+        as_it_is(words, folder, do)
         return
-    done = finetune(*words[1:], cwd=folder)
+    done = do(*words[1:])
     assert done.status == 2
-    assert "cannot be read as a proof" in done.stderr
+    assert told in done.stderr
 
 
-def as_a_question(words: list[str], folder: Path, finetune: Finetune) -> None:
-    """A talk without a person at the keyboard: one question."""
-    as_it_is([*words, "--prompt", "hello", "--max-new-tokens", "4"], folder, finetune)
+def shortly(*more: str) -> Callable[..., None]:
+    """With short answers."""
+    return lambda words, folder, do: as_it_is(words, folder, do, *more, "--max-new-tokens", "4")
 
 
-def as_an_export(words: list[str], folder: Path, finetune: Finetune) -> None:
-    """GGUF needs a checkout of llama.cpp: without one, the export says where to get it."""
-    if "--llama-cpp" not in words:
-        as_it_is(words, folder, finetune)
-        return
-    done = finetune(*words[1:], cwd=folder)
-    assert done.status == 2
-    assert "git clone" in done.stderr
-
-
-def as_a_server(words: list[str], folder: Path, finetune: Finetune) -> None:
+def as_a_server(words: list[str], folder: Path, do: Do) -> None:
     """Started on a free port, asked for its models, and ended."""
     process = start([*words[1:], "--port", "0"], folder, warm=True)
     try:
@@ -174,7 +187,7 @@ def as_a_server(words: list[str], folder: Path, finetune: Finetune) -> None:
         process.wait()
 
 
-def as_an_install(words: list[str], folder: Path, finetune: Finetune) -> None:
+def as_an_install(words: list[str], folder: Path, do: Do) -> None:
     """Of the checkout: it is not installed anew, but the parts that are named exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[2])
@@ -182,63 +195,58 @@ def as_an_install(words: list[str], folder: Path, finetune: Finetune) -> None:
     assert set((named[1] or "dev").split(",")) <= project["optional-dependencies"].keys()
 
 
-def as_a_measurement(words: list[str], folder: Path, finetune: Finetune) -> None:
-    """With short answers."""
-    as_it_is([*words, "--max-new-tokens", "4"], folder, finetune)
-
-
-def as_a_comparison(words: list[str], folder: Path, finetune: Finetune) -> None:
-    """Of the run with a copy of it."""
-    shutil.copytree(words[2], folder / "OTHER", dirs_exist_ok=True)
-    as_it_is(words, folder, finetune)
-
-
-CHECKS: dict[str, Any] = {
-    "finetune eval": as_a_measurement,
-    "finetune compare": as_a_comparison,
-    "pip install": as_an_install,
-    "finetune init": as_it_is,
-    "finetune list": as_it_is,
-    "finetune doctor": as_it_is,
-    "finetune show": as_it_is,
-    "finetune teach": as_words,
-    "finetune inspect": as_it_is,
-    "finetune plan": as_it_is,
-    "finetune chat": as_a_question,
-    "finetune report": as_a_report,
+CHECKS: dict[str, Callable[[list[str], Path, Do], None]] = {
+    **dict.fromkeys(
+        [f"finetune {verb}" for verb in "compare doctor init inspect list plan show".split()],
+        as_it_is,
+    ),
+    **dict.fromkeys(
+        [
+            f"make {target}"
+            for target in "quickstart quickstart-dpo quickstart-grpo test train".split()
+        ],
+        as_a_dry_run,
+    ),
+    "finetune chat": shortly("--prompt", "hello"),
+    "finetune eval": shortly(),
+    "finetune export": functools.partial(as_it_is_but, "--llama-cpp", "git clone"),
+    "finetune report": functools.partial(as_it_is_but, "--proof", "cannot be read as a proof"),
     "finetune prove": as_a_pair,
-    "finetune export": as_an_export,
     "finetune serve": as_a_server,
+    "finetune teach": as_words,
     "finetune launch": as_a_plan,
     "finetune train": as_a_plan,
     "accelerate launch": as_a_plan_of_accelerate,
-    "make quickstart": as_a_dry_run,
-    "make quickstart-dpo": as_a_dry_run,
-    "make quickstart-grpo": as_a_dry_run,
-    "make test": as_a_dry_run,
-    "make train": as_a_dry_run,
+    "pip install": as_an_install,
 }
 """A command that begins with none of these fails the test: say here how it is checked."""
 
 
-def test_there_are_commands_to_check() -> None:
+def test_there_are_commands_to_check():
     kinds = {" ".join(command.split()[:2]) for _, command in COMMANDS}
     assert kinds <= CHECKS.keys()
     assert {"make quickstart", "make test", "finetune launch", "accelerate launch"} <= kinds
+    assert len(SHOWN.findall((ROOT / "docs/memory.md").read_text())) == 5
 
 
-@pytest.mark.parametrize(("document", "command"), COMMANDS)
-def test_a_command_of_the_documents_works(
-    document: str, command: str, folder: Path, finetune: Finetune, request: pytest.FixtureRequest
-) -> None:
+SLOW = re.compile(r"finetune doctor \w+_lora|finetune plan .*--verify")
+"""They compute for long; `test_doctor.py` and `test_verifier.py` have quick ones."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if SLOW.match(command) else [])
+        for command in dict.fromkeys(command for _, command in COMMANDS)
+    ],
+)
+def test_a_command_of_the_documents_works(command, folder, do, request):
     words = shlex.split(command)
-    if any(re.search(r"\bRUN\b", word) for word in words):
-        trained: Run = request.getfixturevalue("run")
-        words = [re.sub(r"\bRUN\b", str(trained.root), word) for word in words]
-    if "RECIPE" in words:
-        tiny: Tiny = request.getfixturevalue("tiny")
-        words[words.index("RECIPE")] = str(write_recipe(folder / "r.json", tiny.fields()))
-    CHECKS[" ".join(words[:2])](words, folder, finetune)
+    if re.search(r"\b(RUN|OTHER|RECIPE)\b", command):
+        named = request.getfixturevalue("named")
+        name = re.compile(r"\b(RUN|OTHER)\b|^RECIPE$")
+        words = [name.sub(lambda found: named[found[0]], word) for word in words]
+    CHECKS[" ".join(words[:2])](words, folder, do)
 
 
 SHOWN = re.compile(r"^```sh\n(finetune plan [^\n]+)\n```\n```text\n(.*?)^```$", re.DOTALL | re.M)
@@ -252,16 +260,14 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("command", "shown"), PLANS)
-def test_a_plan_prints_the_numbers_that_a_document_shows(
-    command: str, shown: str, folder: Path, finetune: Finetune
-) -> None:
-    done = finetune(*shlex.split(command)[1:], cwd=folder)
+def test_a_plan_prints_the_numbers_that_a_document_shows(command, shown, do):
+    done = do(*shlex.split(command)[1:])
     assert done.status == 0, done.output
     printed = [line.split("  <-")[0].rstrip() for line in done.stdout.splitlines()]
     assert set(shown.splitlines()) <= set(printed)
 
 
-def test_the_readme_says_what_runs_where_as_the_planner_does() -> None:
+def test_the_readme_says_what_and_which_method_runs_where_as_the_planner_does():
     text, _, _ = (ROOT / "README.md").read_text().partition(method_matrix.BEGIN)
     found = re.findall(
         r"^\| ((?:`\w+`(?:, )?)+) \|.*\| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", text, re.M
@@ -271,9 +277,6 @@ def test_the_readme_says_what_runs_where_as_the_planner_does() -> None:
     kinds = [COLUMNS[kind] for kind in ("full", "LoRA", "NF4", "int8")]
     for name, *cells in rows:
         assert cells == ["yes" if works(recipe, name) else "no" for recipe in kinds], name
-
-
-def test_the_readme_says_which_method_runs_where_as_the_planner_does() -> None:
     assert method_matrix.table() in (ROOT / "README.md").read_text()
     assert method_matrix.exceptions() == []
     for tests in method_matrix.RUN.values():
@@ -285,7 +288,7 @@ def test_the_readme_says_which_method_runs_where_as_the_planner_does() -> None:
 FITS = re.compile(r"^\| (\S+) \| ([\w ]+) \| ([\d,]+) GB \| (\w+) \| (\w+) \| (\w+) \|$", re.M)
 
 
-def test_the_readme_says_what_fits_as_the_planner_does() -> None:
+def test_the_readme_says_what_fits_as_the_planner_does():
     found = FITS.findall((ROOT / "README.md").read_text())
     homes = {"Qwen3": "Qwen/", "Llama-3.1": "meta-llama/", "Llama-3.3": "meta-llama/"}
     ends = {"Llama-3.3-70B": "-Instruct"}
@@ -297,33 +300,24 @@ def test_the_readme_says_what_fits_as_the_planner_does() -> None:
         )
         bare = bare.with_data(ft.Data("rows.jsonl", "messages"))
         recipe = {"LoRA": bare.with_lora(), "QLoRA": bare.with_qlora()}.get(kind, bare)
-        memory = [
-            ft.plan(recipe, "single", gpu=gpu).summary()["memory"]
-            for gpu in ("RTX4090", "L40S", "H100-80")
-        ]
+        gpus = ("RTX4090", "L40S", "H100-80")
+        memory = [ft.plan(recipe, "single", gpu=gpu).summary()["memory"] for gpu in gpus]
         assert f"{memory[0]['process'] / 1e9:,.0f}" == size
         words = {"safe": "yes", "tight": "tight", "no": "no"}
         assert [words[each["status"]] for each in memory] == cells
-
-
-def test_the_memory_page_shows_a_plan_for_each_claim() -> None:
-    assert len(SHOWN.findall((ROOT / "docs/memory.md").read_text())) == 5
 
 
 # Commands and flags in running text.
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
-    (actions,) = [
-        action
-        for action in build_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    ]
-    return actions.choices
+    actions = build_parser()._actions
+    (verbs,) = [each for each in actions if isinstance(each, argparse._SubParsersAction)]
+    return verbs.choices
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_commands_in_running_text_have_verbs_and_flags_that_exist(document: Path) -> None:
+def test_commands_in_running_text_have_verbs_and_flags_that_exist(document):
     text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.M)
     known = verbs()
     for line in re.findall(r"`finetune ([^`]+)`", text):
@@ -349,39 +343,26 @@ def run_python(code: str) -> dict[str, Any]:
     return names
 
 
-def test_the_readme_notebook_code_runs_up_to_the_training(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_readme_notebook_code_runs_up_to_the_training(capsys):
     """All of it but `ft.launch`, which would train on a model of the hub: its call is read."""
-    code, _ = python_blocks("README.md")
+    code, recipe = python_blocks("README.md")
     body, call = code.split("run = ft.launch", 1)
     names = run_python(body)
     assert capsys.readouterr().out.startswith("model        Qwen/Qwen3-0.6B: LoRA r=16")
     bound = eval(f"bind{call}", names | {"bind": inspect.signature(ft.launch).bind})
     machine = backend.load(bound.arguments["backend"])
     assert plan(bound.arguments["recipe"], machine, bound.arguments["processes"]).processes == 2
+    assert run_python(recipe)["recipe"] == catalog.resolve("smollm2_135m_lora")
 
 
-def test_the_readme_recipe_is_a_recipe() -> None:
-    _, code = python_blocks("README.md")
-    assert run_python(code)["recipe"] == catalog.resolve("smollm2_135m_lora")
-
-
-def test_python_and_yaml_of_the_recipe_reference_are_the_same_recipe(tmp_path: Path) -> None:
+def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
     (code,) = python_blocks("docs/recipes.md")
     (text,) = [text for language, text in blocks(ROOT / "docs/recipes.md") if language == "yaml"]
     (tmp_path / "r.yaml").write_text(text)
     assert run_python(code)["recipe"] == catalog.load(tmp_path / "r.yaml")
-
-
-def test_overrides_of_the_recipe_reference_apply() -> None:
-    text = (ROOT / "docs/recipes.md").read_text()
-    (pairs,) = re.findall(r"`((?:[\w.]+=[\w.-]+ ?){2,})`", text)
+    (pairs,) = re.findall(r"`((?:[\w.]+=[\w.-]+ ?){2,})`", (ROOT / "docs/recipes.md").read_text())
     recipe = catalog.resolve("qwen3_0_6b_lora", pairs.split())
     assert (recipe.optim.lr, recipe.data[0].first) == (1e-4, 1000)
-
-
-def test_the_mixture_of_the_data_page_is_one() -> None:
     (code,) = python_blocks("docs/data.md")
     names = run_python(f"from finetune import SFT, Data\nrecipe = (SFT(){code})")
     recipe: Recipe = names["recipe"]
@@ -389,25 +370,21 @@ def test_the_mixture_of_the_data_page_is_one() -> None:
     assert (recipe.data[1].first, recipe.data[2].repeat) == (5000, 3)
 
 
-def test_no_block_of_python_is_left_out() -> None:
-    counts = {
-        path.name: sum(language == "python" for language, _ in blocks(path)) for path in DOCUMENTS
-    }
+def test_no_block_of_python_is_left_out():
+    counts = {path.name: len(python_blocks(str(path))) for path in DOCUMENTS}
     assert {name: n for name, n in counts.items() if n} == {
         "README.md": 2, "data.md": 1, "extending.md": 1, "online.md": 1, "recipes.md": 1,
     }  # fmt: skip
 
 
-def test_the_reward_of_the_page_scores_completions() -> None:
-    (code,) = [text for kind, text in blocks(ROOT / "docs/online.md") if kind == "python"]
-    given: dict[str, Any] = {}
-    exec(code, given)
+def test_the_reward_of_the_page_scores_completions():
+    (code,) = python_blocks("docs/online.md")
     completions = [[{"content": "It is 4."}], [{"content": "It is 5."}]]
-    scores = given["short_and_right"](["2+2?"] * 2, completions, answer=["4", "4"])
-    assert scores == [1.0, 0.0]
+    score = run_python(code)["short_and_right"]
+    assert score(["2+2?"] * 2, completions, answer=["4", "4"]) == [1.0, 0.0]
 
 
-def test_the_fields_that_a_continued_run_may_change_are_listed() -> None:
+def test_the_fields_that_a_continued_run_may_change_are_listed():
     text = " ".join((ROOT / "docs/checkpoints.md").read_text().split())
     (listed,) = re.findall(r"computes from its rows \(([^)]*)\)", text)
     assert re.findall(r"`([\w.]+)`", listed) == sorted(catalog.FREE_TO_CHANGE)
@@ -448,7 +425,7 @@ def compatibility() -> str:
     return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in row)}|" for row in rows)
 
 
-def test_the_table_of_what_works_where_is_what_the_planner_decides() -> None:
+def test_the_table_of_what_works_where_is_what_the_planner_decides():
     assert compatibility() in (ROOT / "docs/backends.md").read_text()
 
 

@@ -5,10 +5,9 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from conftest import ROOT
 
 import finetune
@@ -68,7 +67,6 @@ ENGINE = re.compile(r"(?<!arguments)\.engine$")
 """An engine; `arguments.engine` is the program of `finetune serve`."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
-each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 
 
 def top(path: Path) -> str:
@@ -86,21 +84,34 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names that are imported anywhere, also inside functions."""
-    for node in ast.walk(tree):
+@functools.cache
+def imported(path: Path, typing: bool = False) -> set[str]:
+    """Dotted names that are imported anywhere, also inside functions.
+
+    Without `typing`, those of `if TYPE_CHECKING:` are left out: they are not imported when it runs.
+    """
+    names, left = set[str](), list[ast.AST]([parse(path)])
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not typing:
+            continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        left += ast.iter_child_nodes(node)
+    return names
 
 
-def ours(tree: ast.AST) -> set[str]:
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(path)}
+
+
+def ours(path: Path, typing: bool = False) -> set[str]:
     """Modules and packages of this project that are imported; its own name is `__init__`."""
     names = set[str]()
-    for name in imported(tree):
+    for name in imported(path, typing):
         first, _, rest = name.partition(".")
         if first == "finetune":
             inner = rest.split(".")[0]
@@ -108,87 +119,71 @@ def ours(tree: ast.AST) -> set[str]:
     return names
 
 
-@functools.cache
-def without_typing(path: Path) -> ast.Module:
-    """The module less its `if TYPE_CHECKING:` blocks, which import nothing when it runs."""
-
-    class Drop(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST | None:
-            typing_only = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-            return None if typing_only else self.generic_visit(node)
-
-    return Drop().visit(ast.parse(path.read_text(encoding="utf-8")))
+def wrong(rule: Callable[[Path], object]) -> dict[str, object]:
+    """What a rule finds wrong, by the module."""
+    found = {path.relative_to(PACKAGE).as_posix(): rule(path) for path in MODULES}
+    return {path: what for path, what in found.items() if what}
 
 
-def test_every_module_is_on_one_floor() -> None:
+def test_every_module_is_on_one_floor():
     names = sorted(name for names in FLOORS for name in names)
     assert names == sorted({top(path) for path in MODULES})
     assert len(names) == len(set(names))
 
 
-@each_module
-def test_bitsandbytes_is_optional(path: Path) -> None:
-    if path not in (PACKAGE / "kernels/quantised.py", PACKAGE / "training/optim.py"):
-        names = {name.split(".")[0] for name in imported(without_typing(path))}
-        assert "bitsandbytes" not in names
+def test_bitsandbytes_is_optional_and_quick_commands_import_no_torch():
+    users = wrong(lambda path: "bitsandbytes" in roots(path)).keys()
+    assert users <= {"kernels/quantised.py", "training/optim.py"}
+    assert wrong(lambda path: roots(path) & HEAVY if top(path) in NO_TORCH else set()) == {}
 
 
-@each_module
-def test_a_module_imports_only_from_lower_floors(path: Path) -> None:
-    mine = top(path)
-    wrong = {
-        name for name in ours(without_typing(path)) if name != mine and floor(name) >= floor(mine)
-    }
-    assert wrong == set()
+def test_a_module_imports_only_from_lower_floors():
+    def rule(path: Path) -> set[str]:
+        mine = top(path)
+        return {name for name in ours(path) - {mine} if floor(name) >= floor(mine)}
+
+    assert wrong(rule) == {}
 
 
-def test_few_modules_are_at_the_root() -> None:
+def test_few_modules_are_at_the_root_and_no_folder_has_the_name_of_a_public_function():
     assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
-
-
-def test_no_folder_has_the_name_of_a_public_function() -> None:
     folders = {path.parent.name for path in MODULES}
     assert folders & set(finetune.__all__) == set()
 
 
-@each_module
-def test_only_engines_and_the_planner_ask_which_engine_it_is(path: Path) -> None:
-    compared = [
-        [node.left, *node.comparators]
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.Compare)
-    ]
-    asked = [
-        [ast.unparse(side) for side in sides]
-        for sides in compared
-        if any(ENGINE.search(ast.unparse(side)) for side in sides)
-        and any(isinstance(side, ast.Constant) and side.value is not None for side in sides)
-    ]
-    assert top(path) in ("distributed", "planner") or asked == []
+def test_only_engines_and_the_planner_ask_which_engine_it_is():
+    def rule(path: Path) -> list[str]:
+        if top(path) in ("distributed", "planner"):
+            return []
+        compared = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Compare)]
+        return [
+            ast.unparse(node)
+            for node in compared
+            for sides in [[node.left, *node.comparators]]
+            if any(ENGINE.search(ast.unparse(side)) for side in sides)
+            and any(isinstance(side, ast.Constant) and side.value is not None for side in sides)
+        ]
+
+    assert wrong(rule) == {}
 
 
-@each_module
-def test_code_for_cpus_is_reached_through_its_folder_alone(path: Path) -> None:
-    if not path.is_relative_to(CPU):
-        names = set(imported(without_typing(path)))
-        inside = {name for name in names if name.startswith("finetune.kernels.cpu.")}
-        assert inside <= {f"finetune.kernels.cpu.{name}" for name in cpu.__all__}
-        assert not any(name.split(".")[0] == "ctypes" for name in names)
+def test_code_for_cpus_is_reached_through_its_folder_alone():
+    public = {f"finetune.kernels.cpu.{name}" for name in cpu.__all__}
+
+    def rule(path: Path) -> set[str]:
+        if path.is_relative_to(CPU):
+            return set()
+        inside = {name for name in imported(path) if name.startswith("finetune.kernels.cpu.")}
+        return inside - public | roots(path) & {"ctypes"}
+
+    assert wrong(rule) == {}
 
 
-@each_module
-def test_the_package_itself_is_imported_by_nobody(path: Path) -> None:
-    assert "__init__" not in ours(parse(path))
+def test_the_package_itself_is_imported_by_nobody():
+    assert wrong(lambda path: "__init__" in ours(path, typing=True)) == {}
 
 
-@each_module
-def test_quick_commands_never_import_torch(path: Path) -> None:
-    if top(path) in NO_TORCH:
-        roots = {name.split(".")[0] for name in imported(without_typing(path))}
-        assert roots & HEAVY == set()
-
-
-def test_light_modules_import_no_torch() -> None:
+def test_light_modules_import_no_torch():
     code = f"import sys, {', '.join(LIGHT)}; print(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -196,37 +191,32 @@ def test_light_modules_import_no_torch() -> None:
     assert done.stdout == "[]\n"
 
 
-def environment_use(tree: ast.Module) -> tuple[bool, bool]:
+def environment_use(path: Path) -> tuple[bool, bool]:
     """Whether variables of the environment are read, and whether they are changed."""
-    stores, uses = list[ast.AST](), 0
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            uses += ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            stores += [node] if ast.unparse(node.value) == "os.environ" else []
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            changing = ("update", "setdefault", "pop", "clear", "popitem")
-            writes = called in ("os.putenv", "os.unsetenv")
-            writes = writes or called in {f"os.environ.{name}" for name in changing}
-            stores += [node] if writes else []
-    return uses > 0, bool(stores)
+    nodes = list(ast.walk(parse(path)))
+    named = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    stores = {
+        ast.unparse(node.value)
+        for node in nodes
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+    }
+    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    changing = {f"os.environ.{verb}" for verb in "update setdefault pop clear popitem".split()}
+    writes = "os.environ" in stores or bool(calls & (changing | {"os.putenv", "os.unsetenv"}))
+    return bool(named & {"os.environ", "os.getenv", "os.putenv"}), writes
 
 
-@each_module
-def test_the_environment_is_read_and_written_in_few_modules(path: Path) -> None:
-    reads, writes = environment_use(parse(path))
-    assert not reads or path.relative_to(PACKAGE).as_posix() in READS_ENVIRONMENT
-    assert not writes or path.relative_to(PACKAGE).as_posix() in WRITES_ENVIRONMENT
+def test_the_environment_is_read_and_written_in_few_modules():
+    assert wrong(lambda path: environment_use(path)[0]).keys() <= READS_ENVIRONMENT
+    assert wrong(lambda path: environment_use(path)[1]).keys() <= WRITES_ENVIRONMENT
 
 
-@each_module
-def test_a_module_stays_small(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+def test_a_module_stays_small():
+    sizes = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert wrong(lambda path: sizes[path] * (sizes[path] > MOST_LINES)) == {}
 
 
-def test_the_architecture_page_has_each_folder_on_its_floor() -> None:
+def test_the_architecture_page_has_each_folder_on_its_floor():
     lines = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()
     found: list[set[str]] = []
     for line in lines:

@@ -9,14 +9,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import SIZES
-from conftest import Finetune, Tiny, write_recipe
-from test_backends import losses
+from conftest import write_recipe
+from gpus import refuses, without_weights, write_smi
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
-import finetune as ft
 from finetune import catalog
 from finetune.distributed import deepspeed, device, heartbeat
 from finetune.distributed.device import Found
@@ -35,6 +33,7 @@ from finetune.kernels.expert_products import experts_forward
 from finetune.kernels.quantised import QuantState
 from finetune.models import packed_attention
 from finetune.models.packed_attention import against_varlen, attend, varlen_words
+from finetune.models.quantization import placed_while_loading
 from finetune.planner import Plan, plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.layout import Layout
@@ -50,23 +49,22 @@ AMPERE, TURING = (8, 0), (7, 5)
 
 
 class Names(TorchDispatchMode):
-    """Operations by name, with the shapes of their tensors."""
+    """Operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = [tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]
-        self.calls.append((str(func), shapes))
+        self.calls.append(str(func))
         return func(*args, **(kwargs or {}))
 
-    def of(self, part: str) -> list[list[tuple[int, ...]]]:
-        return [shapes for name, shapes in self.calls if part in name]
+    def count(self, part: str) -> int:
+        return sum(part in name for name in self.calls)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, int]]]:
+def gpu(monkeypatch) -> Iterator[dict[str, tuple[int, int]]]:
     """Tensors are fake, and a GPU has the capability that is written here."""
     found = {"capability": AMPERE}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: found["capability"])
@@ -78,15 +76,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, int]]]
 
 def attended(
     dtypes: tuple[torch.dtype, ...],
-    size: int = 64,
     window: int | None = None,
     ends: tuple[int, ...] = (0, 90, 210, 300),
 ) -> Names:
-    """Attention over documents with 8 heads and 2 key heads, on a GPU."""
-    heads = (8, 2, 2)
+    """Attention over documents with 8 heads of 64 and 2 key heads, on a GPU."""
     given = [
-        torch.empty(1, count, ends[-1], size, dtype=dtype, device="cuda")
-        for count, dtype in zip(heads, dtypes, strict=True)
+        torch.empty(1, count, ends[-1], 64, dtype=dtype, device="cuda")
+        for count, dtype in zip((8, 2, 2), dtypes, strict=True)
     ]
     there = torch.empty(len(ends), dtype=torch.int32, device="cuda")
     with Names() as names:
@@ -109,14 +105,14 @@ def of_torch_2_11(
 
 @pytest.mark.parametrize("kernel", [varlen_attn, of_torch_2_11])
 @pytest.mark.parametrize("window", [None, 512])
-def test_the_one_kernel_is_called_as_each_torch_has_it(kernel: Any, window: int | None) -> None:
+def test_the_one_kernel_is_called_as_each_torch_has_it(kernel, window):
     words = varlen_words(kernel, 0.125, window, shared=True)
     bound = inspect.signature(kernel).bind(*range(7), **words).arguments
     assert bound["window_size"] == ((-1, 0) if window is None else (511, 0))
     assert ("enable_gqa" in bound) == ("enable_gqa" in inspect.signature(kernel).parameters)
 
 
-def test_calls_of_grouped_experts_and_of_4_bit_scales_bind() -> None:
+def test_calls_of_grouped_experts_and_of_4_bit_scales_bind():
     """Two arguments of transformers' experts are handed on; scales are moved by bitsandbytes."""
     ours, theirs = (
         len(inspect.signature(each).parameters)
@@ -126,14 +122,12 @@ def test_calls_of_grouped_experts_and_of_4_bit_scales_bind() -> None:
     assert inspect.signature(QuantState.to).bind(None, torch.device("cuda"))
 
 
-def test_query_and_key_in_fp32_beside_a_value_in_bf16_reach_the_one_kernel(
-    gpu: dict[str, tuple[int, int]],
-) -> None:
+def test_query_and_key_in_fp32_beside_a_value_in_bf16_reach_the_one_kernel(gpu):
     """So they come under autocast, where norms of heads or tables of positions are in fp32."""
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     torch.set_autocast_enabled("cuda", True)
     names = attended((torch.float32, torch.float32, torch.bfloat16))
-    assert len(names.of("_varlen_attn")) == 1
+    assert names.count("_varlen_attn") == 1
 
 
 @pytest.mark.parametrize(
@@ -147,12 +141,11 @@ def test_query_and_key_in_fp32_beside_a_value_in_bf16_reach_the_one_kernel(
     ],
 )
 def test_a_long_document_alone_has_the_attention_of_pytorch_on_hopper(
-    gpu: dict[str, tuple[int, int]], capability: tuple[int, int], ends: tuple[int, ...],
-    window: int | None, varlen: int,
-) -> None:  # fmt: skip
+    gpu, capability, ends, window, varlen
+):
     gpu["capability"] = capability
     names = attended((torch.bfloat16,) * 3, window=window, ends=ends)
-    assert len(names.of("_varlen_attn")) == varlen
+    assert names.count("_varlen_attn") == varlen
 
 
 @pytest.mark.parametrize(
@@ -168,19 +161,13 @@ def test_a_long_document_alone_has_the_attention_of_pytorch_on_hopper(
         ((12, 0), 256, None),
     ],
 )
-def test_why_a_gpu_lacks_the_one_kernel(
-    gpu: dict[str, tuple[int, int]], capability: tuple[int, int], size: int, reason: str | None
-) -> None:
+def test_why_a_gpu_lacks_the_one_kernel(gpu, capability, size, reason, monkeypatch):
     gpu["capability"] = capability
     assert against_varlen(torch.device("cuda"), size) == reason
-
-
-def test_on_rocm_each_document_is_computed_by_itself(
-    gpu: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    gpu["capability"] = (9, 4)
-    assert against_varlen(torch.device("cuda"), 64) == "the kernel has not been tested on ROCm"
+    against_varlen.cache_clear()
+    told = "the kernel has not been tested on ROCm"
+    assert against_varlen(torch.device("cuda"), size) == told
 
 
 @pytest.mark.parametrize(
@@ -193,9 +180,8 @@ def test_on_rocm_each_document_is_computed_by_itself(
     ],
 )
 def test_shared_key_heads_are_repeated_where_only_flash_attention_would_share_them(
-    gpu: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
-    capability: tuple[int, int], window: int | None, whole: bool,
-) -> None:  # fmt: skip
+    gpu, monkeypatch, dtype, capability, window, whole
+):
     seen: list[tuple[int, bool]] = []
 
     def product(query: Any, key: Any, value: Any, *, enable_gqa: bool, **_: Any) -> torch.Tensor:
@@ -210,10 +196,7 @@ def test_shared_key_heads_are_repeated_where_only_flash_attention_would_share_th
 
 
 @pytest.mark.parametrize("capability", [(9, 0), AMPERE])
-def test_flash_attention_3_is_used_where_it_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, tuple[int, int]],
-    capability: tuple[int, int],
-) -> None:  # fmt: skip
+def test_flash_attention_3_is_used_where_it_is_installed(tmp_path, monkeypatch, gpu, capability):
     asked: list[str] = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append)
     gpu["capability"] = capability
@@ -230,40 +213,24 @@ def test_flash_attention_3_is_used_where_it_is_installed(
 
 # What a machine has.
 
-GB10 = "NVIDIA GB10, [N/A]"
-
 
 @pytest.mark.parametrize(
     ("script", "found"),
     [
-        (f"echo '{GB10}'", [("NVIDIA GB10", None)]),
+        ("echo 'NVIDIA GB10, [N/A]'", [("NVIDIA GB10", None)]),
         ("echo 'NVIDIA H100 80GB HBM3, 81559'", [("NVIDIA H100 80GB HBM3", 81559 * 2.0**20)]),
         ("sleep 5; echo 'NVIDIA L4, 23034'", []),
         ("echo broken; exit 9", []),
     ],
 )
-def test_whatever_nvidia_smi_says_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: list[Any]
-) -> None:
+def test_whatever_nvidia_smi_says_is_read(tmp_path, monkeypatch, script, found):
     write_smi(tmp_path, script, monkeypatch)
     monkeypatch.setattr(hardware, "SMI_SECONDS", 1)
     assert hardware.listed() == found
-
-
-def write_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put an `nvidia-smi` of ours before the machine's own."""
-    tool = folder / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
-def test_a_gpu_without_memory_of_its_own_is_described_by_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_smi(tmp_path, f"echo '{GB10}'", monkeypatch)
-    with pytest.raises(FinetuneError, match="GB10 reports no dedicated memory; describe it by"):
-        hardware.installed()
+    if found and found[0][1] is None:
+        told = "GB10 reports no dedicated memory; describe it by"
+        with pytest.raises(FinetuneError, match=told):
+            hardware.installed()
 
 
 CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -277,47 +244,40 @@ def h100(**changes: Any) -> Found:
     return Found(**given | changes)
 
 
+L4 = {"usable": 0, "listed": ("NVIDIA L4",)}
+
+
 @pytest.mark.parametrize(
-    ("found", "here", "told"),
+    ("changes", "here", "told"),
     [
-        (h100(), 2, None),
-        (h100(), 4, "4 on this machine, where PyTorch can use 2 GPUs; use --processes 2"),
-        (
-            h100(usable=1, visible="1"), 2,
-            "can use 1 GPU (CUDA_VISIBLE_DEVICES=1); use --processes 1",
-        ),
-        (h100(capability=TURING), 1, "precision: bf16 is emulated, slowly, on the GPU of rank 0"),
-        (h100(capability=(7, 0)), 1, "PyTorch 2.14.1+cu130 does not support the GPU of rank 0"),
-        (h100(capability=(12, 1)), 1, None),  # compiled from compute_120 when it is loaded
-        (
-            h100(usable=0, listed=("NVIDIA L4",) * 2, visible="7", reason="no device"), 1,
-            "CUDA_VISIBLE_DEVICES=7: names no GPU of this machine, which has 2 x NVIDIA L4: 0 to 1",
-        ),
-        (
-            h100(usable=0, listed=("NVIDIA L4",), reason="The NVIDIA driver is too old"), 1,
-            "cannot use this machine's 1 x NVIDIA L4: The NVIDIA driver is too old; update the",
-        ),
-        (h100(usable=0, listed=("NVIDIA L4",), visible=""), 1, None),
-        (h100(usable=0, kind=None, listed=("NVIDIA L4",)), 1, None),
-        (h100(kind="hip", capability=(0, 0), architectures=()), 1, None),
+        ({}, 2, None),
+        ({}, 4, "4 on this machine, where PyTorch can use 2 GPUs; use --processes 2"),
+        ({"usable": 1, "visible": "1"}, 2,
+         "can use 1 GPU (CUDA_VISIBLE_DEVICES=1); use --processes 1"),
+        ({"capability": TURING}, 1, "precision: bf16 is emulated, slowly, on the GPU of rank 0"),
+        ({"capability": (7, 0)}, 1, "PyTorch 2.14.1+cu130 does not support the GPU of rank 0"),
+        ({"capability": (12, 1)}, 1, None),  # compiled from compute_120 when it is loaded
+        ({"usable": 0, "listed": ("NVIDIA L4",) * 2, "visible": "7", "reason": "no device"}, 1,
+         "CUDA_VISIBLE_DEVICES=7: names no GPU of this machine, which has 2 x NVIDIA L4: 0 to 1"),
+        (L4 | {"reason": "The NVIDIA driver is too old"}, 1,
+         "cannot use this machine's 1 x NVIDIA L4: The NVIDIA driver is too old; update the"),
+        (L4 | {"visible": ""}, 1, None),
+        (L4 | {"kind": None}, 1, None),
+        ({"kind": "hip", "capability": (0, 0), "architectures": ()}, 1, None),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_the_gpus_of_a_machine_is_told(
-    found: Found, here: int, told: str | None
-) -> None:
-    problems = device.problems(found, "bf16", 0, here)
+def test_what_is_wrong_with_the_gpus_of_a_machine_is_told(changes, here, told):
+    problems = device.problems(h100(**changes), "bf16", 0, here)
     assert len(problems) == (told is not None)
     assert told is None or told in problems[0]
 
 
-def test_one_line_says_why_a_machine_with_an_accelerator_trains_on_its_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_line_says_why_a_machine_with_an_accelerator_trains_on_its_cpu(monkeypatch):
     assert device.unused_accelerator(h100()) == []
     assert device.unused_accelerator(h100(usable=0)) == []
-    (hidden,) = device.unused_accelerator(h100(usable=0, listed=("NVIDIA L4",), visible=""))
+    (hidden,) = device.unused_accelerator(h100(**L4, visible=""))
     assert hidden == "device: trains on the CPU, because CUDA_VISIBLE_DEVICES is empty"
-    (plain,) = device.unused_accelerator(h100(usable=0, kind=None, listed=("NVIDIA L4",)))
+    (plain,) = device.unused_accelerator(h100(**L4, kind=None))
     assert "is a build without CUDA, although the driver lists NVIDIA L4" in plain
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
@@ -327,41 +287,33 @@ def test_one_line_says_why_a_machine_with_an_accelerator_trains_on_its_cpu(
 
 
 def test_an_unused_gpu_is_named_before_the_model_is_loaded(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny, train, tmp_path, monkeypatch, capsys
+):
     write_smi(tmp_path, "echo 'NVIDIA L4, 23034'", monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    shutil.copytree(tiny.model, tmp_path / "model")
-    (tmp_path / "model/model.safetensors").write_bytes(b"")
-    recipe = catalog.from_fields(tiny.fields(model={"name": str(tmp_path / "model")}))
     with pytest.raises(FinetuneError):
-        ft.train(recipe, precision="fp32", output=tmp_path / "run")
-    told = (
-        f"note: device: trains on the CPU, because PyTorch {torch.__version__} is a build without"
-    )
+        train(fields=without_weights(tiny, tmp_path))
+    built = f"PyTorch {torch.__version__} is a build without"
+    told = f"note: device: trains on the CPU, because {built}"
     assert capsys.readouterr().out.count(told) == 1
 
 
-def test_the_gpu_of_a_process_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_of_a_process_has_its_number(monkeypatch):
     """A thread cannot be moved to `cuda`, which names no GPU."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     named = [torch.device("cuda"), torch.device("cuda", 1), torch.device("cpu")]
     assert [str(device.numbered(each)) for each in named] == ["cuda:3", "cuda:1", "cpu"]
 
 
-def test_processes_that_hold_a_gpu_are_named() -> None:
+def test_processes_that_hold_a_gpu_are_named_and_gpus_that_differ_by_rank():
     answer = "GPU-1, 4711, /opt/app/server, 60000 MiB\nGPU-1, 12, python, 500 MiB\nnonsense\n"
     users = device.processes_of(answer, own=12)
     assert users == ["/opt/app/server (process 4711) with 60000 MiB"]
     told = device.too_full(40e9, 20 * 10**9, 80 * 10**9, lambda: users)
-    assert told is not None
+    assert told
     assert "the plan predicts 37.3 GiB, but only 18.6 GiB of 74.5 GiB are free" in told
     assert "in use, by /opt/app/server (process 4711) with 60000 MiB; stop that" in told
     assert device.too_full(10e9, 20 * 10**9, 80 * 10**9, lambda: users) is None
-
-
-def test_gpus_that_differ_are_told_by_rank() -> None:
     assert device.different(["L4 with 24 GB"] * 3) is None
     told = device.different(["L4 with 24 GB", "L4 with 24 GB", "T4 with 16 GB"])
     assert told is not None
@@ -371,12 +323,7 @@ def test_gpus_that_differ_are_told_by_rank() -> None:
 # What is compiled.
 
 
-def refuses(*_: Any) -> Any:
-    """A compiler as Triton's is where Python's headers are missing."""
-    raise OSError("Python.h: no such file")
-
-
-def test_a_missing_compiler_is_found_by_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_missing_or_fails_leaves_chains_eager(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=refuses))
     chains.failure.cache_clear()
     told = chains.failure(torch.device("cpu"))
@@ -384,6 +331,15 @@ def test_a_missing_compiler_is_found_by_compiling(monkeypatch: pytest.MonkeyPatc
     assert told is not None
     assert told.startswith("TorchInductor cannot compile for this cpu device: ")
     assert "Python.h: no such file" in told
+    doubled = chains.Chain(lambda x: x * 2)
+    doubled.__dict__["compiled"] = torch.compile(doubled.eager, backend=refuses)
+    chains.compile_chains(True)
+    try:
+        assert torch.equal(doubled.by_inductor(torch.ones(3)), torch.full((3,), 2.0))
+        assert not chains.Chain.compiling
+    finally:
+        chains.compile_chains(False)
+    assert "eager from here on, because" in capsys.readouterr().err
 
 
 class BesideAnEagerRank(Ranks):
@@ -399,7 +355,7 @@ class BesideAnEagerRank(Ranks):
         return summed, [1 for _ in largest]
 
 
-def test_no_rank_compiles_if_one_cannot(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_compiles_if_one_cannot(tiny, monkeypatch):
     recipe = catalog.from_fields(tiny.fields(kernels={"pointwise": "compiled"}))
     monkeypatch.setattr(compiled, "tokens_of_run", lambda *_: 1.0)
     job: Any = BesideAnEagerRank(plan(recipe, "ddp", 2, "fp32"))
@@ -408,46 +364,39 @@ def test_no_rank_compiles_if_one_cannot(tiny: Tiny, monkeypatch: pytest.MonkeyPa
     assert not chains.Chain.compiling
 
 
-def test_a_chain_that_cannot_be_compiled_is_eager_from_then_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    doubled = chains.Chain(lambda x: x * 2)
-    doubled.__dict__["compiled"] = torch.compile(doubled.eager, backend=refuses)
-    chains.compile_chains(True)
-    try:
-        assert torch.equal(doubled.by_inductor(torch.ones(3)), torch.full((3,), 2.0))
-        assert not chains.Chain.compiling
-    finally:
-        chains.compile_chains(False)
-    assert "eager from here on, because" in capsys.readouterr().err
-
-
 # What is loaded where.
 
 
-def test_a_quantised_model_is_cut_in_host_memory_or_the_plan_says_that_it_is_whole() -> None:
+def test_a_quantised_model_is_cut_in_host_memory_or_the_plan_says_that_it_is_whole():
     """Llama-3.3-70B in NF4 is 39 GB; each of four cards has 24."""
     recipe = catalog.resolve("llama3_3_70b_qlora")
     machine = hardware.machine("4090", 4, host_memory=128e9)
-    cut = predict(plan(recipe, "fsdp_full_shard", 4), machine)
+    cut, whole = (
+        predict(plan(recipe, backend, 4), machine) for backend in ("fsdp_full_shard", "zero3")
+    )
     assert cut.timeline.peak.total < machine.usable
     assert 4 * 39e9 < cut.host < 4 * 41e9
     assert cut.status == "no"  # 158 GB of host memory while four processes load
-    whole = predict(plan(recipe, "zero3", 4), machine)
     assert whole.timeline.peak.name == "loading"
     assert whole.timeline.peak.total > 39e9
     assert whole.status == "no"
 
 
-def test_host_memory_for_loading_is_planned() -> None:
+def test_the_host_memory_of_loading_and_of_background_saving_is_planned():
     """Eight billion weights in fp32 on each of eight processes of a node; FSDP widens shards."""
     recipe = catalog.resolve("llama3_1_8b_full")
     machine = hardware.machine("H100-80", 8, host_memory=200e9)
-    whole = predict(plan(recipe, "ddp", 8), machine)
+    whole, cut = (predict(plan(recipe, name, 8), machine) for name in ("ddp", "fsdp_full_shard"))
     assert whole.host == 8 * 4 * whole.source.shape.parameters > 256e9
-    cut = predict(plan(recipe, "fsdp_full_shard", 8), machine)
-    assert cut.host == 0
-    assert cut.status == "safe"
+    assert (cut.host, cut.status) == (0, "safe")
+    # Weights and two moments in fp32, of which each process copies its share.
+    recipe = catalog.resolve("llama3_1_8b_full").with_saving(background=True, every=100)
+    parameters = 8_030_261_248
+    machine = hardware.machine("H100-80", 8, host_memory=2e12)
+    for backend in ("fsdp_full_shard", "zero2"):
+        assert predict(plan(recipe, backend, 8), machine).host == 12 * parameters
+    once = recipe.with_saving(background=True, every=None)
+    assert predict(plan(once, "fsdp_full_shard", 8), machine).host == 0
 
 
 @pytest.mark.parametrize(
@@ -458,14 +407,17 @@ def test_host_memory_for_loading_is_planned() -> None:
     ],
 )  # fmt: skip
 def test_zero_2_reduces_a_bucket_while_the_next_one_fills_on_several_gpus(
-    tmp_path: Path, backend: str, processes: int, cpu: bool, overlaps: bool | None
-) -> None:
+    tmp_path, backend, processes, cpu, overlaps
+):
     settled = plan(catalog.resolve("llama3_1_8b_full"), backend, processes)
     config = deepspeed._plugin(settled, tmp_path, cpu).deepspeed_config["zero_optimization"]
     assert config.get("overlap_comm") == overlaps
 
 
-def test_the_second_bucket_of_zero_2_is_planned_on_gpus() -> None:
+def test_what_fsdp_quantises_is_loaded_on_the_host_and_zero_2_has_a_second_bucket_on_gpus():
+    assert placed_while_loading(quantised=True, shards_all=True) == {"device_map": {"": "cpu"}}
+    assert placed_while_loading(quantised=True, shards_all=False) == {}
+    assert placed_while_loading(quantised=False, shards_all=True) == {}
     shape = read({"model_type": "llama"} | SIZES)
     layout = Layout("deepspeed", "grads", 2)
     here = Workload(shape, 1, 64, scheme="deepspeed", layout=layout, wide_gradients=True)
@@ -474,21 +426,8 @@ def test_the_second_bucket_of_zero_2_is_planned_on_gpus() -> None:
     assert filling(here) == 2 * one
 
 
-def test_the_copy_of_background_saving_is_planned_on_the_host() -> None:
-    """Weights and two moments in fp32, of which each process copies its share."""
-    recipe = catalog.resolve("llama3_1_8b_full").with_saving(background=True, every=100)
-    parameters = 8_030_261_248
-    machine = hardware.machine("H100-80", 8, host_memory=2e12)
-    for backend in ("fsdp_full_shard", "zero2"):
-        assert predict(plan(recipe, backend, 8), machine).host == 12 * parameters
-    once = recipe.with_saving(background=True, every=None)
-    assert predict(plan(once, "fsdp_full_shard", 8), machine).host == 0
-
-
 @pytest.mark.slow
-def test_shards_that_are_widened_have_the_bits_of_weights_that_were(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_shards_that_are_widened_have_the_bits_of_weights_that_were(tiny, finetune, tmp_path):
     """A model in bf16, and the same values in a file of fp32."""
     found = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -496,31 +435,24 @@ def test_shards_that_are_widened_have_the_bits_of_weights_that_were(
         shutil.copytree(tiny.model, folder)
         model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.bfloat16)
         model.to(dtype).save_pretrained(folder)
-        recipe = write_recipe(
-            tmp_path / f"{dtype}.json", tiny.fields(model={"name": str(folder)}, max_steps=3)
-        )
-        words = ["--backend", "fsdp_full_shard", "--processes", 2, "--precision", "fp32"]
+        fields = tiny.fields(model={"name": str(folder)}, max_steps=3, eval_data=[])
+        fields |= {"evaluation": {}, "saving": {}}
+        recipe = write_recipe(tmp_path / f"{dtype}.json", fields)
+        words = "--backend fsdp_full_shard --processes 2 --precision fp32 --output".split()
         run = Run(tmp_path / f"run-{dtype}")
-        done = finetune("launch", recipe, *words, "--output", run.root)
+        done = finetune("launch", recipe, *words, run.root)
         assert done.status == 0, done.output
         (rank, _) = json.loads(run.realised.read_text())["ranks"]
         assert rank["optimizer"] == rank["parameters"]
-        found.append(losses(run))
+        found.append([record["loss"] for record in run.read_metrics("train")])
+    assert len(found[0]) == 3
     assert found[0] == found[1]
-
-
-def test_fsdp_loads_a_quantised_model_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.models.quantization import placed_while_loading
-
-    assert placed_while_loading(quantised=True, shards_all=True) == {"device_map": {"": "cpu"}}
-    assert placed_while_loading(quantised=True, shards_all=False) == {}
-    assert placed_while_loading(quantised=False, shards_all=True) == {}
 
 
 # Who watches whom, and what each has begun.
 
 
-def test_the_flight_recorders_of_gloo_and_nccl_are_read_together() -> None:
+def test_the_flight_recorders_of_gloo_and_nccl_are_read_together():
     gloo = {"version": "2.10", "pg_status": {"0": {"last_enqueued_collective": 3}}}
     entries = [{"collective_seq_id": 9}]
     nccl = {"pg_status": {"0": {"last_enqueued_collective": 9}}, "entries": entries}
@@ -532,21 +464,18 @@ def test_the_flight_recorders_of_gloo_and_nccl_are_read_together() -> None:
     assert heartbeat.collectives_begun() == 0
 
 
-def test_each_rank_is_watched_on_its_host_and_each_host_by_another() -> None:
+def test_each_rank_is_watched_by_another_and_its_silence_is_timed():
     """Two hosts of four: every process has one that sees it end, every host one that hears it."""
     ranks = [heartbeat.watched(rank, rank % 4, 4, 8) for rank in range(8)]
     assert [process for process, _ in ranks] == [1, 2, 3, 0, 5, 6, 7, 4]
     assert [beats for _, beats in ranks] == [4, None, None, None, 0, None, None, None]
     assert [heartbeat.watched(rank, rank, 2, 2) for rank in range(2)] == [(1, None), (0, None)]
-
-
-def test_a_value_that_stays_is_timed() -> None:
     silence = heartbeat.Unchanged()
     assert [silence.seconds(7, now) for now in (10.0, 40.0, 75.0)] == [0.0, 30.0, 65.0]
     assert silence.seconds(8, 80.0) == 0.0
 
 
-def test_the_rank_that_others_waited_for_is_named_with_those_that_nccl_ended() -> None:
+def test_the_rank_that_others_waited_for_is_named_with_those_that_nccl_ended():
     """NCCL ends ranks 0 and 1, which wait; rank 2 hangs before the collective."""
     other = "another host"
     waiting = [heartbeat.Beat(rank, 9, 5, 40, 99, other, "loop.py:9", 600.0) for rank in (0, 1)]
@@ -580,7 +509,7 @@ class Counter:
         self.held -= self.workspaces
 
 
-def test_the_peak_of_a_step_does_not_hold_that_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_of_a_step_does_not_hold_that_of_loading(monkeypatch):
     counter, place = Counter(monkeypatch), torch.device("cuda", 0)
     meter = memory_meter.Meter(place)
     counter.hold(900)  # quantised
@@ -597,9 +526,7 @@ def test_the_peak_of_a_step_does_not_hold_that_of_loading(monkeypatch: pytest.Mo
     memory_meter._before.clear()
 
 
-def test_blocks_of_a_gpu_grow_where_the_environment_does_not_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_of_a_gpu_grow_where_the_environment_does_not_say(monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     growing_segments()
@@ -626,15 +553,11 @@ class Greedy(SFT):
 """
 
 
-def test_an_out_of_memory_error_is_one_message(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_out_of_memory_error_is_one_message(tiny, train, tmp_path, monkeypatch):
     (tmp_path / "greedy.py").write_text(GREEDY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    fields = tiny.fields(saving={"every": 1}) | {"method": "greedy:Greedy"}
     with pytest.raises(TrainingFailure) as failure:
-        ft.train(catalog.from_fields(fields), precision="fp32", output=tmp_path / "run")
+        train(method="greedy:Greedy", saving={"every": 1})
     (told,) = failure.value.problems
     assert re.fullmatch(
         r"step 3: out of memory on cpu of rank 0, which had used up to \S+ \S+ \(\S+ \S+ "

@@ -4,13 +4,11 @@ PyTorch reports GPUs that are not there. The model's folder has no weights: a ru
 end with another message.
 """
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Tiny, run_command, warm_python, write_recipe
-from test_gpu_paths import write_smi
+from conftest import run_command, warm_python, write_recipe
+from gpus import without_weights, write_smi
 
 WITH_GPUS = """
 import os, sys, types
@@ -38,20 +36,15 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.fixture
-def words(tiny: Tiny, tmp_path: Path) -> list[str]:
+def words(tiny, tmp_path) -> list[str]:
     """A script with the words that train a model without weights."""
-    shutil.copytree(tiny.model, tmp_path / "model")
-    (tmp_path / "model/model.safetensors").write_bytes(b"")
-    recipe = tiny.fields(model={"name": str(tmp_path / "model")})
     script = tmp_path / "gpus.py"
     script.write_text(WITH_GPUS)
-    made = write_recipe(tmp_path / "r.json", recipe)
+    made = write_recipe(tmp_path / "r.json", without_weights(tiny, tmp_path))
     return [str(script), "train", str(made), "--output", str(tmp_path / "run")]
 
 
-def test_a_gpu_that_others_fill_is_refused(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_others_fill_is_refused(words, tmp_path, monkeypatch):
     write_smi(tmp_path, "echo 'GPU-1, 4711, /opt/app/server, 24000 MiB'", monkeypatch)
     cards: dict[str, Any] = {"CARDS": "NVIDIA L4", "FREE": "0"}
     done = run_command([warm_python(), *words], tmp_path, env=cards, seconds=120)
@@ -61,7 +54,7 @@ def test_a_gpu_that_others_fill_is_refused(
     assert "Traceback" not in done.output
 
 
-def test_gpus_that_differ_are_told(words: list[str], tmp_path: Path) -> None:
+def test_gpus_that_differ_are_told(words, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     cards: dict[str, Any] = {"CARDS": "NVIDIA L4,NVIDIA A10", "FREE": "24"}
     done = run_command([warm_python(), *launch, *words], tmp_path, env=cards, seconds=120)

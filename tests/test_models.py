@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -20,7 +19,7 @@ def cells(text: str) -> dict[str, tuple[str, ...]]:
     return {name: tuple(cell.strip() for cell in answers.split("|")) for name, answers in rows}
 
 
-def test_the_table_has_every_architecture_and_each_answer_is_right_or_has_a_reason() -> None:
+def test_the_table_has_every_architecture_and_each_answer_is_right_or_has_a_reason():
     found = cells(TABLE)
     assert list(found) == list(ARCHITECTURES)
     for name, answers in found.items():
@@ -32,7 +31,7 @@ def test_the_table_has_every_architecture_and_each_answer_is_right_or_has_a_reas
 
 
 @pytest.mark.slow
-def test_the_table_is_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_what_is_measured(tmp_path, monkeypatch):
     """A quarter of it, another one for each commit: all of it takes minutes.
 
     MODELS=all measures the whole, as does `python -m benchmarks models`.

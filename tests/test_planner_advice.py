@@ -1,72 +1,50 @@
 """The rules of choosing, machines in words, refused layouts, and the page."""
 
-import argparse
 import dataclasses
+import itertools
 import json
-import resource
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
+from planning import ask, record, shape
 
 import finetune as ft
 from finetune import catalog
-from finetune.cli import options
-from finetune.cli import plan as arguments
-from finetune.cli import plan_on_machine as command
+from finetune.cli.plan_on_machine import SHOWN
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import (
-    advice,
-    changes,
-    filled,
-    hardware,
-    memory,
-    page,
-    parallelism,
-    states,
-    timing,
-    totals,
-)
+from finetune.planner.estimate import advice, hardware, memory, page, states, timing, totals
+from finetune.planner.estimate.changes import shortest
+from finetune.planner.estimate.filled import micro_tokens
 from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.parallelism import Grid, bubble, check
 from finetune.planner.estimate.predict import model_source, predict
 from finetune.planner.estimate.workload import Workload, lora
 from finetune.planner.plan import plan
 from finetune.planner.shapes import published
-from finetune.planner.shapes.architecture import Architecture
-from finetune.planner.shapes.read_config import read
-
-ROOT = Path(__file__).parent.parent
-
-
-def shape(name: str) -> Architecture:
-    config = published.find(name)
-    assert config is not None
-    return read(config)
 
 
 def best(workload: Workload, machine: hardware.Machine) -> advice.Option:
     return advice.rank(advice.options(workload, machine))[0]
 
 
-def test_what_fits_is_not_sharded() -> None:
-    eight = hardware.machine("A100-80", 8, link="pcie4")
-    adapter = Workload(shape("llama-3.1-8b"), 1, 2048, adapter=lora(shape("llama-3.1-8b"), 16))
-    assert best(adapter, eight).name == "ddp"
-    assert best(Workload(shape("qwen2.5-0.5b"), 1, 2048), eight).name == "ddp"
-    one = hardware.machine("A100-80")
-    assert best(Workload(shape("qwen2.5-0.5b"), 1, 2048), one).name == "single"
+EIGHT = hardware.machine("A100-80", 8, link="pcie4")
 
 
-def test_frozen_weights_that_do_not_fit_are_sharded_all_the_same() -> None:
-    large = shape("llama-3.1-70b")
-    workload = Workload(large, 1, 2048, adapter=lora(large, 16))
-    assert best(workload, hardware.machine("H100-80", 8)).name == "fsdp_full_shard"
+@pytest.mark.parametrize(
+    ("name", "rank", "machine", "backend"),
+    [
+        ("llama-3.1-8b", 16, EIGHT, "ddp"),
+        ("qwen2.5-0.5b", None, EIGHT, "ddp"),
+        ("qwen2.5-0.5b", None, hardware.machine("A100-80"), "single"),
+        ("llama-3.1-70b", 16, hardware.machine("H100-80", 8), "fsdp_full_shard"),
+    ],
+)
+def test_what_fits_is_not_sharded_and_frozen_weights_that_do_not_are(name, rank, machine, backend):
+    adapter = lora(shape(name), rank) if rank else None
+    assert best(Workload(shape(name), 1, 2048, adapter=adapter), machine).name == backend
 
 
-def test_states_that_no_gpu_holds_go_to_the_host_or_nowhere() -> None:
+def test_states_that_no_gpu_holds_go_to_the_host_or_nowhere():
     full = Workload(shape("llama-2-13b"), 1, 2048)
     roomy = hardware.machine("A100-80", 2, host_memory=512e9)
     assert best(full, roomy).workload.layout.offload != "none"
@@ -77,34 +55,31 @@ def test_states_that_no_gpu_holds_go_to_the_host_or_nowhere() -> None:
     }
 
 
-def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
-    machine = hardware.machine("RTX4090")
-    model = shape("llama-3.2-1b")
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
+    machine, model = hardware.machine("RTX4090"), shape("llama-3.2-1b")
     workload = Workload(model, 1, 1024, adapter=lora(model, 16), checkpointing="full")
     rows = advice.largest_rows(workload, machine)
-    fits = [
-        advice.option(Workload(model, n, 1024, adapter=workload.adapter, checkpointing="full"),
-                      machine).status != "no"
-        for n in (rows, rows + 1)
-    ]  # fmt: skip
-    assert fits == [True, False]
+    found = [dataclasses.replace(workload, rows=count) for count in (rows, rows + 1)]
+    assert [advice.option(each, machine).status != "no" for each in found] == [True, False]
 
 
-def test_the_fewest_changes_end_in_something_that_fits() -> None:
+def test_the_fewest_changes_end_in_something_that_fits():
     machine = hardware.machine("RTX4090")
-    path = changes.shortest(Workload(shape("llama-3.1-8b"), 1, 2048), machine)
+    path = shortest(Workload(shape("llama-3.1-8b"), 1, 2048), machine)
     assert path is not None
     assert len(path) == 1
     assert advice.option(path[-1].workload, machine).status != "no"
-    assert changes.shortest(Workload(shape("qwen3-0.6b"), 1, 512), machine) == []
+    assert shortest(Workload(shape("qwen3-0.6b"), 1, 512), machine) == []
 
 
-def test_tensor_parallelism_is_refused_with_every_reason() -> None:
+def test_tensor_parallelism_is_refused_with_every_reason_and_the_bubble_matches_the_paper():
     with pytest.raises(FinetuneError) as caught:
-        parallelism.check(parallelism.Grid(16, 100, 2), shape("llama-30b"), 16, 8, fast=False)
+        check(Grid(16, 100, 2), shape("llama-30b"), 16, 8, fast=False)
     text = "\n".join(caught.value.problems)
     for reason in ("16 x 100 x 2 = 3200", "52 heads", "a node has 8", "NVLink", "60 layers"):
         assert reason in text
+    assert bubble(4, 1) == 0.75
+    assert bubble(8, 32, 4) == 7 / (4 * 32 + 7)
 
 
 def large(rows: int, name: str = "meta-llama/Llama-3.1-70B", length: int = 4096) -> ft.SFT:
@@ -112,22 +87,21 @@ def large(rows: int, name: str = "meta-llama/Llama-3.1-70B", length: int = 4096)
     return recipe.with_batch(rows=rows, micro_rows=1, max_length=length)
 
 
-def ranked(
-    capsys: pytest.CaptureFixture[str], recipe: ft.SFT, *machine: str
-) -> tuple[list[dict[str, Any]], str]:
+def ranked(recipe: ft.SFT, machine: str) -> tuple[list[dict[str, Any]], str]:
     """The ranking of all backends, and its reason."""
-    assert command.run(words(*machine, "--json"), recipe) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = record(machine, recipe)
     return found["options"], found["reason"]
 
 
-H100S = ("--gpu", "H100-80", "--gpus", "64", "--nodes", "8")
+def rate(option: dict[str, Any]) -> float:
+    return option["tokens"] / option["step"]
 
 
-def test_layouts_that_divide_the_model_are_ranked_with_sizes_that_fit_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options, _ = ranked(capsys, large(rows=256), *H100S)
+H100S = "--gpu H100-80 --gpus 64 --nodes 8"
+
+
+def test_layouts_that_divide_the_model_are_ranked_with_sizes_that_fit_it():
+    options, _ = ranked(large(rows=256), H100S)
     names = {each["backend"] for each in options if each["axes"]}
     assert {"tp_fsdp", "pp_tp_fsdp", "sp_fsdp"} <= names
     for each in options:
@@ -139,15 +113,13 @@ def test_layouts_that_divide_the_model_are_ranked_with_sizes_that_fit_it(
         assert (stages - 1) / (stages - 1 + count) < 0.1
 
 
-def test_slow_links_carry_no_sums_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    options, _ = ranked(capsys, large(256, "Qwen/Qwen3-4B", 512), "--gpu", "A100-80", "--gpus",
-                        "8", "--link", "pcie4")  # fmt: skip
+def test_slow_links_carry_no_sums_of_layers():
+    machine = "--gpu A100-80 --gpus 8 --link pcie4"
+    options, _ = ranked(large(256, "Qwen/Qwen3-4B", 512), machine)
     assert {axis for each in options for axis in each["axes"]} == {"pipeline"}
 
 
-def test_a_division_comes_first_where_rows_are_too_few_for_all_gpus(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_division_comes_first_where_rows_are_too_few_for_all_gpus():
     """The size and the batch of arXiv:2104.04473, table 1."""
     gpt = {
         "model_type": "llama", "hidden_size": 12288, "intermediate_size": 32768,
@@ -155,107 +127,85 @@ def test_a_division_comes_first_where_rows_are_too_few_for_all_gpus(
         "vocab_size": 51200, "max_position_embeddings": 2048, "tie_word_embeddings": False,
         "rms_norm_eps": 1e-5,
     }  # fmt: skip
-    recipe = large(rows=1536, length=2048)
-    recipe = dataclasses.replace(recipe, model=ft.Model(config=gpt, tokenizer="x"))
-    machine = ("--gpu", "A100-80", "--gpus", "3072", "--nodes", "384")
-    options, reason = ranked(capsys, recipe, *machine)
+    recipe = large(rows=1536, length=2048).with_model(ft.Model(config=gpt, tokenizer="x"))
+    machine = "--gpu A100-80 --gpus 3072 --nodes 384"
+    options, reason = ranked(recipe, machine)
     assert all(each["axes"] for each in options)
     first = options[0]
     assert reason.startswith(f"{first['backend']} (tensor {first['axes']['tensor']}) fits")
     assert reason.endswith("1536 rows a step are too few for 3072 parallel groups")
     # What is printed last is what runs.
-    assert command.run(words(*machine), recipe) == 0
-    said = capsys.readouterr().out.splitlines()[-1].split()
+    said = ask(machine, recipe).splitlines()[-1].split()
     assert said[:4] == ["in", "full:", "--backend", first["backend"]]
-    sizes = [f"--{axis}={size}" for axis, size in first["axes"].items()]
+    sizes = " ".join(f"--{axis}={size}" for axis, size in first["axes"].items())
     named = recipe.with_batch(micro_rows=first["micro_rows"])
-    assert command.run(words(*machine, "--backend", first["backend"], *sizes, "--json"), named) == 0
-    held = json.loads(capsys.readouterr().out)["prediction"]["memory"]["stages"]
-    assert max(held) == first["bytes"]
+    held = record(f"{machine} --backend {first['backend']} {sizes}", named)
+    assert max(held["prediction"]["memory"]["stages"]) == first["bytes"]
 
 
-def test_a_division_that_is_twice_as_fast_comes_first_and_others_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options, reason = ranked(capsys, large(rows=256), *H100S)
+def test_a_division_that_is_twice_as_fast_comes_first_and_others_are_named():
+    options, reason = ranked(large(rows=256), H100S)
     assert options[0]["backend"] == "fsdp_full_shard"
-    assert command.run(words(*H100S), large(rows=256)) == 0
-    text = capsys.readouterr().out
     safe = [each for each in options if each["axes"] and each["status"] == "safe"]
-    quickest = max(safe, key=lambda each: each["tokens"] / each["step"])
+    quickest = max(safe, key=rate)
     sizes = " x ".join(f"{axis} {size}" for axis, size in quickest["axes"].items())
-    assert f"{quickest['backend']} ({sizes}), which divides the model, would reach" in text
+    told = f"{quickest['backend']} ({sizes}), which divides the model, would reach"
+    assert told in ask(H100S, large(rows=256))
     few = large(rows=64)  # one row of each GPU: weights are gathered for little work
-    slow = ("--network", "100gbe/node")
-    options, reason = ranked(capsys, few, *H100S, *slow)
+    options, reason = ranked(few, f"{H100S} --network 100gbe/node")
     assert options[0]["axes"]
-    whole = min(each["step"] / each["tokens"] for each in options if not each["axes"])
-    assert options[0]["step"] / options[0]["tokens"] < whole / 1.5
+    assert rate(options[0]) > 1.5 * max(rate(each) for each in options if not each["axes"])
     assert "and is faster:" in reason
 
 
-def test_experts_are_divided_where_gathering_all_of_them_takes_long(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_experts_are_divided_where_gathering_all_of_them_takes_long():
     mixtral = large(64, "mistralai/Mixtral-8x7B-v0.1", 2048)
-    machine = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "2")
-    options, reason = ranked(capsys, mixtral, *machine)
+    machine = "--gpu H100-80 --gpus 16 --nodes 2"
+    options, reason = ranked(mixtral, machine)
     assert options[0]["axes"] == {"experts": 8}
     assert reason.startswith("ep_fsdp (experts 8) fits (")
     assert "and is faster:" in reason
     # Each token's copies for two experts go to eight processes and back, and so do gradients.
-    found = ("--backend", "ep_fsdp", "--experts", "8", "--json")
-    assert command.run(words(*machine, *found), mixtral) == 0
-    links = json.loads(capsys.readouterr().out)["prediction"]["communication"]["links"]
-    sent = {link["axis"]: link["sent"] for link in links}
+    found = record(f"{machine} --backend ep_fsdp --experts 8", mixtral)["prediction"]
+    sent = {link["axis"]: link["sent"] for link in found["communication"]["links"]}
     steps, tokens, hidden, layers = 4, 2048, 4096, 32
     assert sent["experts"] == steps * layers * 4 * (2 * tokens * hidden * 2) * 7 / 8
 
 
-def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "16", "--network", "25gbe")
-    assert command.run(words(*given, "--json"), full_recipe()) == 0
-    options = json.loads(capsys.readouterr().out)["options"]
-    speed = {each["backend"]: each["tokens"] / each["step"] for each in reversed(options)}
-    first = options[0]["backend"]
-    quickest = max(options, key=lambda each: each["tokens"] / each["step"])
+def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason():
+    given = "--gpu H100-80 --gpus 16 --nodes 16 --network 25gbe"
+    options, _ = ranked(full_recipe(), given)
+    first, quickest = options[0], max(options, key=rate)
     assert quickest["backend"].startswith("zero")
-    assert quickest["tokens"] / quickest["step"] > 1.05 * speed[first]
-    assert command.run(words(*given), full_recipe()) == 0
-    text = capsys.readouterr().out
+    speed = {each["backend"]: rate(each) for each in reversed(options)}
+    assert rate(quickest) > 1.05 * speed[first["backend"]]
+    text = ask(given, full_recipe())
     said = f"{quickest['backend']} with {quickest['micro_rows']} rows would be faster"
     assert said in text
-    assert f"{first} reduces them in fp32" in text
+    assert f"{first['backend']} reduces them in fp32" in text
     # On NVLink they are as fast.
-    assert command.run(words("--gpu", "H100-80", "--gpus", "8"), full_recipe()) == 0
-    assert "in 16 bits" not in capsys.readouterr().out
+    assert "in 16 bits" not in ask("--gpu H100-80 --gpus 8", full_recipe())
 
 
-def test_a_plan_that_fits_does_not_report_more_than_the_card() -> None:
+def test_a_plan_that_fits_does_not_report_more_than_the_card():
     shapes = shape("llama-3.1-8b")
-    for name in ("T4", "RTX4090", "A100-80", "B200"):
-        for count in (1, 2, 8):
-            machine = hardware.machine(name, count)
-            layout = Layout("fsdp", "params", count) if count > 1 else Layout()
-            for rows in (1, 2, 4, 8, 16):
-                workload = Workload(
-                    shapes, rows, 512, adapter=lora(shapes, 16), layout=layout,
-                    scheme="fsdp" if count > 1 else "autocast",
-                )  # fmt: skip
-                found = totals.of(memory.timeline(workload), workload, machine)
-                status = advice.option(workload, machine).status
-                assert status == "no" or found.high <= machine.gpu.memory
-                assert status != "safe" or found.process < machine.gpu.memory
+    for name, count, rows in itertools.product(
+        ("T4", "RTX4090", "A100-80", "B200"), (1, 2, 8), (1, 2, 4, 8, 16)
+    ):
+        machine = hardware.machine(name, count)
+        layout, scheme = Layout(), "autocast"
+        if count > 1:
+            layout, scheme = Layout("fsdp", "params", count), "fsdp"
+        workload = Workload(
+            shapes, rows, 512, adapter=lora(shapes, 16), layout=layout, scheme=scheme
+        )
+        found = totals.of(memory.timeline(workload), workload, machine)
+        status = advice.option(workload, machine).status
+        assert status == "no" or found.high <= machine.gpu.memory
+        assert status != "safe" or found.process < machine.gpu.memory
 
 
-def test_the_pipeline_bubble_matches_the_paper() -> None:
-    assert parallelism.bubble(4, 1) == 0.75
-    assert parallelism.bubble(8, 32, 4) == 7 / (4 * 32 + 7)
-
-
-def test_an_unknown_gpu_is_refused_with_the_known_ones_and_how_to_describe_one() -> None:
+def test_an_unknown_gpu_is_refused_with_the_known_ones_and_how_to_describe_one():
     with pytest.raises(FinetuneError) as caught:
         hardware.machine("RTX4900")
     assert "did you mean 'RTX4090'?" in str(caught.value)
@@ -263,36 +213,7 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones_and_how_to_describe_one()
     assert all(name in str(caught.value) for name in hardware.GPUS)
 
 
-def test_links_and_networks_are_distinguished_and_spelled() -> None:
-    with pytest.raises(FinetuneError) as caught:
-        hardware.machine("RTX4090", 7, 2, link="nvlink", network="ib40")
-    assert len(caught.value.problems) == 3
-    fast = hardware.machine("H100-80", 16, 2, network="100gbe")
-    assert (fast.link, fast.network, fast.per_node) == (450e9, 12.5e9, 8)
-    assert not hardware.machine("A100-80", 8, link="pcie4").fast
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100-80"), ("A100-40GB-PCIE", "A100-40-PCIe"),
-        ("NVIDIA H100 80GB HBM3", "H100-80"), ("h200-141gb", "H200"), ("Tesla T4", "T4"),
-        ("Tesla V100-SXM2-16GB", "V100-16"), ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("RTX 4090 24GB", "RTX4090"), ("NVIDIA RTX A6000", "A6000"), ("L40S-48", "L40S"),
-        ("AMD Instinct MI300X", "MI300X"), ("B200-180", "B200"),
-    ],
-)  # fmt: skip
-def test_a_gpu_is_known_by_its_full_name_and_its_memory(written: str, meant: str) -> None:
-    assert hardware.gpu(written).name == meant
-
-
-@pytest.mark.parametrize("written", ["H100-94", "H100 NVL", "RTX 4090 Ti", "A100-64GB", "L40"])
-def test_a_gpu_of_another_kind_is_not_taken_for_one_that_is_known(written: str) -> None:
-    with pytest.raises(FinetuneError, match="--gpu-memory 48"):
-        hardware.gpu(written)
-
-
-def test_links_and_networks_are_known_however_they_are_written() -> None:
+def test_links_and_networks_are_known_however_they_are_written():
     for link, network in (("PCIe 4.0 x16", "100 GbE"), ("pcie-gen4", "eth100"), ("PCIE4", "100g")):
         found = hardware.machine("H100-80", 16, 2, link, network)
         assert (found.link, found.network, found.fast) == (32e9, 12.5e9, False)
@@ -301,36 +222,12 @@ def test_links_and_networks_are_known_however_they_are_written() -> None:
         assert (found.link, found.network, found.fast) == (450e9, 50e9, True)
     # 3200 Gb/s of a p5 node are shared by its eight GPUs.
     assert hardware.machine("H100-80", 16, 2, network="efa3200").network == 50e9
-
-
-def test_network_ports_are_counted_per_gpu_or_per_node(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for network, rate in (("10gbe", 1.25e9), ("10 GbE/node", 1.25e9 / 8), ("efa3200/node", 50e9)):
-        assert hardware.machine("H100-80", 16, 2, network=network).network == rate
-    with pytest.raises(FinetuneError, match="--network 10gbe/rack: unknown"):
-        hardware.machine("H100-80", 16, 2, network="10gbe/rack")
-    given = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "2", "--network", "10gbe")
-    said = "1.25 GB/s between nodes for each GPU (one port of a whole node: --network 10gbe/node)"
-    for more in ((), ("--backend", "fsdp_full_shard")):
-        assert command.run(words(*given, *more), full_recipe()) == 0
-        assert said in capsys.readouterr().out
-
-
-def test_words_about_a_machine_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")  # no nvidia-smi
-    idle = "of a machine with GPUs, and there is none here; name one: --gpu H100-80"
-    given = ("--network", "bogus", "--link", "pcie4", "--nodes", "2", "--price", "1")
     with pytest.raises(FinetuneError) as caught:
-        command.run(words(*given), full_recipe())
-    first, second = caught.value.problems
-    assert first.startswith("--network bogus: unknown; known are ib100, ")
-    assert second == f"--nodes 2, --link pcie4, --network bogus, --price 1.0: {idle}"
-    with pytest.raises(FinetuneError, match="--network ib400: of a machine with GPUs"):
-        ft.plan(full_recipe(), "single", network="ib400")
-
-
-def test_a_link_that_a_gpu_does_not_have_is_refused() -> None:
+        hardware.machine("RTX4090", 7, 2, link="nvlink", network="ib40")
+    assert len(caught.value.problems) == 3
+    fast = hardware.machine("H100-80", 16, 2, network="100gbe")
+    assert (fast.link, fast.network, fast.per_node) == (450e9, 12.5e9, 8)
+    assert not hardware.machine("A100-80", 8, link="pcie4").fast
     for name, link in (("RTX4090", "nvlink"), ("RTX4090", "nvlink4"), ("H100-80", "nvlinks")):
         with pytest.raises(FinetuneError, match=f"--link {link}"):
             hardware.machine(name, 8, link=link)
@@ -338,7 +235,44 @@ def test_a_link_that_a_gpu_does_not_have_is_refused() -> None:
     assert hardware.machine(unnamed, 8, link="nvlink4").link == 450e9
 
 
-def test_a_step_is_never_faster_than_its_parts() -> None:
+def test_a_gpu_is_known_by_its_full_name_and_its_memory():
+    names = {
+        "NVIDIA A100-SXM4-80GB": "A100-80", "A100-40GB-PCIE": "A100-40-PCIe",
+        "NVIDIA H100 80GB HBM3": "H100-80", "h200-141gb": "H200", "Tesla T4": "T4",
+        "Tesla V100-SXM2-16GB": "V100-16", "NVIDIA GeForce RTX 4090": "RTX4090",
+        "RTX 4090 24GB": "RTX4090", "NVIDIA RTX A6000": "A6000", "L40S-48": "L40S",
+        "AMD Instinct MI300X": "MI300X", "B200-180": "B200",
+    }  # fmt: skip
+    assert {written: hardware.gpu(written).name for written in names} == names
+    for other in ("H100-94", "H100 NVL", "RTX 4090 Ti", "A100-64GB", "L40"):
+        with pytest.raises(FinetuneError, match="--gpu-memory 48"):
+            hardware.gpu(other)
+
+
+def test_network_ports_are_counted_per_gpu_or_per_node():
+    for network, rate in (("10gbe", 1.25e9), ("10 GbE/node", 1.25e9 / 8), ("efa3200/node", 50e9)):
+        assert hardware.machine("H100-80", 16, 2, network=network).network == rate
+    with pytest.raises(FinetuneError, match="--network 10gbe/rack: unknown"):
+        hardware.machine("H100-80", 16, 2, network="10gbe/rack")
+    said = "1.25 GB/s between nodes for each GPU (one port of a whole node: --network 10gbe/node)"
+    for more in ("", "--backend fsdp_full_shard"):
+        given = f"--gpu H100-80 --gpus 16 --nodes 2 --network 10gbe {more}"
+        assert said in ask(given, full_recipe())
+
+
+def test_words_about_a_machine_without_a_gpu_are_refused(monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    idle = "of a machine with GPUs, and there is none here; name one: --gpu H100-80"
+    with pytest.raises(FinetuneError) as caught:
+        ask("--network bogus --link pcie4 --nodes 2 --price 1", full_recipe())
+    first, second = caught.value.problems
+    assert first.startswith("--network bogus: unknown; known are ib100, ")
+    assert second == f"--nodes 2, --link pcie4, --network bogus, --price 1.0: {idle}"
+    with pytest.raises(FinetuneError, match="--network ib400: of a machine with GPUs"):
+        ft.plan(full_recipe(), "single", network="ib400")
+
+
+def test_a_step_is_never_faster_than_its_parts():
     machine = hardware.machine("A100-80", 8, link="pcie4")
     workload = Workload(shape("llama-2-7b"), 1, 2048, scheme="fsdp",
                         layout=Layout("fsdp", "params", 8))  # fmt: skip
@@ -349,7 +283,7 @@ def test_a_step_is_never_faster_than_its_parts() -> None:
     assert found.flops == work * 2048
 
 
-def test_offloaded_weights_break_even_at_the_tokens_of_the_formula() -> None:
+def test_offloaded_weights_break_even_at_the_tokens_of_the_formula():
     machine = hardware.machine("A100-80")
     layout = Layout("deepspeed", "params", 1, 1, "all", "cpu")
     workload = Workload(
@@ -378,27 +312,23 @@ def full_recipe(rows: int = 64) -> ft.SFT:
     return recipe.with_batch(rows=rows, micro_rows=1, max_length=2048)
 
 
-def test_a_prediction_has_the_verdict_first_and_a_bar_per_moment() -> None:
-    machine = hardware.machine("H100-80", 8, price=2.5)
-    prediction = predict(plan(full_recipe(), "fsdp_full_shard", 8), machine)
+def test_a_prediction_has_the_verdict_first_and_a_bar_per_moment():
+    settled = plan(full_recipe(), "fsdp_full_shard", 8)
+    prediction = predict(settled, hardware.machine("H100-80", 8, price=2.5))
     text = page.page(prediction)
     assert text.startswith("fsdp_full_shard on 8 x H100-80: fits")
     assert text.count("GB") > 5
-    for moment in prediction.timeline.moments:
-        assert moment.name in text
+    assert [each.name for each in prediction.timeline.moments if each.name not in text] == []
     assert prediction.gpu_hours is not None
     assert prediction.cost == prediction.gpu_hours * 2.5
     record = json.loads(json.dumps(prediction.summary()))
     assert record["memory"]["allocated"] == prediction.timeline.peak.total
     assert record["time"]["seconds"] == 100 * prediction.times.step
-
-
-def test_a_machine_of_another_size_than_the_plan_is_refused() -> None:
     with pytest.raises(FinetuneError, match="--gpus 4: the plan runs 8"):
-        predict(plan(full_recipe(), "fsdp_full_shard", 8), hardware.machine("H100-80", 4))
+        predict(settled, hardware.machine("H100-80", 4))
 
 
-def test_a_model_without_a_config_is_refused_with_the_searched_places(tmp_path: Path) -> None:
+def test_a_model_without_a_config_is_refused_with_the_searched_places(tmp_path):
     nowhere = {str(tmp_path / "nothing"): "no such folder", "nobody/nothing": "hub cache"}
     for name, told in nowhere.items():
         with pytest.raises(FinetuneError, match=told):
@@ -412,97 +342,80 @@ def test_a_model_without_a_config_is_refused_with_the_searched_places(tmp_path: 
     assert found.where == str(folder / "config.json")
 
 
-def words(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    for name in ("--backend", "--precision"):
-        parser.add_argument(name)
-    for name in ("--processes", "--shard-size"):
-        parser.add_argument(name, type=int)
-    options.axes_words(parser)
-    parser.add_argument("--json", action="store_true")
-    arguments.add_machine(parser)
-    return parser.parse_args(given)
+def test_the_command_ranks_backends_with_reasons_and_names_what_it_left_out():
+    options, reason = ranked(full_recipe(), "--gpu H100-80 --gpus 8")
+    assert "ddp" not in {each["backend"] for each in options}  # 20 bytes a parameter: twice a GPU
+    assert options[0]["status"] == "safe"
+    assert "fits" in reason
+    given = "--gpu H100-80 --gpus 8"
+    text = ask(f"{given} --backend fsdp_full_shard", full_recipe())
+    assert text.startswith("fsdp_full_shard on 8 x H100-80: fits")
+    every = len(record(given, full_recipe())["options"])
+    left = f"and {every - SHOWN} that are slower or less simple"
+    assert left in ask(given, full_recipe())
 
 
-def test_the_command_ranks_backends_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    begun = time.process_time()
-    assert command.run(words("--gpu", "H100-80", "--gpus", "8", "--json"), full_recipe()) == 0
-    assert time.process_time() - begun < 3
-    found = json.loads(capsys.readouterr().out)
-    names = [option["backend"] for option in found["options"]]
-    assert "ddp" not in names  # 20 bytes a parameter are twice a GPU
-    assert found["options"][0]["status"] == "safe"
-    assert "fits" in found["reason"]
-
-
-def test_the_words_for_what_is_ranked_first_plan_just_that(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_words_for_what_is_ranked_first_plan_just_that():
     recipe = full_recipe(rows=8).with_qlora()
     model = dataclasses.replace(recipe.model, activation_checkpointing=True)
-    recipe = dataclasses.replace(recipe, model=model)
-    given = ("--gpu", "RTX4090", "--rows", "1000", "--price", "0.5")
-    assert command.run(words(*given), recipe) == 0
-    ranked = capsys.readouterr().out.splitlines()
+    recipe = recipe.with_model(model)
+    given = "--gpu RTX4090 --rows 1000 --price 0.5"
+    ranked = ask(given, recipe).splitlines()
     best = ranked[3].split()
     whole, in_full = ranked[-2:]
     assert whole.startswith("whole run: ")
     assert whole.endswith("at the given price")
     assert in_full.endswith("model.activation_checkpointing=false")
     _, _, _, backend, *changes = in_full.split()
-    changed = catalog.override(recipe, changes)
-    assert command.run(words(*given, "--backend", backend), changed) == 0
-    text = capsys.readouterr().out
+    text = ask(f"{given} --backend {backend}", catalog.override(recipe, changes))
     assert whole in text.splitlines()
     assert f"memory   {best[3]} GB of" in text
     assert f"{best[5]} tokens/s" in text
 
 
-def test_the_command_describes_a_gpu_by_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--gpu-memory", "48", "--tflops", "362", "--bandwidth", "864")
-    recipe = full_recipe(rows=8).with_qlora()
-    assert command.run(words(*given, "--backend", "single", "--fit"), recipe) == 0
-    text = capsys.readouterr().out
+def test_the_command_describes_a_gpu_by_numbers():
+    given = "--gpu-memory 48 --tflops 362 --bandwidth 864"
+    text = ask(f"{given} --backend single --fit", full_recipe(rows=8).with_qlora())
     assert "largest micro-batch that fits" in text
-    with pytest.raises(FinetuneError, match="--tflops, --bandwidth"):
-        command.run(words("--gpu-memory", "48"), recipe)
-    with pytest.raises(FinetuneError, match="above 0"):
-        command.run(words("--gpu", "H100-80", "--host-ram", "-1"), recipe)
 
 
-def test_counts_below_one_and_invalid_numbers_are_refused() -> None:
-    for flag in ("--gpus", "--rows", "--nodes"):
-        with pytest.raises(FinetuneError, match=f"{flag} 0: expected a whole number of at least 1"):
-            command.run(words("--gpu", "H100-80", flag, "0"), full_recipe())
-    for number in ("nan", "inf"):
-        given = ("--gpu-memory", "48", "--tflops", number, "--bandwidth", "864")
-        with pytest.raises(FinetuneError, match=f"--tflops {number}: expected a number above 0"):
-            command.run(words(*given), full_recipe())
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--gpu-memory 48", "--tflops, --bandwidth"),
+        ("--gpu H100-80 --host-ram -1", "above 0"),
+        *(
+            (f"--gpu H100-80 {flag} 0", f"{flag} 0: expected a whole number of at least 1")
+            for flag in ("--gpus", "--rows", "--nodes")
+        ),
+        *(
+            (
+                f"--gpu-memory 48 --tflops {number} --bandwidth 864",
+                f"--tflops {number}: expected a number above 0",
+            )
+            for number in ("nan", "inf")
+        ),
+    ],
+)
+def test_counts_below_one_and_invalid_numbers_are_refused(words, told):
+    with pytest.raises(FinetuneError, match=told):
+        ask(words, full_recipe())
 
 
-def test_the_machines_own_gpus_take_every_word_about_nodes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_machines_own_gpus_take_every_word_about_nodes(monkeypatch):
     monkeypatch.setattr(hardware, "installed", lambda: [hardware.GPUS["H100-80"]] * 8)
-    given = ("--gpus", "64", "--nodes", "8", "--network", "10gbe", "--price", "2", "--rows", "640")
-    own = [*given, "--host-ram", "512", "--backend", "fsdp_full_shard", "--json"]
-    assert command.run(words(*own), full_recipe()) == 0
-    found = json.loads(capsys.readouterr().out)["prediction"]
-    assert command.run(words("--gpu", "H100-80", *own), full_recipe()) == 0
-    assert found == json.loads(capsys.readouterr().out)["prediction"]
+    own = "--gpus 64 --nodes 8 --network 10gbe --price 2 --rows 640 --host-ram 512"
+    own += " --backend fsdp_full_shard"
+    found = record(own, full_recipe())["prediction"]
+    assert found == record(f"--gpu H100-80 {own}", full_recipe())["prediction"]
     assert found["machine"]["network"] == 1.25e9
     assert found["machine"]["host_memory"] == 512e9
 
 
-def test_hybrid_sharding_has_shards_within_a_node_and_copies_over_nodes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shared = ("--gpu", "H100-80", "--json", "--backend")
-    nodes = ("--gpus", "16", "--nodes", "2")
-    assert command.run(words(*shared, "hsdp", *nodes), full_recipe()) == 0
-    hybrid = json.loads(capsys.readouterr().out)
-    assert command.run(words(*shared, "fsdp_full_shard", "--gpus", "8"), full_recipe()) == 0
-    within = json.loads(capsys.readouterr().out)["prediction"]
+def test_hybrid_sharding_has_shards_within_a_node_and_copies_over_nodes():
+    shared, nodes = "--gpu H100-80 --backend", "--gpus 16 --nodes 2"
+    hybrid = record(f"{shared} hsdp {nodes}", full_recipe())
+    within = record(f"{shared} fsdp_full_shard --gpus 8", full_recipe())["prediction"]
     found = hybrid["prediction"]
     assert (hybrid["backend"], hybrid["processes"]) == ("hsdp", 16)
     assert hybrid["mesh"] == {"replicate": 2, "shard": 8}
@@ -511,55 +424,51 @@ def test_hybrid_sharding_has_shards_within_a_node_and_copies_over_nodes(
     # Its shard of the fp32 gradients is summed over two nodes once a step, 2 x 1/2 x 4 bytes.
     parameters = found["model"]["parameters"]
     assert found["communication"]["between"] == pytest.approx(4 * parameters / 8)
-    given = ("--gpu", "H100-80", "--backend", "hsdp_shard_grad_op", *nodes)
-    assert command.run(words(*given), full_recipe()) == 0
-    text = capsys.readouterr().out
+    text = ask(f"{shared} hsdp_shard_grad_op {nodes}", full_recipe())
     assert text.startswith("hsdp_shard_grad_op on 16 x H100-80 in 2 nodes: fits")
     assert "in 2 copies over 8 processes each" in text
-    assert command.run(words(*shared, "hsdp", *nodes, "--shard-size", "4"), full_recipe()) == 0
-    assert json.loads(capsys.readouterr().out)["mesh"] == {"replicate": 4, "shard": 4}
-    for size, why in (("16", "would cross nodes"), ("3", "do not divide into copies of 3")):
+    four = record(f"{shared} hsdp {nodes} --shard-size 4", full_recipe())
+    assert four["mesh"] == {"replicate": 4, "shard": 4}
+    for backend, size, why in (
+        ("hsdp", 16, "would cross nodes"),
+        ("hsdp", 3, "do not divide into copies of 3"),
+        ("fsdp_full_shard", 8, "fsdp_full_shard keeps a single copy of the model"),
+    ):
         with pytest.raises(FinetuneError, match=why):
-            command.run(words(*shared, "hsdp", *nodes, "--shard-size", size), full_recipe())
-    given = (*shared, "fsdp_full_shard", *nodes, "--shard-size", "8")
-    with pytest.raises(FinetuneError, match="fsdp_full_shard keeps a single copy of the model"):
-        command.run(words(*given), full_recipe())
+            ask(f"{shared} {backend} {nodes} --shard-size {size}", full_recipe())
 
 
-def test_a_shape_taken_from_a_name_is_marked_as_such(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")  # no nvidia-smi
-    machine = ("--gpu", "H100-80", "--gpus", "64", "--nodes", "8")
-    ways = (
-        (), machine, (*machine, "--backend", "fsdp_full_shard"), ("--gpu", "T4"),
-        (*machine, "--tensor", "8"),
-    )  # fmt: skip
-    for author, said in (
+@pytest.mark.parametrize(
+    ("author", "said"),
+    [
         ("somebody", "somebody/Llama-3.1-8B is assumed to have that of llama-3.1-8b"),
         ("meta-llama", "the table of published shapes"),
+    ],
+)
+def test_a_shape_taken_from_a_name_is_marked_as_such(monkeypatch, author, said):
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    recipe = full_recipe().with_model(ft.Model(f"{author}/Llama-3.1-8B"))
+    for more in (
+        "",
+        H100S,
+        f"{H100S} --backend fsdp_full_shard",
+        "--gpu T4",
+        f"{H100S} --tensor 8",
     ):
-        recipe = dataclasses.replace(full_recipe(), model=ft.Model(f"{author}/Llama-3.1-8B"))
-        for given in ways:
-            assert command.run(words(*given), recipe) == 0
-            page_of = capsys.readouterr().out
-            assert command.run(words(*given, "--json"), recipe) == 0
-            for text in (page_of, capsys.readouterr().out):
-                assert said in text
-                assert ("is assumed to have" in text) == (author == "somebody")
+        for text in (ask(more, recipe), ask(f"{more} --json", recipe)):
+            assert said in text
+            assert ("is assumed to have" in text) == (author == "somebody")
 
 
-def test_four_bits_are_proposed_before_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
+def test_four_bits_are_proposed_before_a_disk():
     model = ft.Model("meta-llama/Llama-2-13b-hf", activation_checkpointing=True)
-    recipe = dataclasses.replace(full_recipe(), model=model).with_lora()
-    given = ("--gpu", "RTX4090", "--host-ram", "32")
-    assert command.run(words(*given), recipe) == 0
-    text = capsys.readouterr().out
+    recipe = full_recipe().with_model(model).with_lora()
+    given = "--gpu RTX4090 --host-ram 32"
+    text = ask(given, recipe)
     assert text.startswith("zero3_nvme fits")
     assert "before offloading to disk, try these changes, which fit without offload\n  -" in text
     assert "frozen weights in 4 bits: model.quantization=nf4 (fits)" in text
-    assert command.run(words(*given, "--json"), recipe) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = record(given, recipe)
     assert {each["backend"] for each in found["options"]} == {"zero3_nvme"}
     (change,) = found["changes"]
     assert (change["setting"], change["fits"]) == ("model.quantization=nf4", True)
@@ -568,94 +477,37 @@ def test_four_bits_are_proposed_before_a_disk(capsys: pytest.CaptureFixture[str]
     weights = llama.layers * llama.linear_weights
     assert change["bytes"] == pytest.approx((2 - states.nf4_bits() / 8) * weights, rel=0.02)
     # With host memory for offload there is nothing to change.
-    assert command.run(words("--gpu", "RTX4090", "--host-ram", "256", "--json"), recipe) == 0
-    assert json.loads(capsys.readouterr().out)["changes"] == []
+    assert record("--gpu RTX4090 --host-ram 256", recipe)["changes"] == []
 
 
-def test_missing_host_memory_is_reported_when_nothing_fits(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = dataclasses.replace(full_recipe(), model=ft.Model("meta-llama/Llama-3.1-70B"))
-    given = ("--gpu", "A100-80", "--gpus", "8", "--host-ram", "128")
-    assert command.run(words(*given), recipe) == 0
-    first = capsys.readouterr().out.splitlines()[0]
+def test_missing_host_memory_is_reported_when_nothing_fits():
+    recipe = full_recipe().with_model(ft.Model("meta-llama/Llama-3.1-70B"))
+    first = ask("--gpu A100-80 --gpus 8 --host-ram 128", recipe).splitlines()[0]
     assert "nothing fits on 8 x A100-80: the smallest is zero3_nvme" in first
     assert "of host memory in a node of 128.0 GB" in first
 
 
-def test_the_verdict_comes_first_and_a_ranking_names_what_it_left_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = ("--gpu", "H100-80", "--gpus", "8")
-    assert command.run(words(*given, "--backend", "fsdp_full_shard"), full_recipe()) == 0
-    assert capsys.readouterr().out.startswith("fsdp_full_shard on 8 x H100-80: fits")
-    assert command.run(words(*given, "--json"), full_recipe()) == 0
-    every = len(json.loads(capsys.readouterr().out)["options"])
-    assert command.run(words(*given), full_recipe()) == 0
-    text = capsys.readouterr().out
-    assert f"and {every - command.SHOWN} that are slower or less simple" in text
-
-
-def test_a_gpu_without_bf16_is_noted_in_the_ranking_too(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command.run(words("--gpu", "T4"), full_recipe().with_qlora()) == 0
-    assert "T4 has no bf16 units" in capsys.readouterr().out
-
-
-def test_planning_needs_no_torch() -> None:
-    script = (
-        "import sys; from finetune.cli import plan_on_machine; "
-        "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(("more", "limit"), [(("--backend", "fsdp_full_shard"), 1), ((), 3)])
-def test_the_whole_command_takes_seconds_of_processor_time(
-    more: tuple[str, ...], limit: float
-) -> None:
-    given = ("plan", "llama3_1_8b_full", "--gpu", "H100-80", "--gpus", "8", *more)
-    alone = (sys.executable, "-m", "finetune", *given)
-    spent: list[float] = []
-    for _ in range(2):  # the first may compile modules
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(alone, cwd=ROOT, capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(spent) < limit, spent
-
-
-def test_a_plan_proposes_wider_micro_batches_where_memory_holds_them() -> None:
-    recipe = (
-        ft.SFT(ft.Model("meta-llama/Llama-3.1-8B"))
-        .with_data(ft.Data("rows.jsonl", "text"))
-        .with_lora(r=16)
-        .with_batch(rows=16, micro_rows=1, max_length=1024)
-    )
+def test_a_plan_proposes_wider_micro_batches_where_memory_holds_them():
+    recipe = large(16, "meta-llama/Llama-3.1-8B", 1024).with_lora(r=16)
     a100 = hardware.machine("A100-80")
-    found = predict(plan(recipe, "single"), a100)
-    wider = filled.micro_tokens(found.plan, found.workload, a100)
+
+    def on_a100(recipe: ft.SFT) -> ft.Prediction:
+        return predict(plan(recipe, "single"), a100)
+
+    found = on_a100(recipe)
+    wider = micro_tokens(found.plan, found.workload, a100)
     assert wider is not None
     rows = wider // 1024
     fits = [
-        predict(plan(recipe.with_batch(micro_tokens=count * 1024), "single"), a100).status
-        for count in (rows, rows + 1)
+        on_a100(recipe.with_batch(micro_tokens=count * 1024)).status for count in (rows, rows + 1)
     ]
     assert fits[0] == "safe"
     assert rows == 16 or fits[1] != "safe"
     assert f"  wider    batch.micro_tokens={wider} fits too" in page.verdict(found)
-    for other in (
-        recipe.with_batch(micro_tokens=2048),
-        recipe.with_batch(rows=1),
-        recipe.with_batch(micro_rows=16),
-    ):
-        settled = predict(plan(other, "single"), a100)
-        assert filled.micro_tokens(settled.plan, settled.workload, a100) is None
+    for other in ({"micro_tokens": 2048}, {"rows": 1}, {"micro_rows": 16}):
+        settled = on_a100(recipe.with_batch(**other))
+        assert micro_tokens(settled.plan, settled.workload, a100) is None
         assert "wider" not in page.verdict(settled)
-    full = predict(plan(recipe.with_full_weights(), "single"), a100)
+    full = on_a100(recipe.with_full_weights())
     assert full.status == "no"
     assert "wider" not in page.verdict(full)

@@ -1,9 +1,9 @@
 """Shapes read from config.json against published totals, transformers, and PEFT."""
 
 import json
-from pathlib import Path
 
 import pytest
+from planning import shape
 
 import finetune as ft
 from finetune.errors import FinetuneError
@@ -22,7 +22,7 @@ def small(kind: str, **fields: object) -> dict[str, object]:
     return config | fields
 
 
-def test_every_config_has_its_published_number_of_parameters(assets: Path) -> None:
+def test_every_config_has_its_published_number_of_parameters(assets):
     table = (assets / "configs" / "TABLE.txt").read_text(encoding="utf-8").splitlines()
     totals = {line.split("|")[0]: int(line.split("|")[2]) for line in table if "|" in line}
     found = {
@@ -33,59 +33,37 @@ def test_every_config_has_its_published_number_of_parameters(assets: Path) -> No
     assert len(found) >= 30
 
 
-def test_mixtral_counts_all_experts_and_uses_two_per_token() -> None:
-    config = published.find("mistralai/Mixtral-8x7B-v0.1")
-    assert config is not None
-    shape = read(config)
-    assert (shape.parameters, shape.active_parameters) == (46_702_792_704, 12_879_925_248)
+def test_rows_of_the_table_have_their_published_number_of_parameters():
+    published = {
+        "openai-community/gpt2": 124_439_808, "openai-community/gpt2-xl": 1_557_611_200,
+        "EleutherAI/pythia-70m-deduped": 70_426_624, "EleutherAI/pythia-410m": 405_334_016,
+        "EleutherAI/pythia-2.8b": 2_775_208_960, "EleutherAI/pythia-6.9b": 6_857_302_016,
+        "EleutherAI/pythia-12b": 11_846_072_320, "EleutherAI/gpt-neox-20b": 20_554_567_680,
+        "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    }  # fmt: skip
+    assert {name: shape(name).parameters for name in published} == published
+    assert shape("mistralai/Mixtral-8x7B-v0.1").active_parameters == 12_879_925_248
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("openai-community/gpt2", 124_439_808), ("openai-community/gpt2-xl", 1_557_611_200),
-        ("EleutherAI/pythia-70m-deduped", 70_426_624), ("EleutherAI/pythia-410m", 405_334_016),
-        ("EleutherAI/pythia-2.8b", 2_775_208_960), ("EleutherAI/pythia-6.9b", 6_857_302_016),
-        ("EleutherAI/pythia-12b", 11_846_072_320), ("EleutherAI/gpt-neox-20b", 20_554_567_680),
-    ],
-)  # fmt: skip
-def test_rows_of_older_families_have_their_published_number_of_parameters(
-    name: str, parameters: int
-) -> None:
-    config = published.find(name)
-    assert config is not None
-    assert read(config).parameters == parameters
-
-
-def test_a_hub_name_finds_its_row_and_a_version_is_not_lost() -> None:
-    for name, vocab in (
-        ("mistralai/Mistral-7B-Instruct-v0.3", 32768),
-        ("mistralai/Mistral-7B-v0.1", 32000),
-        ("meta-llama/Llama-3.1-8B-Instruct", 128256),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", 49152),
-    ):
-        config = published.find(name)
-        assert config is not None
-        assert config["vocab_size"] == vocab
+def test_a_hub_name_finds_its_row_and_a_version_is_not_lost():
+    words = {
+        "mistralai/Mistral-7B-Instruct-v0.3": 32768, "mistralai/Mistral-7B-v0.1": 32000,
+        "meta-llama/Llama-3.1-8B-Instruct": 128256, "HuggingFaceTB/SmolLM2-135M-Instruct": 49152,
+    }  # fmt: skip
+    assert {name: shape(name).vocab for name in words} == words
     assert published.find("somebody/unknown-3b") is None
 
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("llama", {}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("gemma", {}),
-        ("gemma2", {}),
+        *((kind, {}) for kind in ("llama", "qwen2", "qwen3", "gemma", "gemma2")),
         ("phi3", {"pad_token_id": 0}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     ],
 )
-def test_parameters_tensors_and_adapters_are_those_of_transformers_and_peft(
-    kind: str, fields: dict[str, object]
-) -> None:
+def test_parameters_tensors_and_adapters_are_those_of_transformers_and_peft(kind, fields):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,56 +81,55 @@ def test_parameters_tensors_and_adapters_are_those_of_transformers_and_peft(
     assert lora(shape, 4).parameters == trained
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_architecture_and_every_problem_of_a_config_are_refused():
     with pytest.raises(FinetuneError) as caught:
         read(small("lama"))
     assert "did you mean 'llama'?" in str(caught.value)
     assert all(kind in str(caught.value) for kind in READERS)
-
-
-def test_every_problem_of_a_config_is_reported_at_once() -> None:
     with pytest.raises(FinetuneError) as caught:
         read(small("llama", vocab_size=0, hidden_act="relu6", num_key_value_heads=3))
     assert len(caught.value.problems) == 3
-
-
-def test_layers_without_experts_in_a_mixture_are_refused() -> None:
+    with pytest.raises(FinetuneError, match="hidden_act"):
+        read(small("llama", hidden_act=["silu"]))
     config = small("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
     with pytest.raises(FinetuneError, match="mlp_only_layers"):
         read(config | {"mlp_only_layers": [0]})
 
 
-def test_adapters_are_chosen_by_name_expression_layer_and_pattern() -> None:
+Q = ("q_proj",)
+
+
+@pytest.mark.parametrize(
+    ("targets", "how", "parameters"),
+    [
+        # q: 64 -> 64, k and v: 64 -> 32, o: 64 -> 64, gate and up: 64 -> 96, down: 96 -> 64
+        (("q_proj", "v_proj"), {}, 2 * 4 * (128 + 96)),
+        (r".*\.0\.self_attn\.q_proj", {}, 4 * 128),
+        (Q, {"only_layers": (1,)}, 4 * 128),
+        (Q, {"rank_pattern": {"q_proj": 8}}, 2 * 8 * 128),
+        (Q, {"dora": True}, 2 * (4 * 128 + 64)),
+        (("q_proj", "lm_head"), {}, 2 * 4 * 128 + 4 * (64 + 128)),
+        (("embed_tokens",), {}, 4 * (64 + 128)),
+        (r".*lm_head", {}, 4 * (64 + 128)),
+        # PEFT wraps nothing outside the layers where layers are chosen.
+        (("q_proj", "lm_head"), {"only_layers": (1,)}, 4 * 128),
+    ],
+)
+def test_adapters_are_counted_where_their_targets_choose_them(targets, how, parameters):
+    assert lora(read(small("llama")), 4, targets, **how).parameters == parameters
+
+
+def test_adapters_on_all_linear_modules_are_the_usual_ones_and_an_unknown_name_is_refused():
     shape = read(small("llama"))
-    # q: 64 -> 64, k and v: 64 -> 32, o: 64 -> 64, gate and up: 64 -> 96, down: 96 -> 64
-    assert lora(shape, 4, ("q_proj", "v_proj")).parameters == 2 * 4 * (128 + 96)
-    assert lora(shape, 4, r".*\.0\.self_attn\.q_proj").parameters == 4 * 128
-    assert lora(shape, 4, ("q_proj",), only_layers=(1,)).parameters == 4 * 128
-    assert lora(shape, 4, ("q_proj",), rank_pattern={"q_proj": 8}).parameters == 2 * 8 * 128
-    assert lora(shape, 4, ("q_proj",), dora=True).parameters == 2 * (4 * 128 + 64)
+    assert lora(shape, 4, "all-linear").parameters == lora(shape, 4).parameters
     with pytest.raises(FinetuneError, match="linear modules here: down_proj"):
         lora(shape, 4, ("query",))
-
-
-def test_an_adapter_on_the_head_or_the_embedding_is_counted() -> None:
-    shape = read(small("llama"))
-    assert lora(shape, 4, ("q_proj", "lm_head")).parameters == 2 * 4 * 128 + 4 * (64 + 128)
-    assert lora(shape, 4, ("embed_tokens",)).parameters == 4 * (64 + 128)
-    assert lora(shape, 4, r".*lm_head").parameters == 4 * (64 + 128)
-    # PEFT wraps nothing outside the layers where layers are chosen.
-    assert lora(shape, 4, ("q_proj", "lm_head"), only_layers=(1,)).parameters == 4 * 128
-    assert lora(shape, 4, "all-linear").parameters == lora(shape, 4).parameters
 
 
 @pytest.mark.parametrize(
     "text", ["[]", '"llama"', '{"model_type": ["llama"]}', '{"model_type": 3}']
 )
-def test_a_config_of_another_form_is_refused_with_its_path(text: str, tmp_path: Path) -> None:
+def test_a_config_of_another_form_is_refused_with_its_path(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(FinetuneError, match=r"config\.json: "):
         model_source(ft.SFT(ft.Model(str(tmp_path))))
-
-
-def test_an_activation_that_is_not_a_name_is_a_problem_of_the_config() -> None:
-    with pytest.raises(FinetuneError, match="hidden_act"):
-        read(small("llama", hidden_act=["silu"]))

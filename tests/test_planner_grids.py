@@ -1,10 +1,7 @@
 """Tensor and pipeline parallel as arithmetic, and `ft.plan` on a machine in words."""
 
-from typing import Any
-
 import pytest
-from conftest import Finetune
-from test_planner_memory import BASE
+from planning import BASE
 
 import finetune as ft
 from finetune.planner.estimate import hardware
@@ -20,7 +17,7 @@ RECIPE = ft.SFT(
 MACHINE = hardware.machine("H100-80", 16, 2)
 
 
-def test_a_grid_holds_its_share_and_waits_for_its_pipeline() -> None:
+def test_a_grid_holds_its_share_and_waits_for_its_pipeline():
     found = plan_grid(RECIPE, MACHINE, tensor=2, pipeline=2)
     assert found.grid == Grid(2, 2, 4)
     assert found.microbatches == 64 // (4 * 2)
@@ -49,17 +46,15 @@ def test_a_grid_holds_its_share_and_waits_for_its_pipeline() -> None:
         ),
     ],
 )  # fmt: skip
-def test_an_impossible_grid_is_refused_with_its_numbers(
-    recipe: Any, tensor: int, pipeline: int, told: str
-) -> None:
+def test_an_impossible_grid_is_refused_with_its_numbers(recipe, tensor, pipeline, told):
     with pytest.raises(ft.FinetuneError) as caught:
         plan_grid(recipe, MACHINE, tensor, pipeline)
     assert told in str(caught.value)
 
 
-def test_the_command_prints_a_grid_marked_as_arithmetic(finetune: Finetune) -> None:
-    words = ("plan", "llama3_3_70b_full", "--tensor", "8", "--pipeline", "2")
-    done = finetune(*words, "--gpu", "H100-80", "--gpus", "64", "--nodes", "8")
+def test_the_command_prints_a_grid_marked_as_arithmetic(finetune):
+    words = "plan llama3_3_70b_full --tensor 8 --pipeline 2".split()
+    done = finetune(*words, *"--gpu H100-80 --gpus 64 --nodes 8".split())
     assert done.status == 0, done.output
     assert done.stdout.startswith("TP8 x PP2 x DP4 on 64 x H100-80 in 8 nodes: fits")
     assert "bubble   3.0% of a step: 2 stages, 32 micro-batches each" in done.stdout
@@ -69,7 +64,7 @@ def test_the_command_prints_a_grid_marked_as_arithmetic(finetune: Finetune) -> N
     assert "the backends with one are pp, pp_fsdp, pp_tp, pp_tp_fsdp" in without.stderr
 
 
-def test_plan_in_python_is_the_plan_or_what_it_takes_on_a_machine() -> None:
+def test_plan_in_python_is_the_plan_or_what_it_takes_on_a_machine():
     settled = ft.plan(RECIPE, "fsdp_full_shard", 2)
     assert settled.processes == 2
     found = ft.plan(RECIPE, "fsdp_full_shard", gpu="H100-80", gpus=16, nodes=2, rows=640)

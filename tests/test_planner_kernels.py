@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_planner_memory import BASE, large
+from planning import BASE, large
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import finetune as ft
@@ -65,18 +65,12 @@ def kept_by_a_real_layer(fused: bool, targets: list[str]) -> int:
 
 def kept_by_the_tape(fused: bool, targets: tuple[str, ...]) -> float:
     shape = read(SMALL)
+    adapter = lora(shape, RANK, targets, width=4)
     workload = Workload(
-        shape,
-        ROWS,
-        LENGTH,
-        adapter=lora(shape, RANK, targets, width=4),
-        fused_norms=fused,
-        fused_activations=fused,
-        fused_rotations=fused,
-        grouped_adapters=True,
-    )
-    assert workload.adapter is not None
-    layer = Layer(shape, workload.numerics, ROWS, LENGTH, "flash", workload.adapter.ranks)
+        shape, ROWS, LENGTH, adapter=adapter, fused_norms=fused, fused_activations=fused,
+        fused_rotations=fused, grouped_adapters=True,
+    )  # fmt: skip
+    layer = Layer(shape, workload.numerics, ROWS, LENGTH, "flash", adapter.ranks)
     return trace(*layer.build()).saved
 
 
@@ -85,14 +79,12 @@ EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @pytest.mark.parametrize("targets", [EVERY, ("q_proj", "v_proj", "up_proj")], ids=["all", "some"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_a_layer_of_grouped_adapters_keeps_the_tensors_of_the_tape(
-    fused: bool, targets: tuple[str, ...]
-) -> None:
+def test_a_layer_of_grouped_adapters_keeps_the_tensors_of_the_tape(fused, targets):
     expected = kept_by_a_real_layer(fused, list(targets))
     assert kept_by_the_tape(fused, targets) == expected
 
 
-def test_an_operation_of_several_outputs_waits_for_all_their_gradients() -> None:
+def test_an_operation_of_several_outputs_waits_for_all_their_gradients():
     tape, source = Tape(), Value(4)
     first, second = tape.run_many((8, 16), (source,), (source,), forward=2, backward=1)
     inner = tape.run(8, (first,))
@@ -105,7 +97,7 @@ def test_an_operation_of_several_outputs_waits_for_all_their_gradients() -> None
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
-def test_a_chunked_head_holds_chunks_and_gradients(trained: bool) -> None:
+def test_a_chunked_head_holds_chunks_and_gradients(trained):
     adapter = None if trained else lora(large().shape, 16)
     workload = large(loss=CHUNKED, scheme="bf16", adapter=adapter, length=4096)
     vocabulary, hidden = 128_256, 4096
@@ -119,7 +111,7 @@ def test_a_chunked_head_holds_chunks_and_gradients(trained: bool) -> None:
     assert found.projected == kept + 2 * stream + 2 * chunk + working + 4
 
 
-def test_fsdp_frees_a_head_of_its_own_before_the_last_norm_runs_backwards() -> None:
+def test_fsdp_frees_a_head_of_its_own_before_the_last_norm_runs_backwards():
     adapter, layout = lora(large().shape, 16), Layout("fsdp", "params", 8)
     fields = {"loss": CHUNKED, "scheme": "fsdp", "adapter": adapter, "fused_norms": True}
     workload = large(length=4096, layout=layout, **fields)
@@ -137,49 +129,44 @@ def test_fsdp_frees_a_head_of_its_own_before_the_last_norm_runs_backwards() -> N
     assert layer + norm < apart
 
 
-def moments(backend: str, **fields: object) -> dict[str, dict[str, float]]:
-    layout = {
-        "zero1": Layout("deepspeed", "optimizer", 2),
-        "zero2": Layout("deepspeed", "grads", 2),
-        "zero3": Layout("deepspeed", "params", 2),
-    }[backend]
+def moments(shard: str, **fields: object) -> dict[str, dict[str, float]]:
+    layout = Layout("deepspeed", shard, 2)
     workload = large(layout=layout, scheme="deepspeed", wide_gradients=True, **fields)
     return {moment.name: dict(moment.parts) for moment in memory.timeline(workload).moments}
 
 
-BUCKET = 500_000_000
-
-
-def test_zero_holds_gradients_where_deepspeed_allocates_them() -> None:
+def test_zero_holds_gradients_where_deepspeed_allocates_them():
     adapter = lora(large().shape, 16)
     trained = adapter.parameters
-    one, two, three = (moments(name, adapter=adapter) for name in ("zero1", "zero2", "zero3"))
-    assert one["forward: head"]["gradients"] == 4 * trained  # fp32, of all
-    assert one["gradients reduced"]["gradients"] == (4 + 2) * trained
-    assert one["gradients reduced"]["buckets"] == 2 * trained  # sent in bf16
-    assert one["optimizer step"]["gradients"] == (4 + 2) * trained
-    assert two["forward: head"]["gradients"] == two["forward: head"]["buckets"] == 0
-    # Two buckets: one is filled while the other is reduced. They are allocated whole.
-    assert two["backward: first layer"]["buckets"] == 2 * 2 * trained
-    assert two["gradients reduced"]["buckets"] == 2 * 2 * trained + 2 * trained
-    assert two["optimizer step"]["gradients"] == 4 * trained / 2
-    assert two["optimizer step"]["buckets"] == 0
-    assert three["forward: head"]["buckets"] == 2 * trained
-    assert three["forward: head"]["gradients"] == 4 * trained / 2
-    assert three["gradients reduced"]["buckets"] == (2 + 2 + 4 / 2) * trained
-    assert three["optimizer step"]["update"] == 4 * trained / 2
+    one, two, three = (
+        moments(shard, adapter=adapter) for shard in ("optimizer", "grads", "params")
+    )
+    for found, moment, part, expected in (
+        (one, "forward: head", "gradients", 4 * trained),  # fp32, of all
+        (one, "gradients reduced", "gradients", (4 + 2) * trained),
+        (one, "gradients reduced", "buckets", 2 * trained),  # sent in bf16
+        (one, "optimizer step", "gradients", (4 + 2) * trained),
+        (two, "forward: head", "gradients", 0),
+        (two, "forward: head", "buckets", 0),
+        # Two buckets: one is filled while the other is reduced. They are allocated whole.
+        (two, "backward: first layer", "buckets", 2 * 2 * trained),
+        (two, "gradients reduced", "buckets", 2 * 2 * trained + 2 * trained),
+        (two, "optimizer step", "gradients", 4 * trained / 2),
+        (two, "optimizer step", "buckets", 0),
+        (three, "forward: head", "buckets", 2 * trained),
+        (three, "forward: head", "gradients", 4 * trained / 2),
+        (three, "gradients reduced", "buckets", (2 + 2 + 4 / 2) * trained),
+        (three, "optimizer step", "update", 4 * trained / 2),
+    ):
+        assert found[moment][part] == expected, (moment, part)
 
 
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
-def test_an_offloaded_optimizer_leaves_gradients_in_both_places(cpu: bool) -> None:
+def test_an_offloaded_optimizer_leaves_gradients_in_both_places(cpu):
     trained, table = large().shape.parameters, large().shape.embedding
+    fields = {"scheme": "deepspeed", "wide_gradients": True, "cpu": cpu}
     two, three = (
-        large(
-            layout=Layout("deepspeed", shard, 2, offload="optimizer"),
-            scheme="deepspeed",
-            wide_gradients=True,
-            cpu=cpu,
-        )
+        large(layout=Layout("deepspeed", shard, 2, offload="optimizer"), **fields)
         for shard in ("grads", "params")
     )
     # ZeRO-2: fp32 and bf16 of its share, and room for a gradient on either side.
@@ -191,17 +178,15 @@ def test_an_offloaded_optimizer_leaves_gradients_in_both_places(cpu: bool) -> No
     assert deepspeed.leave(three) != cpu
 
 
-def test_a_full_bucket_is_reduced_while_layers_run() -> None:
-    trained = large().shape.parameters
-    found = moments("zero2")
-    assert found["backward: first layer"]["buckets"] == 2 * 2 * BUCKET + 2 * BUCKET
-    assert found["backward: first layer"]["gradients"] == 4 * trained / 2
+def test_a_full_bucket_is_reduced_while_layers_run():
+    bucket, found = 500_000_000, moments("grads")["backward: first layer"]
+    assert found["buckets"] == 2 * 2 * bucket + 2 * bucket
+    assert found["gradients"] == 4 * large().shape.parameters / 2
 
 
-def test_a_plan_follows_the_kernels_of_its_run() -> None:
-    recipe = ft.SFT(
-        ft.Model(config=BASE, tokenizer="/none"), (ft.Data("rows.jsonl", "messages"),)
-    ).with_lora(r=16, dropout=0.0)
+def test_a_plan_follows_the_kernels_of_its_run():
+    recipe = ft.SFT(ft.Model(config=BASE, tokenizer="/none")).with_lora(r=16, dropout=0.0)
+    recipe = recipe.with_data(ft.Data("rows.jsonl", "messages"))
     shape = read(BASE)
     grouped = workload_of(plan(recipe, "single", 1), shape)
     assert (grouped.loss, grouped.fused_norms, grouped.grouped_adapters) == (CHUNKED, True, True)

@@ -1,17 +1,13 @@
 """What a machine's parts can do: rates by type, links by number, and what runs nothing here."""
 
-import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
+from planning import ask, record
 
 import finetune as ft
-from finetune.cli import options
-from finetune.cli import plan as arguments
-from finetune.cli import plan_on_machine as command
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, hardware, timing
 from finetune.planner.estimate.workload import Workload, lora
@@ -21,18 +17,6 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
     "intermediate_size": 2816, "vocab_size": 8192,
 }  # fmt: skip
-
-
-def words(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    for name in ("--backend", "--precision"):
-        parser.add_argument(name)
-    for name in ("--processes", "--shard-size"):
-        parser.add_argument(name, type=int)
-    options.axes_words(parser)
-    parser.add_argument("--json", action="store_true")
-    arguments.add_machine(parser)
-    return parser.parse_args(given)
 
 
 def recipe(**batch: Any) -> ft.SFT:
@@ -49,9 +33,7 @@ def recipe(**batch: Any) -> ft.SFT:
         ("RTX4090", 82.6e12, 165e12), ("L4", 30.3e12, 121e12), ("MI250X", 47.9e12, 191.5e12),
     ],
 )  # fmt: skip
-def test_a_gpu_multiplies_at_the_rate_of_its_data_sheet_in_each_type(
-    name: str, fp32: float, bf16: float
-) -> None:
+def test_a_gpu_multiplies_at_the_rate_of_its_data_sheet_in_each_type(name, fp32, bf16):
     machine = hardware.machine(name)
     shape = read(CONFIG)
     for scheme, rate in (("fp32", fp32), ("autocast", bf16)):
@@ -60,21 +42,17 @@ def test_a_gpu_multiplies_at_the_rate_of_its_data_sheet_in_each_type(
 
 
 @pytest.mark.parametrize("name", ["T4", "V100"])
-def test_a_gpu_without_bf16_is_timed_in_fp32_with_a_hint_to_fp16(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for more in ((), ("--backend", "single")):
-        assert command.run(words("--gpu", name, *more), recipe().with_lora()) == 0
-        text = capsys.readouterr().out
+def test_a_gpu_without_bf16_is_timed_in_fp32_with_a_hint_to_fp16(name):
+    for more in ("", "--backend single"):
+        text = ask(f"--gpu {name} {more}", recipe().with_lora())
         assert f"{name} has no bf16 units: PyTorch computes it in fp32" in text
         assert "training refuses bf16 on it: use --precision fp16" in text
-    given = ("--gpu", name, "--backend", "single", "--precision", "fp32")
-    assert command.run(words(*given), recipe().with_lora()) == 0
-    assert "bf16 units" not in capsys.readouterr().out
+    given = f"--gpu {name} --backend single --precision fp32"
+    assert "bf16 units" not in ask(given, recipe().with_lora())
 
 
 @pytest.mark.parametrize("name", ["RTX3090", "A6000"])
-def test_a_bridge_joins_two_cards_and_no_more(name: str) -> None:
+def test_a_bridge_joins_two_cards_and_no_more(name):
     two, four = hardware.machine(name, 2), hardware.machine(name, 4)
     assert (two.link, two.fast) == (56e9, True)
     assert (four.link, four.fast) == (32e9, False)
@@ -84,31 +62,27 @@ def test_a_bridge_joins_two_cards_and_no_more(name: str) -> None:
     assert hardware.machine("A100-80", 8).fast
 
 
-def test_a_process_drives_one_die_of_an_mi250x(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_drives_one_die_of_an_mi250x():
     found = hardware.gpu("AMD Instinct MI250X")
     assert (found.memory, found.flops) == (64 * 2**30 // 10**8 * 10**8, 191.5e12)
-    for more in ((), ("--backend", "fsdp_full_shard")):
-        assert command.run(words("--gpu", "MI250X", "--gpus", "4", *more), recipe()) == 0
-        assert "--gpus counts devices" in capsys.readouterr().out
+    for more in ("", "--backend fsdp_full_shard"):
+        assert "--gpus counts devices" in ask(f"--gpu MI250X --gpus 4 {more}", recipe())
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("Gaudi3", "Intel Gaudi"), ("HPU", "Intel Gaudi"), ("TPU v4", "a TPU"), ("v5e-8", "a TPU"),
-        ("Apple M3 Max", "Apple silicon"), ("M1", "Apple silicon"), ("MPS", "Apple silicon"),
-        ("AWS Trainium", "AWS Trainium or Inferentia"), ("Intel Arc A770", "an Intel GPU"),
-        ("Ascend 910B", "Huawei Ascend"),
-    ],
-)  # fmt: skip
-def test_an_accelerator_that_runs_nothing_here_is_not_planned_for(name: str, kind: str) -> None:
-    with pytest.raises(FinetuneError) as caught:
-        hardware.machine(name)
-    (problem,) = caught.value.problems
-    assert problem == (
-        f"--gpu {name}: {kind} does not run this toolkit, which trains on GPUs of CUDA and ROCm "
-        "and on CPUs; name one of those, such as A100-80 or MI300X"
-    )
+def test_an_accelerator_that_runs_nothing_here_is_not_planned_for():
+    for kind, names in {
+        "Intel Gaudi": ["Gaudi3", "HPU"], "a TPU": ["TPU v4", "v5e-8"],
+        "Apple silicon": ["Apple M3 Max", "M1", "MPS"],
+        "AWS Trainium or Inferentia": ["AWS Trainium"], "an Intel GPU": ["Intel Arc A770"],
+        "Huawei Ascend": ["Ascend 910B"],
+    }.items():  # fmt: skip
+        for name in names:
+            with pytest.raises(FinetuneError) as caught:
+                hardware.machine(name)
+            assert caught.value.problems == (
+                f"--gpu {name}: {kind} does not run this toolkit, which trains on GPUs of CUDA and "
+                "ROCm and on CPUs; name one of those, such as A100-80 or MI300X",
+            )
 
 
 SMALL = CONFIG | {
@@ -121,7 +95,7 @@ def small(rows: int, length: int = 128) -> Workload:
     return Workload(shape, rows, length, adapter=lora(shape, 8), accumulation=32 // rows)
 
 
-def test_a_small_step_takes_as_long_as_its_operations_are_started() -> None:
+def test_a_step_takes_as_long_as_its_operations_are_started_or_its_products_and_others_run():
     machine = hardware.machine("H100-80")
     found = advice.option(small(1), machine).times
     # Two norms, rotation, attention, the unit, and seven matrices with adapters.
@@ -132,9 +106,6 @@ def test_a_small_step_takes_as_long_as_its_operations_are_started() -> None:
     wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
     large = advice.option(Workload(read(CONFIG | wide), 8, 4096), machine).times
     assert (large.bound, large.step) == ("compute", large.compute)
-
-
-def test_a_step_of_a_narrow_model_takes_as_long_as_its_products_and_other_operations() -> None:
     machine = hardware.machine("H100-80")
     found = advice.option(Workload(read(CONFIG), 8, 4096), machine).times
     products = found.flops / (timing.PRODUCTS * machine.gpu.flops)
@@ -144,20 +115,15 @@ def test_a_step_of_a_narrow_model_takes_as_long_as_its_products_and_other_operat
     assert sharded.moves == found.moves  # the same for every engine
 
 
-def test_the_first_of_the_ranking_fills_the_gpu_where_few_rows_do_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = ft.Model(config=SMALL, tokenizer="t")
-    given = ft.SFT(model, max_steps=10).with_data(ft.Data("rows.jsonl", "text")).with_lora(r=8)
-    given = given.with_batch(rows=32, micro_rows=1, max_length=256)
-    assert command.run(words("--gpu", "RTX4090", "--json"), given) == 0
-    first, *others = json.loads(capsys.readouterr().out)["options"]
+def test_the_first_of_the_ranking_fills_the_gpu_where_few_rows_do_not():
+    given = recipe(max_length=256).with_model(ft.Model(config=SMALL, tokenizer="t")).with_lora(r=8)
+    first, *others = record("--gpu RTX4090", given)["options"]
     assert first["micro_rows"] > 1
     speed = {each["micro_rows"]: each["tokens"] / each["step"] for each in (*others, first)}
     assert speed[1] < speed[2] < speed[4]
 
 
-def test_a_cpu_plan_counts_time_outside_matrix_products() -> None:
+def test_a_cpu_plan_counts_time_outside_matrix_products():
     cpu = hardware.processor(200e9, 1, 16e9)
     here = Workload(read(SMALL), 2, 64, cpu=True)
     found = advice.option(here, cpu).times
@@ -167,41 +133,33 @@ def test_a_cpu_plan_counts_time_outside_matrix_products() -> None:
     assert found.moves > 32 * here.trained / hardware.CPU_BANDWIDTH
 
 
-def test_a_plan_without_a_gpu_predicts_the_step_time_on_this_cpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_without_a_gpu_predicts_the_step_time_on_this_cpu(monkeypatch):
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
-    found: list[dict[str, Any]] = []
-    for rate in (200e9, 400e9):
-        assert command.run(words("--json"), recipe(), measure=lambda _: rate) == 0  # noqa: B023
-        found.append(json.loads(capsys.readouterr().out)["time"])
-    assert (found[0]["steps"], found[0]["seconds"]) == (10, 10 * found[0]["step"])
-    assert found[0]["tokens"] == 32 * 512
-    assert found[0]["compute"] == pytest.approx(2 * found[1]["compute"])
-    assert found[0]["moves"] == found[1]["moves"]
-    assert command.run(words(), recipe(), measure=lambda _: 200e9) == 0
-    text = capsys.readouterr().out
+    slow, fast = (record("", recipe(), measure=lambda _, r=r: r)["time"] for r in (200e9, 400e9))
+    assert (slow["steps"], slow["seconds"]) == (10, 10 * slow["step"])
+    assert slow["tokens"] == 32 * 512
+    assert slow["compute"] == pytest.approx(2 * fast["compute"])
+    assert slow["moves"] == fast["moves"]
+    text = ask("", recipe(), measure=lambda _: 200e9)
     assert "200 GFLOP/s a process (measured)" in text
     assert "whole run    10 steps" in text
 
 
-def test_steps_of_packs_are_counted_by_the_tokens_of_rows(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_steps_of_packs_are_counted_by_the_tokens_of_rows(tmp_path):
     packed = ft.SFT(ft.Model(config=CONFIG, tokenizer="t"), epochs=3.0)
     packed = packed.with_batch(rows=8, micro_rows=1, max_length=1024, packing=True)
 
-    def whole_run(recipe: ft.SFT, *more: str) -> str:
-        assert command.run(words("--gpu", "RTX4090", "--backend", "single", *more), recipe) == 0
-        (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("whole run"))
+    def whole_run(recipe: ft.SFT, more: str = "") -> str:
+        lines = ask(f"--gpu RTX4090 --backend single {more}", recipe).splitlines()
+        (line,) = (each for each in lines if each.startswith("whole run"))
         return line
 
     unknown = packed.with_data(ft.Data("somebody/rows", "text"))
-    assert "--row-tokens" in whole_run(unknown, "--rows", "1000")
+    assert "--row-tokens" in whole_run(unknown, "--rows 1000")
     steps = math.ceil(3 * math.ceil(1000 * 250 / 1024) / 8)
-    assert f" {steps} steps" in whole_run(unknown, "--rows", "1000", "--row-tokens", "250")
+    assert f" {steps} steps" in whole_run(unknown, "--rows 1000 --row-tokens 250")
     # A row that is longer than a pack is cut or left out: it is one pack at most.
-    assert f" {3 * 1000 // 8} steps" in whole_run(unknown, "--rows", "1000", "--row-tokens", "5000")
+    assert f" {3 * 1000 // 8} steps" in whole_run(unknown, "--rows 1000 --row-tokens 5000")
     # Local rows of 400 letters are about 100 tokens.
     path = tmp_path / "rows.jsonl"
     path.write_text((json.dumps({"text": "x" * 387}) + "\n") * 200)
@@ -209,6 +167,6 @@ def test_steps_of_packs_are_counted_by_the_tokens_of_rows(
     assert f" {math.ceil(3 * math.ceil(200 * 100 / 1024) / 8)} steps" in whole_run(local)
     # Without packing rows are rows.
     rows = unknown.with_batch(packing=False)
-    assert f" {3 * 1000 // 8} steps" in whole_run(rows, "--rows", "1000")
+    assert f" {3 * 1000 // 8} steps" in whole_run(rows, "--rows 1000")
     with pytest.raises(FinetuneError, match="--row-tokens 0: expected a whole number"):
-        command.run(words("--row-tokens", "0"), unknown)
+        ask("--row-tokens 0", unknown)

@@ -1,9 +1,9 @@
 """Peaks against traces of the real operations, and what must hold of any timeline."""
 
 import dataclasses
-from typing import Any
 
 import pytest
+from planning import BASE, large
 
 import finetune as ft
 from finetune.planner.estimate import communication, memory, states, totals
@@ -14,11 +14,6 @@ from finetune.planner.estimate.sharding import resident
 from finetune.planner.estimate.workload import HF, LINEAR, Workload, lora
 from finetune.planner.shapes.read_config import read
 
-BASE = {
-    "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "intermediate_size": 2816, "vocab_size": 512,
-    "tie_word_embeddings": False, "head_dim": 64,
-}  # fmt: skip
 CONFIGS = {
     "llama": BASE,
     "tied": BASE | {"tie_word_embeddings": True, "vocab_size": 8192},
@@ -34,52 +29,34 @@ CONFIGS = {
 # a TorchDispatchMode counted live storages under FakeTensor: torch 2.13, transformers 5.23, peft
 # 0.21, AdamW(foreach=False). "mixed" is autocast; an adapter under it is fp32.
 TRACED = [
-    ("llama", "full", "bf16", False, 531739008),
-    ("llama", "full", "bf16", True, 383082880),
-    ("llama", "full", "mixed", False, 872702336),
-    ("llama", "full", "mixed", True, 682111360),
-    ("llama", "lora", "bf16", False, 364247472),
-    ("llama", "lora", "mixed", False, 435194280),
-    ("tied", "full", "bf16", False, 742508924),
-    ("tied", "lora", "mixed", True, 317352368),
-    ("qwen3", "full", "bf16", True, 482998424),
-    ("gemma", "full", "bf16", False, 1156289666),
-    ("gemma", "lora", "bf16", True, 433761458),
-    ("mixtral", "lora", "bf16", True, 529313600),
+    ("llama", "full", "bf16", False, 531739008), ("llama", "full", "bf16", True, 383082880),
+    ("llama", "full", "mixed", False, 872702336), ("llama", "full", "mixed", True, 682111360),
+    ("llama", "lora", "bf16", False, 364247472), ("llama", "lora", "mixed", False, 435194280),
+    ("tied", "full", "bf16", False, 742508924), ("tied", "lora", "mixed", True, 317352368),
+    ("qwen3", "full", "bf16", True, 482998424), ("gemma", "full", "bf16", False, 1156289666),
+    ("gemma", "lora", "bf16", True, 433761458), ("mixtral", "lora", "bf16", True, 529313600),
     ("mixtral", "full", "bf16", True, 1049190800),
-]
-
-
+]  # fmt: skip
 # The same with scores written out, and `gemma2` with capped ones.
 TRACED_EAGER = [
-    ("llama", "full", False, 859019648),
-    ("llama", "full", True, 516114816),
-    ("llama", "lora", False, 684718512),
-    ("llama", "lora", True, 321137072),
-    ("gemma2", "full", True, 569141654),
-    ("gemma2", "lora", True, 376580530),
-]
+    ("llama", "full", False, 859019648), ("llama", "full", True, 516114816),
+    ("llama", "lora", False, 684718512), ("llama", "lora", True, 321137072),
+    ("gemma2", "full", True, 569141654), ("gemma2", "lora", True, 376580530),
+]  # fmt: skip
 
 
 def traced_workload(name: str, mode: str, numbers: str, recompute: bool) -> Workload:
     shape = read(CONFIGS[name])
     mixed = numbers == "mixed"
     return Workload(
-        shape,
-        4,
-        512,
-        scheme="autocast" if mixed else "bf16",
+        shape, 4, 512, scheme="autocast" if mixed else "bf16",
         adapter=lora(shape, 16, width=4 if mixed else 2) if mode == "lora" else None,
-        checkpointing="full" if recompute else "none",
-        loss=HF,
-        stepping="loop",
-    )
+        checkpointing="full" if recompute else "none", loss=HF, stepping="loop",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mode", "numbers", "recompute", "expected"), TRACED)
-def test_a_peak_is_that_of_the_traced_step(
-    name: str, mode: str, numbers: str, recompute: bool, expected: int
-) -> None:
+def test_a_peak_is_that_of_the_traced_step(name, mode, numbers, recompute, expected):
     peak = memory.timeline(traced_workload(name, mode, numbers, recompute)).peak.total
     # Layers are followed operation by operation, but not how adapters of experts are multiplied.
     adapted = (name, mode) == ("mixtral", "lora")
@@ -88,53 +65,42 @@ def test_a_peak_is_that_of_the_traced_step(
 
 @pytest.mark.parametrize(("name", "mode", "recompute", "expected"), TRACED_EAGER)
 def test_scores_that_are_written_out_have_the_peak_of_the_traced_step(
-    name: str, mode: str, recompute: bool, expected: int
-) -> None:
+    name, mode, recompute, expected
+):
     workload = traced_workload(name, mode, "bf16", recompute)
     peak = memory.timeline(dataclasses.replace(workload, attention="eager")).peak.total
     # The mask, one for each kind of layer, is not counted: 2 bytes of 12 for each head.
     assert peak == pytest.approx(expected, rel=0.01 if name == "gemma2" else 0.004)
 
 
-def large(**fields: Any) -> Workload:
-    config = BASE | {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-        "head_dim": 128,
-    }  # fmt: skip
-    return dataclasses.replace(Workload(read(config), 1, 2048), **fields)
-
-
-def test_a_moment_is_the_sum_of_its_parts_and_the_peak_the_largest_moment() -> None:
+def test_a_moment_is_the_sum_of_its_parts_the_peak_the_largest_and_totals_are_within_their_band():
     timeline = memory.timeline(large())
     assert all(m.total == sum(m.parts.values()) for m in timeline.moments)
     assert timeline.peak.total == max(m.total for m in timeline.moments)
     assert len({m.name for m in timeline.moments}) == len(timeline.moments) == 9
-
-
-def test_more_tokens_never_take_less() -> None:
     for change in ({"rows": 2}, {"length": 4096}):
         for recompute in ("none", "full"):
             before = memory.timeline(large(checkpointing=recompute)).peak.total
             after = memory.timeline(large(checkpointing=recompute, **change)).peak.total
             assert after > before
+    workload = large(layout=Layout("fsdp", "params", 8), scheme="fsdp")
+    found = totals.of(memory.timeline(workload), workload)
+    assert found.allocated < found.reserved < found.process
+    assert found.low < found.process < found.high
 
 
-def test_full_weights_under_autocast_take_sixteen_bytes() -> None:
+def test_full_weights_take_sixteen_bytes_and_ddp_keeps_earlier_gradients_beside_its_buckets():
     parameters = large().shape.parameters
     layouts = Layout("single", "none", 1), Layout("ddp", "none", 8)
     for layout in layouts:  # gradients of DDP are views of its buckets
         update = memory.timeline(large(layout=layout)).moments[-1]
         assert update.total == pytest.approx(16 * parameters, rel=0.001)
-
-
-def test_ddp_holds_gradients_of_earlier_micro_batches_beside_its_buckets() -> None:
     parameters, layout = large().shape.parameters, Layout("ddp", "none", 8)
     once, twice = (memory.timeline(large(layout=layout, accumulation=n)) for n in (1, 2))
     assert twice.peak.total - once.peak.total == pytest.approx(4 * parameters, rel=0.05)
 
 
-def test_sharding_divides_states_and_nothing_else() -> None:
+def test_sharding_divides_states_and_offload_moves_them_to_the_host():
     full = Layout("fsdp", "params", 8)
     held = resident.state(large(scheme="fsdp", layout=full))
     parameters = large().shape.parameters
@@ -142,19 +108,6 @@ def test_sharding_divides_states_and_nothing_else() -> None:
     assert held["optimizer"] == 8 * parameters / 8
     twice = resident.state(large(scheme="fsdp", layout=Layout("fsdp", "params", 8, 2)))
     assert twice["weights"] == 4 * parameters / 4
-
-
-def test_whole_gradients_of_accumulation_are_fsdps_price_for_reducing_once() -> None:
-    layout = Layout("fsdp", "params", 8)
-    once = memory.timeline(large(scheme="fsdp", layout=layout, checkpointing="full"))
-    kept = memory.timeline(
-        large(scheme="fsdp", layout=layout, checkpointing="full", accumulation=4)
-    )
-    grown = kept.moments[1].parts["gradients"] - once.moments[1].parts["gradients"]
-    assert grown == 4 * large().shape.parameters
-
-
-def test_offload_moves_states_to_the_host() -> None:
     layout = Layout("deepspeed", "params", 1, 1, "all", "cpu")
     workload = large(scheme="deepspeed", layout=layout)
     held = resident.state(workload)
@@ -163,7 +116,14 @@ def test_offload_moves_states_to_the_host() -> None:
     assert memory.timeline(workload).peak.parts["units"] > 0
 
 
-def test_paged_moments_are_the_hosts_and_no_byte_of_the_gpus_count() -> None:
+def test_whole_gradients_of_accumulation_are_fsdps_price_for_reducing_once():
+    fields = {"scheme": "fsdp", "layout": Layout("fsdp", "params", 8), "checkpointing": "full"}
+    once, kept = (memory.timeline(large(accumulation=count, **fields)) for count in (1, 4))
+    grown = kept.moments[1].parts["gradients"] - once.moments[1].parts["gradients"]
+    assert grown == 4 * large().shape.parameters
+
+
+def test_paged_moments_are_the_hosts_and_no_byte_of_the_gpus_count():
     paged = large(update="paged_adamw_8bit")
     plain = large(update="adamw_8bit")
     held, moments = resident.state(plain)["optimizer"], plain.moments * plain.trained
@@ -176,10 +136,11 @@ def test_paged_moments_are_the_hosts_and_no_byte_of_the_gpus_count() -> None:
     assert resident.state(dataclasses.replace(paged, cpu=True))["optimizer"] == moments
 
 
-def test_a_loss_without_logits_leaves_the_layers_as_the_peak() -> None:
-    whole = memory.timeline(large(adapter=lora(large().shape, 16), checkpointing="full"))
+def test_a_loss_without_logits_leaves_the_layers_as_the_peak():
+    adapted = large(adapter=lora(large().shape, 16), checkpointing="full")
+    whole = memory.timeline(adapted)
     assert whole.peak.name == "backward: loss and head"
-    cut = memory.timeline(large(adapter=lora(large().shape, 16), checkpointing="full", loss=LINEAR))
+    cut = memory.timeline(dataclasses.replace(adapted, loss=LINEAR))
     # Shares of the softmax and two gradients in fp32, three times 4 bytes a token and entry; the
     # last norm, beside them, takes under 2 % of that.
     assert whole.peak.parts["loss"] == pytest.approx(12 * 2048 * 128256, rel=0.02)
@@ -187,46 +148,30 @@ def test_a_loss_without_logits_leaves_the_layers_as_the_peak() -> None:
     assert cut.peak.total < whole.peak.total
 
 
-def test_nf4_takes_the_bits_of_its_paper() -> None:
+def test_nf4_takes_the_bits_of_its_paper_and_zero_saves_less_than_its_limit():
     assert states.nf4_bits() == 4 + 8 / 64 + 32 / (64 * 256)
     assert states.nf4_bits(double_quantised=False) == 4.5
     workload = large(adapter=lora(large().shape, 16), quantization="nf4")
     inside = 32 * workload.shape.linear_weights
     outside = workload.shape.parameters - inside
     assert workload.frozen_bytes == inside * states.nf4_bits() / 8 + 2 * outside
+    for stage, saving in {"optimizer": 2.909, "grads": 4.267, "params": 8.0}.items():
+        assert round(states.MIXED.saving(Layout("deepspeed", stage, 8)), 3) == saving
 
 
-def test_three_totals_are_within_their_band() -> None:
-    workload = large(layout=Layout("fsdp", "params", 8), scheme="fsdp")
-    found = totals.of(memory.timeline(workload), workload)
-    assert found.allocated < found.reserved < found.process
-    assert found.low < found.process < found.high
-
-
-def test_zero_saves_less_than_its_limit_on_few_processes() -> None:
-    savings = {
-        stage: round(states.MIXED.saving(Layout("deepspeed", stage, 8)), 3)
-        for stage in ("optimizer", "grads", "params")
-    }
-    assert savings == {"optimizer": 2.909, "grads": 4.267, "params": 8.0}
-
-
-def test_adapters_make_ddp_cheap_and_full_sharding_dear() -> None:
+def test_adapters_make_ddp_cheap_and_hybrid_sharding_reduces_its_shard_between_nodes():
     weights, adapters = 2 * 8_030_261_248, 2 * 41_943_040
     ddp = communication.volume(Layout("ddp", "none", 8), weights, adapters, adapters)
     full = communication.volume(Layout("fsdp", "params", 8), weights, adapters, adapters)
     assert ddp.total == 2 * adapters * 7 / 8
     assert full.total == (2 * weights + adapters) * 7 / 8
-
-
-def test_hybrid_sharding_reduces_only_its_shard_between_nodes() -> None:
     weights = 16e9
     moved = communication.volume(Layout("fsdp", "params", 16, 2), weights, weights, weights)
     assert moved.inside == 3 * weights * 7 / 8
     assert moved.between == 2 * weights / 8 / 2
 
 
-def test_a_tape_frees_what_nothing_needs() -> None:
+def test_a_tape_frees_what_nothing_needs_and_keeps_gradients_of_parameters():
     tape, source = Tape(), Value(8)
     doubled = tape.run(8, (source,))
     squared = tape.run(8, (doubled,), (doubled,))
@@ -235,9 +180,6 @@ def test_a_tape_frees_what_nothing_needs() -> None:
     assert result.forward == 16
     assert result.backward == 24  # it, the gradient that came in, and the one being made
     assert result.gradients == 0
-
-
-def test_a_tape_keeps_gradients_of_parameters_and_adds_those_of_shared_values() -> None:
     tape, source = Tape(), Value(4)
     weight = Value(10, leaf=True)
     product = tape.run(4, (source, weight), (source,))
@@ -250,11 +192,8 @@ def test_a_tape_keeps_gradients_of_parameters_and_adds_those_of_shared_values() 
 
 
 @pytest.mark.parametrize(("kernel", "logits"), [("chunked", False), ("whole", True)])
-def test_logits_are_planned_where_the_head_makes_them(kernel: str, logits: bool) -> None:
-    config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "vocab_size": 32_000, "max_position_embeddings": 128,
-    }  # fmt: skip
+def test_logits_are_planned_where_the_head_makes_them(kernel, logits):
+    config = BASE | {"vocab_size": 32_000}
     recipe = ft.SFT(ft.Model(config=config, tokenizer="t"), data=(ft.Data("d", "text"),))
     settled = ft.plan(recipe.with_kernels(head=kernel), "single")
     assert workload_of(settled, read(config)).loss.logits is logits

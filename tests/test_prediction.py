@@ -5,32 +5,28 @@ import gc
 import itertools
 import json
 import shutil
-import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, environment, warm_python, write_recipe
+from conftest import run_command, warm_python, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import finetune as ft
 from benchmarks.job import DEEP, write_adapter_job
 from benchmarks.memory import recipe_of, write_base
-from finetune import SFT, Batch, Data, Model, catalog
+from finetune import catalog
 from finetune.kernels.cpu import reason_against_attention_tiles
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.runs.run import Run
 from finetune.training.memory_meter import Meter
-from finetune.training.options import Options
-from finetune.training.worker import train
 
 
-def test_the_measured_peak_of_a_run_is_within_a_twentieth_of_its_plan(
-    tmp_path: Path, finetune: Finetune
-) -> None:
+@pytest.mark.slow
+def test_the_measured_peak_of_a_run_is_within_a_twentieth_of_its_plan(tmp_path, finetune):
     write_base(tmp_path)
     recipe = recipe_of(tmp_path, "full", checkpointing=False, processes=1)
     path = write_recipe(tmp_path / "recipe.json", catalog.to_fields(recipe))
@@ -45,18 +41,16 @@ def test_the_measured_peak_of_a_run_is_within_a_twentieth_of_its_plan(
     assert counted["peak"] == pytest.approx(predicted["peak_memory"], rel=0.05)
     assert predicted["seconds"] == pytest.approx(3 * predicted["step_seconds"])
     assert "of tensors (measured" in done.stdout
-    assert finetune("report", run.root).status == 0
-    assert "measured / predicted" in run.report.read_text()
+    assert "measured / predicted" in ft.report(run).read_text()
 
 
-def test_the_measured_peak_of_packs_is_within_a_twentieth_of_their_plan(
-    tmp_path: Path, finetune: Finetune
-) -> None:
+@pytest.mark.slow
+def test_the_measured_peak_of_packs_is_within_a_twentieth_of_their_plan(tmp_path, finetune):
     """The packs of a micro-batch lie in one row; the plan counts them as rows."""
     shape = dataclasses.replace(DEEP, layers=4, rows=4)
     path = write_adapter_job(tmp_path / "job", shape, steps=2)
-    words = ["train", path, "--backend", "single", "--precision", "bf16"]
-    done = finetune(*words, "--output", tmp_path / "run")
+    words = ["train", path, *"--backend single --precision bf16 --output".split()]
+    done = finetune(*words, tmp_path / "run")
     assert done.status == 0, done.output
     (counted,) = Run(tmp_path / "run").read_metrics("memory")
     assert 0.9 * shape.length < counted["length"] <= shape.length
@@ -64,9 +58,7 @@ def test_the_measured_peak_of_packs_is_within_a_twentieth_of_their_plan(
 
 
 @pytest.mark.slow
-def test_ddp_holds_a_gradient_once_where_no_micro_batch_came_before(
-    tiny: Tiny, tmp_path: Path, finetune: Finetune
-) -> None:
+def test_ddp_holds_a_gradient_once_where_no_micro_batch_came_before(tiny, tmp_path, run_of):
     """Eleven million parameters and short rows: a second copy would be a fifth of the peak."""
     folder = tmp_path / "wide"
     shutil.copytree(tiny.model, folder)
@@ -78,12 +70,8 @@ def test_ddp_holds_a_gradient_once_where_no_micro_batch_came_before(
     })  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     batch = {"rows": 2, "micro_rows": 1}
-    fields = tiny.fields(model={"name": str(folder)}, batch=batch, max_steps=2, saving={})
-    path = write_recipe(tmp_path / "recipe.json", fields)
-    words = ["launch", path, "--backend", "ddp", "--processes", "2", "--precision", "fp32"]
-    done = finetune(*words, "--output", tmp_path / "run")
-    assert done.status == 0, done.output
-    (counted,) = Run(tmp_path / "run").read_metrics("memory")
+    run = run_of("ddp", model={"name": str(folder)}, batch=batch, max_steps=2, saving={})
+    (counted,) = run.read_metrics("memory")
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.03)
 
 
@@ -106,7 +94,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rows(tmp_path_factory) -> Path:
     """A tokenizer, and conversations of which a small part is labelled."""
     folder = tmp_path_factory.mktemp("rows")
     documents = list(itertools.islice(corpus(seed=0, rows=700), 700))
@@ -123,27 +111,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def counted_and_predicted(
-    folder: Path, rows: Path, config: dict[str, Any], change: Callable[[SFT], SFT], **model: Any
-) -> tuple[int, int]:
-    """Bytes of the second step of a training in this process, and what was predicted."""
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
-    made.save_pretrained(folder / "base")
-    recipe = SFT(
-        Model(str(folder / "base"), tokenizer=str(rows / "tokenizer"), chat_template="chatml",
-              **model),
-        data=(Data(str(rows / "rows.jsonl"), "messages"),),
-        batch=Batch(8, 4, 256),
-        data_checks="report",
-        max_steps=2,
-    )  # fmt: skip
-    options = Options(folder / "run", plot=False)
-    run = train(change(recipe), "single", "bf16", options=options)
-    (counted,) = run.read_metrics("memory")
-    return counted["peak"], counted["predicted"]
-
-
 @pytest.mark.parametrize(
     ("config", "change", "model"),
     [
@@ -156,64 +123,43 @@ def counted_and_predicted(
         (HEADS, lambda r: r.with_kernels(pointwise="eager").with_lora(r=8), {}),
         (GEMMA, lambda r: r.with_kernels(pointwise="compiled").with_lora(r=8), {}),
     ],
-    ids=[
-        "full",
-        "packs",
-        "dora",
-        "qdora",
-        "experts-frozen",
-        "experts-adapted",
-        "scores",
-        "gemma3",
-    ],
+    ids=["full", "packs", "dora", "qdora", "experts-frozen", "experts-adapted", "scores", "gemma3"],
 )
 def test_a_small_model_matches_its_prediction_after_an_earlier_training(
-    tmp_path: Path,
-    rows: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    config: dict[str, Any],
-    change: Callable[[SFT], SFT],
-    model: dict[str, Any],
-) -> None:
+    tmp_path, rows, config, change, model
+):
     """Each follows others in this process, whose libraries and compiled code are there already.
 
     Where attention is by products, the plan has one shared key head up to a twelfth too high.
     """
-    monkeypatch.setenv("FINETUNE_CACHE", str(rows / "cache"))
-    counted, predicted = counted_and_predicted(tmp_path, rows, config, change, **model)
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    made.save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    recipe = ft.SFT(
+        ft.Model(base, tokenizer=str(rows / "tokenizer"), chat_template="chatml", **model),
+        data=(ft.Data(str(rows / "rows.jsonl"), "messages"),),
+        batch=ft.Batch(8, 4, 256), data_checks="report", max_steps=2,
+    )  # fmt: skip
+    options = ft.Options(tmp_path / "run", plot=False)
+    run = ft.train(change(recipe), "single", precision="bf16", options=options)
+    (memory,) = run.read_metrics("memory")
+    counted, predicted = memory["peak"], memory["predicted"]
     assert predicted >= 0.95 * counted
     above = 1.05 if reason_against_attention_tiles() is None else 1.09
     assert predicted <= above * counted
 
 
-def test_a_meter_counts_what_lives_at_once_and_nothing_from_before() -> None:
-    kept = torch.ones(1_000_000)  # there before the model: not counted
-    meter = Meter(torch.device("cpu"))
-    model = torch.nn.Linear(1_000, 1_000, bias=False)  # 4 MB
-    with meter.measuring(model):
-        first = torch.ones(2_000_000)  # 8 MB, freed before the next one is made
-        del first
-        second = torch.ones(3_000_000)  # 12 MB: with the model the peak
-        del second
-    assert meter.peak == pytest.approx(16_000_000, abs=200_000)
-    assert len(kept) == 1_000_000
-
-
-def test_a_meter_sees_what_another_thread_frees() -> None:
+def freed_by_another_thread(held: list[torch.Tensor]) -> None:
     """As gloo's threads free the buffers of sums."""
-    meter = Meter(torch.device("cpu"))
-    model = torch.nn.Linear(1_000, 1_000, bias=False)  # 4 MB
-    with meter.measuring(model):
-        held = [torch.ones(2_000_000)]  # 8 MB
-        other = threading.Thread(target=held.clear)
-        other.start()
-        other.join()
-        second = torch.ones(3_000_000)  # 12 MB
-        del second
-    assert meter.peak == pytest.approx(16_000_000, abs=200_000)
+    other = threading.Thread(target=held.clear)
+    other.start()
+    other.join()
 
 
-def test_a_meter_counts_nothing_of_an_earlier_training() -> None:
+@pytest.mark.parametrize("free", [list.clear, freed_by_another_thread])
+def test_a_meter_counts_what_lives_at_once_and_nothing_from_before(free):
+    kept = torch.ones(1_000_000)  # there before the model: not counted
     left: list[object] = [torch.ones(2_000_000)]  # 8 MB in a cycle, which is freed at any time
     left.append(left)
     del left
@@ -221,25 +167,15 @@ def test_a_meter_counts_nothing_of_an_earlier_training() -> None:
     gc.collect()
     model = torch.nn.Linear(1_000, 1_000, bias=False)  # 4 MB
     with meter.measuring(model):
-        pass
-    assert meter.peak == pytest.approx(4_000_000, abs=200_000)
+        first = [torch.ones(2_000_000)]  # 8 MB, freed before the next one is made
+        free(first)
+        second = torch.ones(3_000_000)  # 12 MB: with the model the peak
+        del second
+    assert meter.peak == pytest.approx(16_000_000, abs=200_000)
+    assert len(kept) == 1_000_000
 
 
-def printed_by(body: str, folder: Path) -> Any:
-    """JSON that a process of its own prints last, given a path for the store of a process group."""
-    done = subprocess.run(
-        [warm_python(), "-c", body, folder / "store"],
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_meter_counts_the_buckets_of_ddp_once(tmp_path: Path) -> None:
-    body = """
+GLOO = """
 import sys, torch
 from finetune.training.memory_meter import Meter
 torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
@@ -249,26 +185,21 @@ for meter in meters:
     with meter.measuring(model):
         model(torch.ones(1, 2_000)).sum().backward()
         model.zero_grad(set_to_none=True)
-print([meter.peak for meter in meters])
-torch.distributed.destroy_process_group()
-"""
-    _, second, third = printed_by(body, tmp_path)
-    # The second forward pass makes DDP's 16 MB of buckets anew.
-    assert second == pytest.approx(third, abs=4_000_000)
-
-
-def test_a_meter_does_not_count_what_gloo_frees_late(tmp_path: Path) -> None:
-    """A thread of gloo holds the tensor of a sum for a moment after the sum has been waited for."""
-    body = """
-import sys, torch
-from finetune.training.memory_meter import Meter
-torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
-torch.distributed.all_reduce(torch.ones(1))  # gloo's threads have started
-meter = Meter(torch.device("cpu"))
-with meter.measuring(torch.nn.Linear(1, 1)):
+del model
+last = Meter(torch.device("cpu"))
+with last.measuring(torch.nn.Linear(1, 1)):
     for _ in range(400):
         torch.distributed.all_reduce(torch.ones(100_000))
-print(meter.peak)
+print([meter.peak for meter in (*meters, last)])
 torch.distributed.destroy_process_group()
 """
-    assert printed_by(body, tmp_path) == pytest.approx(400_000, abs=1_000)
+
+
+def test_a_meter_counts_the_buckets_of_ddp_once_and_not_what_gloo_frees_late(tmp_path):
+    """A thread of gloo holds the tensor of a sum for a moment after the sum has been waited for."""
+    done = run_command([warm_python(), "-c", GLOO, str(tmp_path / "store")], tmp_path)
+    assert done.status == 0, done.stderr
+    _, second, third, last = json.loads(done.stdout.splitlines()[-1])
+    # The second forward pass makes DDP's 16 MB of buckets anew.
+    assert second == pytest.approx(third, abs=4_000_000)
+    assert last == pytest.approx(400_000, abs=1_000)

@@ -6,16 +6,14 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
 import sys
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import api_page
 import pytest
-from conftest import ROOT, Finetune
+from conftest import ROOT, run_command
 
 import finetune as ft
 from finetune import catalog
@@ -30,10 +28,7 @@ USE = ROOT / "tests/typing"
 def checked() -> dict[str, set[int]]:
     """Lines that pyright in strict mode rejects, of each file of user code."""
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
-    done = subprocess.run(
-        [*command, "-p", str(USE / "pyrightconfig.json")],
-        capture_output=True, text=True, cwd=USE, timeout=300,
-    )  # fmt: skip
+    done = run_command([*command, "-p", str(USE / "pyrightconfig.json")], USE)
     report = json.loads(done.stdout)
     lines: dict[str, set[int]] = {"right_use.py": set(), "wrong_use.py": set()}
     assert report["summary"]["filesAnalyzed"] == len(lines)
@@ -43,9 +38,7 @@ def checked() -> dict[str, set[int]]:
 
 
 @pytest.mark.slow
-def test_a_type_checker_accepts_right_use_of_every_public_name(
-    checked: dict[str, set[int]],
-) -> None:
+def test_a_type_checker_accepts_right_use_of_every_public_name(checked):
     assert checked["right_use.py"] == set()
     used = set(re.findall(r"\bft\.(\w+)", (USE / "right_use.py").read_text()))
     sections = {"LoRA", "Batch", "Optim", "Kernels", "Evaluation", "Saving", "Score"}
@@ -53,14 +46,14 @@ def test_a_type_checker_accepts_right_use_of_every_public_name(
 
 
 @pytest.mark.slow
-def test_a_type_checker_rejects_wrong_use_where_it_is(checked: dict[str, set[int]]) -> None:
+def test_a_type_checker_rejects_wrong_use_where_it_is(checked):
     lines = (USE / "wrong_use.py").read_text().splitlines()
     marked = {number for number, line in enumerate(lines, 1) if line.endswith("# error")}
     assert len(marked) > 30
     assert checked["wrong_use.py"] == marked
 
 
-def test_the_names_for_a_type_checker_are_those_that_load_on_use() -> None:
+def test_the_names_for_a_type_checker_are_those_that_load_on_use():
     tree = ast.parse((ROOT / "finetune/__init__.py").read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and len(node.body) > 3]
     declared: dict[str, Any] = {}
@@ -87,18 +80,14 @@ def plain(hint: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "section"),
+    ("name", "section"),
     [
-        (Changes.with_lora, ft.LoRA),
-        (Changes.with_qlora, ft.LoRA),
-        (Changes.with_batch, ft.Batch),
-        (Changes.with_optim, ft.Optim),
-        (Changes.with_kernels, ft.Kernels),
-        (Changes.with_evaluation, ft.Evaluation),
-        (Changes.with_saving, ft.Saving),
+        ("lora", ft.LoRA), ("qlora", ft.LoRA), ("batch", ft.Batch), ("optim", ft.Optim),
+        ("kernels", ft.Kernels), ("evaluation", ft.Evaluation), ("saving", ft.Saving),
     ],
-)
-def test_a_signature_has_the_fields_of_its_section(method: Callable[..., Any], section: type):
+)  # fmt: skip
+def test_a_signature_has_the_fields_of_its_section(name, section):
+    method = vars(Changes)[f"with_{name}"]
     parameters = dict(list(inspect.signature(method).parameters.items())[1:])
     fields: dict[str, Any] = vars(section)["__pydantic_fields__"]
     assert list(parameters) == list(fields)
@@ -110,7 +99,7 @@ def test_a_signature_has_the_fields_of_its_section(method: Callable[..., Any], s
         assert parameter.default == (default if starts_anew else UNCHANGED), name
 
 
-def test_fields_that_are_not_given_stay_and_an_adapter_starts_anew() -> None:
+def test_fields_that_are_not_given_stay_and_an_adapter_starts_anew():
     recipe = ft.SFT().with_optim(lr=1e-3, warmup=5).with_optim(warmup=0.1).with_lora(4, alpha=1)
     assert recipe.optim == ft.Optim(lr=1e-3, warmup=0.1)
     assert recipe.with_lora(dropout=0.1).adapter == ft.LoRA(r=16, dropout=0.1)
@@ -119,30 +108,28 @@ def test_fields_that_are_not_given_stay_and_an_adapter_starts_anew() -> None:
     assert recipe.model.quantization == "none"
 
 
-WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: ft.SFT().with_optim(warmpu=3), "Optim: warmpu: unknown key; did you mean 'warmup'?"),
-    (lambda: ft.Optim(warmpu=3), "Optim: warmpu: unknown key; did you mean 'warmup'?"),
-    (
-        lambda: ft.SFT().with_batch(overlong="truncat"),
-        "Batch: overlong: got 'truncat', expected error or drop or truncate or split; did you "
-        "mean 'truncate'?",
-    ),
-    (lambda: ft.SFT().with_qlora(8, dropuot=1), "LoRA: dropuot: unknown key; did you mean 'drop"),
-    (lambda: ft.SFT().with_steps(0), "SFT: max_steps: Input should be greater than 0, got 0"),
-    (lambda: ft.SFT(epoch=3), "SFT: epoch: unknown key; did you mean 'epochs'?"),
-    (lambda: ft.SFT("m"), "SFT: model: Input should be a dictionary or an instance of Model, g"),
-    (lambda: ft.Data("d.jsonl"), "Data: format: Field required"),
-    (
-        lambda: ft.Model("m", config={}),
-        "Model: give `name` (pretrained) or `config` (from scratch), not both",
-    ),
-]
-
-
-@pytest.mark.parametrize(("use", "told"), WRONG)
-def test_a_wrong_field_in_python_is_the_error_of_the_command_line(
-    use: Callable[[], object], told: str
-) -> None:
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        (lambda: ft.SFT().with_optim(warmpu=3), "Optim: warmpu: unknown key; did you mean 'warmup"),
+        (lambda: ft.Optim(warmpu=3), "Optim: warmpu: unknown key; did you mean 'warmup'?"),
+        (
+            lambda: ft.SFT().with_batch(overlong="truncat"),
+            "Batch: overlong: got 'truncat', expected error or drop or truncate or split; did you "
+            "mean 'truncate'?",
+        ),
+        (lambda: ft.SFT().with_qlora(8, dropuot=1), "LoRA: dropuot: unknown key; did you mean 'dr"),
+        (lambda: ft.SFT().with_steps(0), "SFT: max_steps: Input should be greater than 0, got 0"),
+        (lambda: ft.SFT(epoch=3), "SFT: epoch: unknown key; did you mean 'epochs'?"),
+        (lambda: ft.SFT("m"), "SFT: model: Input should be a dictionary or an instance of Model,"),
+        (lambda: ft.Data("d.jsonl"), "Data: format: Field required"),
+        (
+            lambda: ft.Model("m", config={}),
+            "Model: give `name` (pretrained) or `config` (from scratch), not both",
+        ),
+    ],
+)
+def test_a_wrong_field_in_python_is_the_error_of_the_command_line(use, told):
     with pytest.raises(FinetuneError) as caught:
         use()
     assert str(caught.value).startswith(told)
@@ -150,7 +137,7 @@ def test_a_wrong_field_in_python_is_the_error_of_the_command_line(
     assert caught.value.__suppress_context__
 
 
-def test_every_problem_of_a_value_is_reported_at_once() -> None:
+def test_every_problem_of_a_value_is_reported_at_once():
     with pytest.raises(FinetuneError) as caught:
         ft.SFT().with_optim(lr=-1, warmpu=3)
     assert len(caught.value.problems) == 2
@@ -160,65 +147,57 @@ def test_every_problem_of_a_value_is_reported_at_once() -> None:
     ("key", "use"),
     [("optim.lr=fast", lambda: ft.Optim(lr="fast")), ("optim.wd=1", lambda: ft.Optim(wd=1))],
 )
-def test_python_and_the_command_line_report_the_same(key: str, use: Callable[[], object]) -> None:
+def test_python_and_the_command_line_report_the_same(key, use):
     with pytest.raises(FinetuneError) as typed:
         catalog.override(ft.SFT(), [key])
     with pytest.raises(FinetuneError) as called:
         use()
-    assert str(typed.value).removeprefix("override: optim.") == str(called.value).removeprefix(
-        "Optim: "
-    )
+    told = str(typed.value).removeprefix("override: optim.")
+    assert told == str(called.value).removeprefix("Optim: ")
 
 
-def public_functions() -> list[Any]:
+def public_functions() -> dict[str, Any]:
     """Every public function, class, method and property, each once."""
-    found: list[Any] = []
-    for name in ft.HOMES:
-        value = getattr(ft, name)
-        found.append(pytest.param(value, id=name))
-        if inspect.isclass(value) and not issubclass(value, Exception):
-            for inner, member in vars(value).items() if value is not ft.Recipe else []:
-                if not inner.startswith("_") and (
-                    inspect.isfunction(member) or isinstance(member, property)
-                ):
-                    found.append(pytest.param(member, id=f"{name}.{inner}"))
-    own = [m for m in vars(Changes).items() if m[0].startswith("with_")]
-    return [*found, *(pytest.param(member, id=f"Recipe.{name}") for name, member in own)]
+    found = {name: getattr(ft, name) for name in ft.HOMES}
+    for name, value in list(found.items()):
+        if inspect.isclass(value) and not issubclass(value, Exception) and value is not ft.Recipe:
+            for inner, member in vars(value).items():
+                known = inspect.isfunction(member) or isinstance(member, property)
+                if known and not inner.startswith("_"):
+                    found[f"{name}.{inner}"] = member
+    changes = {name: each for name, each in vars(Changes).items() if name.startswith("with_")}
+    return found | {f"Recipe.{name}": member for name, member in changes.items()}
 
 
-@pytest.mark.parametrize("value", public_functions())
-def test_everything_public_has_a_docstring(value: Any) -> None:
-    text = inspect.getdoc(value) or ""
-    assert re.match(r"[`\w][^\n]{8,}", text)
-    assert not (dataclasses.is_dataclass(value) and text.startswith(f"{value.__name__}("))
+def test_everything_public_has_a_docstring():
+    functions = public_functions()
+    assert len(functions) > len(ft.HOMES)
+    texts = {name: inspect.getdoc(value) or "" for name, value in functions.items()}
+    assert [n for n, text in texts.items() if not re.match(r"[`\w][^\n]{8,}", text)] == []
+    made = [name for name, text in texts.items() if text.startswith(f"{name}(")]
+    assert [name for name in made if dataclasses.is_dataclass(functions[name])] == []
 
 
-def test_methods_have_typed_constructors_of_their_own() -> None:
+def test_methods_have_typed_constructors_of_their_own():
     for kind in map(find_method, METHODS):
         assert dataclasses.is_dataclass(kind)
         with pytest.raises(FinetuneError, match="unknown key"):
             kind(no_such_field=1)
 
 
-def test_the_version_is_printed_and_the_package_is_typed(finetune: Finetune) -> None:
+def test_the_version_is_one_everywhere_and_is_printed(finetune):
+    assert f"version: {ft.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {ft.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     done = finetune("--version")
     assert (done.status, done.stdout) == (0, f"finetune {ft.__version__}\n")
     assert (ROOT / "finetune/py.typed").is_file()
 
 
-def test_the_page_of_the_api_is_written_from_the_public_names() -> None:
+def test_pages_of_the_api_and_the_index_have_every_name_and_document():
     written = (ROOT / "docs/api.md").read_text()
     assert written == api_page.page(), "write it anew: python -m tests.api_page"
     headings = re.findall(r"^### `(\w+)`$", written, re.MULTILINE)
     assert sorted(headings) == sorted(ft.HOMES)
-
-
-def test_the_index_of_the_documents_names_every_one() -> None:
     index = (ROOT / "docs/index.md").read_text()
     named = set(re.findall(r"\]\((\w+\.md)\)", index))
     assert named == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-
-
-def test_the_version_is_one_everywhere() -> None:
-    assert f"version: {ft.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\n## {ft.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()

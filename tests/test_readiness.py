@@ -10,7 +10,7 @@ from finetune.runs.environment import versions
 from finetune.training.startup_checks import Identity, agree, libraries
 
 
-def test_every_library_that_takes_part_is_compared_and_finetune_by_its_source() -> None:
+def test_every_library_that_takes_part_is_compared_and_finetune_by_its_source():
     named = dict(part.split(" ") for part in libraries("deepspeed").split(", "))
     assert next(iter(named)) == "torch"
     for name in ("bitsandbytes", "tokenizers", "datasets", "transformers", "deepspeed"):
@@ -20,7 +20,7 @@ def test_every_library_that_takes_part_is_compared_and_finetune_by_its_source() 
     assert "tensorboard" not in named
 
 
-def test_a_rank_with_other_libraries_is_named() -> None:
+def test_a_rank_with_other_libraries_is_named_and_ranks_that_differ_alike_in_one_line():
     mine = Identity(recipe="r", base="b", data="d", libraries="torch 1, tokenizers 2", settings="s")
     other = dataclasses.replace(mine, libraries="torch 1, tokenizers 3")
     with pytest.raises(FinetuneError) as caught:
@@ -29,10 +29,6 @@ def test_a_rank_with_other_libraries_is_named() -> None:
         "rank 2 differs from rank 0 in libraries: torch 1, tokenizers 3 instead of torch 1, "
         "tokenizers 2; install the same versions on every host",
     )
-
-
-def test_ranks_that_differ_alike_are_named_in_one_line() -> None:
-    mine = Identity(recipe="r", base="b", data="d", libraries="l", settings="s")
     other = dataclasses.replace(mine, base="c")
     with pytest.raises(FinetuneError) as caught:
         agree([mine] * 8 + [other] * 16)

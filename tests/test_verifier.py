@@ -1,12 +1,13 @@
 """The tracker counts what can be counted by hand; plans of real shapes hold against their trace."""
 
 import json
-import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finetune, environment, warm_python, write_recipe
+from conftest import ROOT, Finished, gpus_are_here, run_command, warm_python, write_recipe
 
 from finetune import catalog
 from finetune.planner import plan
@@ -25,27 +26,52 @@ WIDE = LLAMA | {
 PARAMETERS_OF_A_LAYER = 2 * H * H + 2 * H * 32 + 3 * H * F + 2 * H
 
 
-def recipe(folder: Path, config: dict[str, Any], **sections: Any) -> Path:
-    """A recipe whose model is a folder with a config and nothing else."""
-    model = folder / "model"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(config))
-    fields: dict[str, Any] = {
-        "method": "sft",
-        "model": {"name": str(model)} | sections.pop("model", {}),
-        "data": [{"source": "rows.jsonl", "format": "messages"}],
-        "batch": {"rows": 4 * ROWS, "micro_rows": ROWS, "max_length": LENGTH},
-        **sections,
-    }
-    return write_recipe(folder / "recipe.json", fields)
+H100 = "--gpu H100-80 --backend"
 
 
-def verification(finetune: Finetune, *words: str | Path) -> dict[str, Any]:
-    done = finetune("plan", *words, "--verify", "--json")
-    assert done.status in (0, 1), done.output
-    found = json.loads(done.stdout)["verification"]
-    assert done.status == (1 if found["agrees"] is False else 0)
-    return found
+@pytest.fixture
+def recipe(tmp_path) -> Callable[..., Path]:
+    """Write a recipe whose model is a folder with a config and nothing else."""
+
+    def write(config: dict[str, Any] = LLAMA, **sections: Any) -> Path:
+        model = tmp_path / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config))
+        fields: dict[str, Any] = {
+            "method": "sft",
+            "model": {"name": str(model)} | sections.pop("model", {}),
+            "data": [{"source": "rows.jsonl", "format": "messages"}],
+            "batch": {"rows": 4 * ROWS, "micro_rows": ROWS, "max_length": LENGTH},
+        }
+        return write_recipe(tmp_path / "recipe.json", fields | sections)
+
+    return write
+
+
+@pytest.fixture
+def plan_verified(session_cache) -> Callable[..., Finished]:
+    """`finetune plan --verify`, whose traces are forked from a process with its imports done."""
+    python = sys.executable if gpus_are_here() else warm_python()
+
+    def plan(recipe: Path | str, words: str, how: str = "--verify") -> Finished:
+        command = [python, "-m", "finetune", "plan", str(recipe), *f"{words} {how}".split()]
+        return run_command(command, session_cache, ROOT)
+
+    return plan
+
+
+@pytest.fixture
+def verified(plan_verified) -> Callable[..., dict[str, Any]]:
+    """What the trace and the formulas say of a plan, by default that they agree."""
+
+    def verify(recipe: Path | str, words: str) -> dict[str, Any]:
+        done = plan_verified(recipe, f"{words} --json")
+        assert done.status == 0, done.output
+        found = json.loads(done.stdout)["verification"]
+        assert found["agrees"], found
+        return found
+
+    return verify
 
 
 def traced(found: dict[str, Any]) -> dict[str, int]:
@@ -54,21 +80,18 @@ def traced(found: dict[str, Any]) -> dict[str, int]:
 
 def run_traced(body: str, cache: Path) -> str:
     """Run code with a tracker in a process of its own."""
-    head = "import torch\nfrom finetune.verification.memory.tracker import Tracker\n"
-    done = subprocess.run(
-        [warm_python(), "-c", head + body],
-        env=environment(cache),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    head = """import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from finetune.verification.memory.tracker import Tracker
+"""
+    done = run_command([warm_python(), "-c", head + body], cache)
+    assert done.status == 0, done.stderr
     return done.stdout
 
 
-def test_the_tracker_counts_what_is_alive_at_the_largest_instant(tmp_path: Path) -> None:
+def test_the_tracker_counts_what_is_alive_at_the_largest_instant(tmp_path):
+    """A storage counts once, whatever views it has, and nothing counts on the meta device."""
     body = """
-from torch._subclasses.fake_tensor import FakeTensorMode
 with FakeTensorMode():
     weight = torch.empty(100, 10, requires_grad=True)  # 4,000 bytes
     given = torch.empty(20, 10)  # 800
@@ -82,31 +105,22 @@ with FakeTensorMode():
 print(tracker.peaks["forward"].total, tracker.peaks["backward"].parts["weights"])
 del inner, loss
 print(tracker.parts())
-"""
-    first, parts = run_traced(body, tmp_path).splitlines()
-    assert first == "20800 4800"
-    assert parts == "{'weights': 4800, 'activations': 4000}"  # the gradient of the weight is left
-
-
-def test_the_tracker_counts_a_storage_once_whatever_views_it_has(tmp_path: Path) -> None:
-    """And nothing on the meta device."""
-    body = """
-from torch._subclasses.fake_tensor import FakeTensorMode
 with FakeTensorMode(), Tracker() as tracker:
     whole = torch.empty(1000)
     views = [whole[:10], whole.view(10, 100), whole.t()]
     empty = torch.empty(1000, device="meta")
     print(tracker.parts())
 """
-    assert run_traced(body, tmp_path) == "{'activations': 4000}\n"
+    first, parts, of_views = run_traced(body, tmp_path).splitlines()
+    assert first == "20800 4800"
+    assert parts == "{'weights': 4800, 'activations': 4000}"  # the gradient of the weight is left
+    assert of_views == "{'activations': 4000}"
 
 
-def test_a_line_goes_through_the_first_two_steps_that_have_the_value() -> None:
+def test_steps_are_extrapolated_by_lines_and_micro_batches_and_compared_within_a_tolerance():
     steps = [{"layers": 2, "x": None}, {"layers": 4, "x": 14.0}, {"layers": 6, "x": 18.0}]
     assert line(steps, 10, lambda step: step["x"]) == 26.0
 
-
-def test_collectives_of_middle_micro_batches_count_as_often_as_there_are() -> None:
     def step(layers: int) -> dict[str, Any]:
         once = {"all_gather": (layers, 10 * layers)}
         return {
@@ -117,19 +131,14 @@ def test_collectives_of_middle_micro_batches_count_as_often_as_there_are() -> No
 
     found = extrapolate([step(size) for size in LAYERS], 10, accumulation=5, offload=False)
     assert (found.counts["all_gather"], found.payload["all_gather"]) == (50, 500)
-
-
-def test_a_component_differs_beyond_its_tolerance_only_where_it_matters() -> None:
     assert Row("weights", 104, 100).agrees
     assert not Row("weights", 106, 100).agrees
     assert Row("adapters", 106, 100, scale=601).agrees  # six bytes of 601 are under 1 %
     assert not Row("parameters", 101, 100, "elements").agrees
 
 
-def test_a_plan_of_one_device_is_verified(finetune: Finetune, tmp_path: Path) -> None:
-    file = recipe(tmp_path, LLAMA, adapter={"r": 8, "dropout": 0.1})
-    found = verification(finetune, file, "--gpu", "H100-80", "--backend", "single")
-    assert found["agrees"], found
+def test_a_plan_of_one_device_is_verified(recipe, verified):
+    found = verified(recipe(adapter={"r": 8, "dropout": 0.1}), f"{H100} single")
     parts = traced(found)
     assert parts["parameters"] == LAYER_COUNT * PARAMETERS_OF_A_LAYER + 2 * VOCAB * H + H
     adapters = LAYER_COUNT * 8 * (2 * (H + H) + 2 * (H + 32) + 3 * (H + F))
@@ -137,24 +146,23 @@ def test_a_plan_of_one_device_is_verified(finetune: Finetune, tmp_path: Path) ->
     assert parts["adapters"] == parts["gradients"] == 4 * adapters
 
 
-def test_a_job_on_several_nodes_is_rehearsed_without_the_name_of_a_gpu(
-    finetune: Finetune, tmp_path: Path
-) -> None:
-    words = ["--backend", "fsdp_full_shard", "--gpus", "4", "--nodes", "2"]
-    assert verification(finetune, recipe(tmp_path, LLAMA, adapter={"r": 8}), *words)["collectives"]
+@pytest.mark.slow
+def test_a_job_on_several_nodes_is_rehearsed_without_the_name_of_a_gpu(recipe, plan_verified):
+    words = "--backend fsdp_full_shard --gpus 4 --nodes 2 --json"
+    done = plan_verified(recipe(adapter={"r": 8}), words)
+    assert done.status in (0, 1), done.output
+    found = json.loads(done.stdout)["verification"]
+    assert done.status == (found["agrees"] is False)
+    assert found["collectives"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-def test_every_large_moment_of_the_kernels_is_that_of_the_trace(
-    finetune: Finetune, tmp_path: Path, method: str
-) -> None:
+def test_every_large_moment_of_the_kernels_is_that_of_the_trace(recipe, verified, method):
     sections: dict[str, Any] = {} if method == "full" else {"adapter": {"r": 16, "dropout": 0.0}}
     model = {"quantization": "nf4"} if method == "qlora" else {}
     batch = {"rows": 4, "micro_rows": 4, "max_length": 512}
-    file = recipe(tmp_path, WIDE, model=model, batch=batch, **sections)
-    found = verification(finetune, file, "--gpu", "H100-80", "--backend", "single")
-    assert found["agrees"], found
+    found = verified(recipe(WIDE, model=model, batch=batch, **sections), f"{H100} single")
     totals = {each["name"]: each for each in found["moments"]}
     for name in ("forward: head", "backward: loss and head", "backward: last layer"):
         # Ids, labels and places are left out.
@@ -163,30 +171,17 @@ def test_every_large_moment_of_the_kernels_is_that_of_the_trace(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_weights_of_the_head_are_gathered_with_the_last_layer(
-    finetune: Finetune, tmp_path: Path, quantization: str
-) -> None:
+def test_weights_of_the_head_are_gathered_with_the_last_layer(recipe, verified, quantization):
     """FSDP's largest moment where rows are short: three buffers of weights at once."""
-    file = recipe(
-        tmp_path,
-        WIDE | {"vocab_size": 16384},
-        adapter={"r": 8},
-        model={"quantization": quantization},
-    )
-    words = ["--backend", "fsdp_full_shard", "--gpus", "4", "--gpu", "H100-80"]
-    found = verification(finetune, file, *words)
-    assert found["agrees"], found
+    model = {"quantization": quantization}
+    file = recipe(WIDE | {"vocab_size": 16384}, adapter={"r": 8}, model=model)
+    found = verified(file, f"{H100} fsdp_full_shard --gpus 4")
     (head,) = [each for each in found["moments"] if each["name"] == "forward: head"]
     assert head["predicted"] == pytest.approx(head["traced"], rel=0.02)
 
 
-def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(
-    finetune: Finetune, tmp_path: Path
-) -> None:
-    file = recipe(tmp_path, LLAMA)
-    words = ["--backend", "fsdp_full_shard", "--gpus", "4", "--gpu", "H100-80"]
-    found = verification(finetune, file, *words)
-    assert found["agrees"], found
+def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(recipe, verified):
+    found = verified(recipe(), f"{H100} fsdp_full_shard --gpus 4")
     layers = LAYER_COUNT * PARAMETERS_OF_A_LAYER
     # Layers and embedding are gathered for each pass, head and last norm once: they stay.
     gathered = 2 * (2 * layers + 3 * VOCAB * H + H)
@@ -198,7 +193,7 @@ def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 8], ids=["full", "lora"])
-def test_stages_of_a_mesh_are_traced(finetune: Finetune, tmp_path: Path, rank: int) -> None:
+def test_stages_of_a_mesh_are_traced(recipe, verified, rank):
     """What each sends along each axis, by hand: hidden states, and sums of the layers."""
     sections: dict[str, Any] = {}
     backend, processes, micro, vote = "pp_tp_fsdp", 8, 2, 4
@@ -210,10 +205,8 @@ def test_stages_of_a_mesh_are_traced(finetune: Finetune, tmp_path: Path, rank: i
         # The forward ones again, and for each product the values between A and B.
         wide, narrow = 9, 2 + 2 + 5
     batch = {"rows": micro * processes // 4, "micro_rows": 1, "max_length": LENGTH}
-    file = recipe(tmp_path, LLAMA | {"num_hidden_layers": 5}, batch=batch, **sections)
-    words = ["--backend", backend, "--gpu", "H100-80", "--gpus", str(processes)]
-    found = verification(finetune, file, *words)
-    assert found["agrees"], found
+    file = recipe(LLAMA | {"num_hidden_layers": 5}, batch=batch, **sections)
+    found = verified(file, f"{H100} {backend} --gpus {processes}")
     assert [*found["stages"]] == ["0", "1"]
     stream = LENGTH * H * 2
     for stage, layers in (("0", 3), ("1", 2)):
@@ -229,49 +222,43 @@ def test_stages_of_a_mesh_are_traced(finetune: Finetune, tmp_path: Path, rank: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "backend", "processes"),
-    [("dpo", ["cp"], 2), ("reward", ["sp_tp"], 4), ("dpo", ["cp", "--rotation", "alltoall"], 2)],
+    ("method", "backend"),
+    [
+        ("dpo", "cp --gpus 2"),
+        ("reward", "sp_tp --gpus 4"),
+        ("dpo", "cp --rotation alltoall --gpus 2"),
+    ],
 )
-def test_a_step_of_pairs_whose_tokens_are_divided_is_traced(
-    finetune: Finetune, tmp_path: Path, method: str, backend: list[str], processes: int
-) -> None:
+def test_a_step_of_pairs_whose_tokens_are_divided_is_traced(recipe, verified, method, backend):
     """Tensor parallelism leaves one key head, which both processes of a row get."""
-    file = recipe(
-        tmp_path, LLAMA | {"num_hidden_layers": 5}, method=method,
-        data=[{"source": "rows.jsonl", "format": "preference"}],
-    )  # fmt: skip
-    words = ["--backend", *backend, "--gpu", "H100-80", "--gpus", str(processes)]
-    found = verification(finetune, file, *words)
-    assert found["agrees"], found
+    data = [{"source": "rows.jsonl", "format": "preference"}]
+    verified(
+        recipe(LLAMA | {"num_hidden_layers": 5}, method=method, data=data), f"{H100} {backend}"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [{"r": 4}, None], ids=["lora", "full"])
-def test_a_score_head_leaves_the_embedding_a_unit_of_its_own(
-    finetune: Finetune, tmp_path: Path, adapter: dict[str, int] | None
-) -> None:
+def test_a_score_head_leaves_the_embedding_a_unit_of_its_own(recipe, verified, adapter):
     """FSDP2 gathers it again before the backward pass of the first layer, though it is frozen."""
     file = recipe(
-        tmp_path, WIDE | {"num_hidden_layers": 6, "tie_word_embeddings": True}, method="reward",
+        WIDE | {"num_hidden_layers": 6, "tie_word_embeddings": True}, method="reward",
         data=[{"source": "rows.jsonl", "format": "preference"}], adapter=adapter,
         model={"activation_checkpointing": adapter is None},
     )  # fmt: skip
-    words = ["--backend", "fsdp_full_shard", "--gpu", "H100-80", "--gpus", "2"]
-    found = verification(finetune, file, *words)
-    assert found["agrees"], found
+    found = verified(file, f"{H100} fsdp_full_shard --gpus 2")
     parts = {each["component"]: each["difference"] for each in found["components"]}
     assert parts["all-gathers, sent"] == pytest.approx(0, abs=1e-3)
     assert parts["peak"] == pytest.approx(0, abs=0.01)
 
 
 @pytest.mark.parametrize(("engine", "word"), [("zero3", "DeepSpeed's engine"), ("ddp", "DDP's")])
-def test_an_engine_that_cannot_be_traced_is_named(engine: str, word: str, tmp_path: Path) -> None:
-    settled = plan(catalog.load(recipe(tmp_path, LLAMA)), engine, 4)
+def test_an_engine_that_cannot_be_traced_is_named(engine, word, recipe):
+    settled = plan(catalog.load(recipe()), engine, 4)
     (note,) = notes(settled, sharded=False)
     assert note.startswith(word)
     assert "only the same work on one device was" in note
-    assert alone(settled).accumulation == settled.accumulation
-    assert alone(settled).processes == 1
+    assert (alone(settled).accumulation, alone(settled).processes) == (settled.accumulation, 1)
 
 
 UNKNOWN = {
@@ -281,9 +268,8 @@ UNKNOWN = {
 }  # fmt: skip
 
 
-def test_an_architecture_without_formulas_is_traced(finetune: Finetune, tmp_path: Path) -> None:
-    file = recipe(tmp_path, UNKNOWN)
-    done = finetune("plan", file, "--gpu", "H100-80", "--backend", "single", "--json")
+def test_an_architecture_without_formulas_is_traced(recipe, plan_verified):
+    done = plan_verified(recipe(UNKNOWN), f"{H100} single --json", how="")
     assert done.status == 0, done.output
     found = json.loads(done.stdout)["verification"]
     assert found["agrees"] is None
@@ -294,51 +280,48 @@ def test_an_architecture_without_formulas_is_traced(finetune: Finetune, tmp_path
     assert traced(found)["parameters"] == LAYER_COUNT * layer + 2 * VOCAB * H + H
 
 
-@pytest.mark.slow
-def test_a_model_with_custom_attention_is_refused_with_how_to_trace_it(
-    finetune: Finetune, tmp_path: Path
-) -> None:
-    config = {
-        "model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256,
-        "num_hidden_layers": 8, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    done = finetune("plan", recipe(tmp_path, config), "--backend", "single", "--verify")
-    assert done.status == 2
-    assert "falcon" in done.stderr
-    assert "set model.attention=eager" in done.stderr
+FALCON = {
+    "model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256,
+    "num_hidden_layers": 8, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_an_unknown_model_is_refused(finetune: Finetune, tmp_path: Path) -> None:
-    file = recipe(tmp_path, UNKNOWN | {"model_type": "never_heard_of"})
-    done = finetune("plan", file, "--gpu", "H100-80", "--backend", "single", "--verify")
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (FALCON, "set model.attention=eager"),
+        (UNKNOWN | {"model_type": "never_heard_of"}, "model_type 'never_heard_of'"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused_with_its_reason(
+    recipe, plan_verified, config, told
+):
+    done = plan_verified(recipe(config), f"{H100} single")
     assert done.status == 2
-    assert "model_type 'never_heard_of'" in done.stderr
+    assert config["model_type"] in done.stderr
+    assert told in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_step_that_needs_completions_is_refused(finetune: Finetune, assets: Path) -> None:
-    words = [f"model.name={assets / 'configs/Qwen3-0.6B'}", "--backend", "single", "--verify"]
-    done = finetune("plan", "qwen3_0_6b_grpo", *words, "--gpu", "H100-80")
+def test_a_step_that_needs_completions_is_refused(plan_verified, assets):
+    words = f"model.name={assets / 'configs/Qwen3-0.6B'} {H100} single"
+    done = plan_verified("qwen3_0_6b_grpo", words)
     assert done.status == 2
     assert "--verify: a step of grpo needs sampled completions, which a trace does" in done.stderr
 
 
-SHIPPED = [
-    ("llama3_3_70b_qlora", "fsdp_full_shard", 64, "Llama-3-70B"),
-    ("llama3_1_8b_full", "fsdp_full_shard", 8, "Llama-3.1-8B"),
-    ("llama3_1_8b_qlora", "single", 1, "Llama-3.1-8B"),
-    ("qwen3_0_6b_full", "single", 1, "Qwen3-0.6B"),
-    ("smollm2_135m_lora", "ddp", 2, "SmolLM2-135M"),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "machine", "gpus", "config"), SHIPPED)
-def test_a_shipped_recipe_is_verified(
-    finetune: Finetune, assets: Path, name: str, machine: str, gpus: int, config: str
-) -> None:
-    words = [f"model.name={assets / 'configs' / config}", "--backend", machine]
-    words += ["--gpu", "H100-80", "--gpus", str(gpus), "--nodes", str(max(1, gpus // 8))]
-    found = verification(finetune, name, *words)
-    assert found["agrees"], found
+@pytest.mark.parametrize(
+    ("name", "machine", "gpus", "config"),
+    [
+        ("llama3_3_70b_qlora", "fsdp_full_shard", 64, "Llama-3-70B"),
+        ("llama3_1_8b_full", "fsdp_full_shard", 8, "Llama-3.1-8B"),
+        ("llama3_1_8b_qlora", "single", 1, "Llama-3.1-8B"),
+        ("qwen3_0_6b_full", "single", 1, "Qwen3-0.6B"),
+        ("smollm2_135m_lora", "ddp", 2, "SmolLM2-135M"),
+    ],
+)
+def test_a_shipped_recipe_is_verified(verified, assets, name, machine, gpus, config):
+    words = f"model.name={assets / 'configs' / config} {H100} {machine}"
+    verified(name, f"{words} --gpus {gpus} --nodes {max(1, gpus // 8)}")

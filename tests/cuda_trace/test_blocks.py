@@ -55,13 +55,8 @@ class Captured:
 @pytest.mark.parametrize(("adapter", "most"), [(False, 10), (True, 13)], ids=["full", "lora"])
 @pytest.mark.parametrize(("kind", "graphs"), [("llama", 1), ("phi3", 1), ("qwen3", 2)])
 def test_compiled_blocks_share_a_graph_that_calls_the_one_kernel(
-    kind: str,
-    graphs: int,
-    adapter: bool,
-    most: int,
-    generation: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind, graphs, adapter, most, generation, monkeypatch
+):
     """The layers of Qwen3 with a window, of which there is one here, are another graph."""
     torch._dynamo.reset()
     dynamo.counters.clear()

@@ -30,25 +30,38 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
+def wide(count: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    return lambda: tuple(empty(TOKENS, WIDTH) for _ in range(count))
+
+
+def hidden() -> tuple[torch.Tensor, ...]:
+    return empty(TOKENS, HIDDEN), empty(HIDDEN)
+
+
+def tile() -> tuple[torch.Tensor, ...]:
+    return empty(256, VOCABULARY), empty(256, dtype=torch.int64)
+
+
+def of_kind(of: str, gemma: bool) -> dict[str, Any]:
+    """Chains that Gemma has with other numbers."""
+    gradients = activation.gated_gradients
+    return {
+        f"norm{of}": (lambda x, w: norm.normed.eager(x, w, 1e-6, gemma), hidden, 1),
+        f"gate{of}": (lambda g, u: activation.gated.eager(g, u, gemma), wide(2), 1),
+        f"gate's gradient{of}": (lambda g, u, by: gradients.eager(g, u, by, gemma), wide(3), 1),
+    }
+
+
+LOSS = chunked_loss.tile_loss.eager
 CHAINS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...]], int]] = {
-    "norm": (
-        lambda x, w: norm.normed.eager(x, w, 1e-6, False),
-        lambda: (empty(TOKENS, HIDDEN), empty(HIDDEN)), 1,
-    ),
+    **of_kind("", gemma=False),
+    **of_kind(" of Gemma", gemma=True),
     "norm's gradient": (
         lambda x, g, i, w: norm.norm_gradients.eager(x, g, i, w, False, True, False),
         lambda: (
             empty(TOKENS, HIDDEN), empty(TOKENS, HIDDEN), empty(TOKENS, 1, dtype=torch.float32),
             empty(HIDDEN),
         ), 1,
-    ),
-    "gate": (
-        lambda g, u: activation.gated.eager(g, u, False),
-        lambda: (empty(TOKENS, WIDTH), empty(TOKENS, WIDTH)), 1,
-    ),
-    "gate's gradient": (
-        lambda g, u, by: activation.gated_gradients.eager(g, u, by, False),
-        lambda: tuple(empty(TOKENS, WIDTH) for _ in range(3)), 1,
     ),
     "rotation": (
         rotary.rotated.eager,
@@ -57,34 +70,14 @@ CHAINS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[torch.Tensor, ...
             empty(TOKENS, 1, 128),
         ), 2,
     ),
-    "norm of Gemma": (
-        lambda x, w: norm.normed.eager(x, w, 1e-6, True),
-        lambda: (empty(TOKENS, HIDDEN), empty(HIDDEN)), 1,
-    ),
-    "gate of Gemma": (
-        lambda g, u: activation.gated.eager(g, u, True),
-        lambda: (empty(TOKENS, WIDTH), empty(TOKENS, WIDTH)), 1,
-    ),
-    "gate's gradient of Gemma": (
-        lambda g, u, by: activation.gated_gradients.eager(g, u, by, True),
-        lambda: tuple(empty(TOKENS, WIDTH) for _ in range(3)), 1,
-    ),
-    "head": (
-        lambda *given: chunked_loss.tile_loss.eager(*given, None, 1.0, None, True),
-        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64)), 6,
-    ),
+    "head": (lambda *given: LOSS(*given, None, 1.0, None, True), tile, 6),
     "head with soft caps, a scale and a bias": (
-        lambda *given: chunked_loss.tile_loss.eager(*given, 0.5, 30.0, True),
-        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64), empty(VOCABULARY)), 7,
+        lambda *given: LOSS(*given, 0.5, 30.0, True), lambda: (*tile(), empty(VOCABULARY)), 7,
     ),
     "head of log-probabilities with entropies": (
-        lambda *given: chunked_loss.tile_loss.eager(*given, None, 1.0, None, True, True),
-        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64)), 7,
+        lambda *given: LOSS(*given, None, 1.0, None, True, True), tile, 7,
     ),
-    "head of log-probabilities": (
-        lambda *given: chunked_loss.tile_loss.eager(*given, None, 1.0, None, False),
-        lambda: (empty(256, VOCABULARY), empty(256, dtype=torch.int64)), 5,
-    ),
+    "head of log-probabilities": (lambda *given: LOSS(*given, None, 1.0, None, False), tile, 5),
 }  # fmt: skip
 """Each with its tensors, and the kernels that it may take at most."""
 
@@ -148,9 +141,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_becomes_a_few_kernels(
-    name: str, gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_becomes_a_few_kernels(name, gpu, monkeypatch):
     monkeypatch.setattr(chunked_loss, "is_traced", lambda: True)
     function, make, most = CHAINS[name]
     shapes = ShapeEnv()

@@ -1,8 +1,5 @@
 """Where weights are loaded to, on a machine where PyTorch seems to have a GPU."""
 
-from typing import Any
-
-import pytest
 import torch
 
 from finetune import catalog
@@ -12,7 +9,7 @@ from finetune.models.pretrained import compute_dtype, pretrained
 from finetune.planner import plan
 
 
-def test_fsdp_quantizes_on_the_host(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_quantizes_on_the_host(tiny, monkeypatch):
     """By default, transformers would load all weights to the GPU, which is not there."""
     model = {"name": str(tiny.model), "quantization": "nf4"}
     recipe = catalog.from_fields(tiny.fields(model=model, adapter={"r": 4}))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from traced import PADDED, Seen, Way, forward, gpu
+from traced import PADDED, Seen, forward, gpu
 
 from finetune.kernels.head import LabelledHead
 from finetune.planner.kernels import LOGITS
@@ -18,9 +18,7 @@ CAPPED = ("gemma2",)
 @pytest.mark.parametrize("way", ["rows", "equal rows", "side by side", "packs"])
 @pytest.mark.parametrize("trained", ["full", "lora", "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(
-    kind: str, trained: str, way: Way
-) -> None:
+def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(kind, trained, way):
     if way in PADDED and kind in WITHOUT_SDPA:
         pytest.skip(f"transformers has no sdpa for padded rows of {kind}")
     found = forward(kind, trained != "full", way, nf4=trained == "nf4")
@@ -36,7 +34,7 @@ def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek_v3"])
-def test_shared_prompts_are_repeated_on_the_gpu_for_the_one_kernel(kind: str) -> None:
+def test_shared_prompts_are_repeated_on_the_gpu_for_the_one_kernel(kind):
     found = forward(kind, adapter=True, way="shared prompts")
     assert found.seen.left == []
     assert found.seen.count("_varlen_attn") == (0 if kind == "deepseek_v3" else found.layers)
@@ -44,19 +42,19 @@ def test_shared_prompts_are_repeated_on_the_gpu_for_the_one_kernel(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
-def test_before_ampere_each_document_is_computed_without_waiting_for_the_gpu(kind: str) -> None:
+def test_before_ampere_each_document_is_computed_without_waiting_for_the_gpu(kind):
     found = forward(kind, way="packs", capability=(7, 5))
     assert found.seen.count("_varlen_attn") == 0
     assert found.seen.left == []
 
 
-def test_experts_multiply_in_the_type_of_autocast() -> None:
+def test_experts_multiply_in_the_type_of_autocast():
     """The stand-in of the grouped product refuses fp32, which a GPU would compute slowly."""
     found = forward("qwen3_moe", way="packs")
     assert found.seen.count("_grouped_mm") == 2 * found.layers
 
 
-def test_the_head_of_8_192_tokens_takes_eight_chunks() -> None:
+def test_the_head_of_8_192_tokens_takes_eight_chunks():
     """That of Llama 3.1 8B, frozen: a product for the logits of each, and one for the gradient."""
     tokens, hidden, words = 8_192, 4_096, 128_256
     with gpu(), torch.device("cuda"):
@@ -71,7 +69,7 @@ def test_the_head_of_8_192_tokens_takes_eight_chunks() -> None:
 
 
 @pytest.mark.parametrize(("adapter", "norms"), [(False, 5), (True, 5)], ids=["full", "lora"])
-def test_norms_are_one_kernel_each_where_nothing_is_compiled(adapter: bool, norms: int) -> None:
+def test_norms_are_one_kernel_each_where_nothing_is_compiled(adapter, norms):
     """Two in each of two layers, and the last."""
     found = forward("llama", adapter, "packs")
     assert found.seen.count("_fused_rms_norm") == norms

@@ -3,12 +3,11 @@
 Each run is given a folder without weights: a run that went on would end with another message.
 """
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpus import without_weights, write_smi
 
 import finetune as ft
 from finetune import catalog
@@ -17,22 +16,11 @@ from finetune.errors import FinetuneError
 TWO = "echo 'NVIDIA L4, 23034'; echo 'NVIDIA L4, 23034'"
 
 
-def write_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put an `nvidia-smi` of ours before the machine's own."""
-    tool = folder / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-
 @pytest.fixture
-def recipe(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+def recipe(tiny, tmp_path, monkeypatch) -> Any:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     write_smi(tmp_path, TWO, monkeypatch)
-    shutil.copytree(tiny.model, tmp_path / "model")
-    (tmp_path / "model/model.safetensors").write_bytes(b"")
-    return catalog.from_fields(tiny.fields(model={"name": str(tmp_path / "model")}))
+    return catalog.from_fields(without_weights(tiny, tmp_path))
 
 
 def have(monkeypatch: pytest.MonkeyPatch, count: int, capability: tuple[int, int]) -> None:
@@ -50,9 +38,7 @@ def have(monkeypatch: pytest.MonkeyPatch, count: int, capability: tuple[int, int
         ("7", "CUDA_VISIBLE_DEVICES=7: names no GPU of this machine, which has 2 x NVIDIA L4"),
     ],
 )
-def test_gpus_that_cannot_be_used_are_refused(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, told: str
-) -> None:
+def test_gpus_that_cannot_be_used_are_refused(recipe, tmp_path, monkeypatch, visible, told):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(FinetuneError) as caught:
@@ -68,10 +54,7 @@ def test_gpus_that_cannot_be_used_are_refused(
         ((7, 0), f"device: PyTorch {torch.__version__} does not support the GPU of rank 0 here"),
     ],
 )
-def test_a_gpu_that_is_too_old_is_refused(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int],
-    told: str,
-) -> None:  # fmt: skip
+def test_a_gpu_that_is_too_old_is_refused(recipe, tmp_path, monkeypatch, capability, told):
     have(monkeypatch, 2, capability)
     with pytest.raises(FinetuneError) as caught:
         ft.train(recipe, precision="bf16", output=tmp_path / "run")
@@ -79,9 +62,7 @@ def test_a_gpu_that_is_too_old_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_fewer_gpus_than_processes_are_refused(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_gpus_than_processes_are_refused(recipe, tmp_path, monkeypatch):
     """In each process of a launch, before it waits for the others."""
     have(monkeypatch, 2, (9, 0))
     launched = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "RANK": 3, "LOCAL_RANK": 3}

@@ -21,7 +21,7 @@ def binds(function: Any, *given: Any, **named: Any) -> bool:
     return True
 
 
-def test_calls_bind() -> None:
+def test_calls_bind():
     assert binds(varlen_attn, *range(7), **varlen_words(varlen_attn, None, 5, shared=True))
     ours, theirs = (
         len(inspect.signature(f).parameters)
@@ -31,13 +31,13 @@ def test_calls_bind() -> None:
     assert binds(bitsandbytes.functional.QuantState.to, None, torch.device("cuda"))
 
 
-def test_both_flight_recorders_answer() -> None:
+def test_both_flight_recorders_answer():
     library = torch._C._distributed_c10d
     assert all(hasattr(library, name) for name in heartbeat.RECORDERS)
     assert heartbeat.collectives_begun() == 0
 
 
-def test_every_module_can_be_imported() -> None:
+def test_every_module_can_be_imported():
     """With each PyTorch that is traced; some modules need packages of extras."""
     extras = ("finetune.serving.", "finetune.reports.plot", "finetune.__main__")
     for each in pkgutil.walk_packages(finetune.__path__, "finetune."):
