@@ -57,7 +57,7 @@ def written(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 def pairs_file(shared: Path) -> Path:
     """The file of `pairs()` that all tests of a session read."""
-    return once(shared / "pairs.jsonl", lambda path: written(path, pairs()))
+    return once(shared / "methods/pairs.jsonl", lambda path: written(path, pairs()))
 
 
 def merged(base: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def folder(shared) -> Path:
         save_base(tiny_llama(), folder / "base")
         written(folder / "rows.jsonl", rows)
 
-    return once(shared / "answering", make)
+    return once(shared / "methods/answering", make)
 
 
 def fields(folder: Path, **sections: Any) -> dict[str, Any]:

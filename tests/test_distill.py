@@ -49,7 +49,7 @@ from finetune.runs.run import Run
 @pytest.fixture(scope="session")
 def data(shared) -> Path:
     rows = ({"messages": row["prompt"] + row["chosen"]} for row in pairs())
-    return once(shared / "taught.jsonl", lambda path: written(path, rows))
+    return once(shared / "methods/taught.jsonl", lambda path: written(path, rows))
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +67,7 @@ def teacher(tiny, shared) -> Path:
         LlamaForCausalLM(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return once(shared / "teacher", make)
+    return once(shared / "methods/teacher", make)
 
 
 def fields(tiny: Tiny, data: Path, teacher: Path, **sections: Any) -> dict[str, Any]:

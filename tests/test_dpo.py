@@ -342,7 +342,7 @@ def test_backends_train_as_one_process_does(tiny, data, shared, run_of, backend,
     """With LoRA, every process holds another reference whole, before the policy."""
     sections: dict[str, Any] = {"batch": {"micro_rows": 1}}
     if kind == "lora":
-        other = once(shared / "other", lambda folder: other_model(tiny, folder))
+        other = once(shared / "methods/other", lambda folder: other_model(tiny, folder))
         batch = {"micro_rows": 2, "padding_free": False}
         sections = {"adapter": {"r": 4}, "batch": batch, "reference": str(other)}
     assert_as_one_process(run_of, backend, fields(tiny, data, **sections), near=NATS)

@@ -43,7 +43,7 @@ def data(shared) -> Path:
         {"prompt": row["prompt"], "completion": row["chosen"], "label": number % 3 != 0}
         for number, row in enumerate(pairs())
     )
-    return once(shared / "judged.jsonl", lambda path: written(path, rows))
+    return once(shared / "methods/judged.jsonl", lambda path: written(path, rows))
 
 
 def fields(tiny: Tiny, data: Path, **sections: Any) -> dict[str, Any]:

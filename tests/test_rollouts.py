@@ -52,7 +52,7 @@ def data(shared) -> Path:
         }
         for n in range(14)
     ]
-    return once(shared / "prompts.jsonl", lambda path: written(path, rows))
+    return once(shared / "methods/prompts.jsonl", lambda path: written(path, rows))
 
 
 def fields(tiny: Tiny, data: Path, **sections: Any) -> dict[str, Any]:

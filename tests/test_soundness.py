@@ -201,7 +201,7 @@ def test_an_adapter_that_is_read_past_is_left_out_of_run_and_result(tiny, tmp_pa
 @pytest.fixture(scope="session")
 def images(tiny, shared) -> dict[str, Any]:
     """A model for images and texts."""
-    folder = once(shared / "gemma3", lambda place: saved(model_of("gemma3"), place, tiny))
+    folder = once(shared / "soundness/gemma3", lambda place: saved(model_of("gemma3"), place, tiny))
     return {"name": str(folder)}
 
 
