@@ -12,10 +12,11 @@ from test_experts import MOE
 from transformers import AutoModelForCausalLM
 from transformers.integrations import replace_with_bnb_linear
 
+from finetune import catalog
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
-from finetune.models import targets
+from finetune.models import experts, targets
 from finetune.models.adapters import draw_adapter
 from finetune.models.model import as_trained
 from finetune.models.quantization import quantised_notes, quantization_config
@@ -254,20 +255,23 @@ def test_the_plan_counts_the_adapters_of_experts(kind: str, fields: dict[str, An
 
 
 def test_the_plan_reports_adapted_and_quantized_shares_of_a_mixture(capsys, tmp_path):
-    build("deepseek_v3", **KINDS["deepseek_v3"]).config.save_pretrained(tmp_path / "m")
+    build("mixtral", **KINDS["mixtral"]).config.save_pretrained(tmp_path / "m")
     fields: dict[str, Any] = {
         "method": "sft", "model": {"name": str(tmp_path / "m"), "quantization": "nf4"},
         "data": [{"source": "rows.jsonl", "format": "messages"}], "adapter": {"r": 4},
     }  # fmt: skip
     assert main(["plan", str(write_recipe(tmp_path / "r.json", fields))]) == 0
     lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith("note ")]
-    (adapter,) = [line for line in lines if "adapter.targets" in line]
-    assert "all-linear reaches" in adapter
+    latent = SIZES | KINDS["deepseek_v3"] | {"model_type": "deepseek_v3"}
+    of_latent = experts.planned(catalog.from_fields(fields), latent)
+    for notes in (lines, of_latent):
+        (adapter,) = [each for each in notes if "adapter.targets" in each]
+        assert "all-linear reaches" in adapter
+        (packed,) = [each for each in notes if "model.quantization" in each]
+        assert "of the base's weights are in nf4; not quantised: " in packed
+        assert "mlp.experts.gate_up_proj" in packed
     # Packed in four bits they are no parameters that PEFT can add to.
     assert "mlp.shared_experts.gate_proj" in adapter
-    (packed,) = [line for line in lines if "model.quantization" in line]
-    assert "of the base's weights are in nf4; not quantised: " in packed
-    assert "mlp.experts.gate_up_proj" in packed
 
 
 def test_the_share_in_four_bits_is_that_of_linear_layers() -> None:
