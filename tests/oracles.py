@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preference import SEED, SIZE, fields_of, written
 
 from finetune.data.order import rows_of_step
 
-SEED = 0
+MODEL = "models/stories260K"
 SETTINGS = {
     "dpo": ("loss_type", "beta", "label_smoothing"),
     "orpo": ("beta",),
@@ -22,48 +23,64 @@ SETTINGS = {
 """Fields of a method's recipe that a published run sets."""
 
 
+def stored(assets: Path, file: str) -> dict[str, Any]:
+    path = assets / "oracles" / f"{file}.json"
+    if not path.is_file():
+        pytest.skip("no published values among the assets")
+    return json.loads(path.read_text())
+
+
+def run_of_file(assets: Path, file: str, name: str) -> dict[str, Any]:
+    """A published run, up to the step that begins where the first one ended."""
+    run = stored(assets, file)["runs"][name]
+    return run | {"steps": run["steps"][:2]}
+
+
+def texts(assets: Path) -> dict[str, dict[str, Any]]:
+    """Rows of pairs by their numbers."""
+    return {each["row"]: each for each in stored(assets, "pairs")["rows"]}
+
+
+def slow_but(everyday: tuple[str, ...], every: Any) -> list[Any]:
+    """Names of published runs, those that are not everyday ones marked slow."""
+    return [n if n in everyday else pytest.param(n, marks=pytest.mark.slow) for n in every]
+
+
+def placed(wanted: list[Any]) -> list[Any]:
+    """Rows of a file from which training takes its steps in the order that is wanted."""
+    order = rows_of_step(0, len(wanted), len(wanted), SEED).tolist()
+    return [each for _, each in sorted(zip(order, wanted, strict=True), key=lambda pair: pair[0])]
+
+
+def recipe_of(
+    assets: Path, method: str, source: Path, kind: str, run: dict[str, Any], **sections: Any
+) -> dict[str, Any]:
+    model = {"name": str(assets / MODEL), "chat_template": str(assets / "oracles/template.jinja")}
+    batch = {"rows": SIZE, "micro_rows": 4, "max_length": 512}
+    given = fields_of(method, assets / MODEL, source, kind, model=model, batch=batch)
+    given["optim"]["lr"] = run["lr"]
+    return given | {"max_steps": len(run["steps"])} | sections
+
+
 def published(
     assets: Path, folder: Path, file: str, name: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A recipe that trains on the rows of the published steps in their order, and the run."""
-    oracles = assets / "oracles"
-    if not oracles.is_dir():
-        pytest.skip("no published values among the assets")
-    found = json.loads((oracles / f"{file}.json").read_text())
-    run = found["runs"][name]
-    rows = found.get("rows") or json.loads((oracles / "pairs.json").read_text())["rows"]
-    of_row = {each["row"]: each for each in rows}
-    wanted = [row for step in run["steps"] for row in step["rows"]]
-    order = rows_of_step(0, len(wanted), len(wanted), SEED)
-    placed = [of_row[row] for _, row in sorted(zip(order.tolist(), wanted, strict=True))]
+    run, rows = run_of_file(assets, file, name), stored(assets, file).get("rows")
+    of_row = {each["row"]: each for each in rows} if rows else texts(assets)
     columns = ("prompt", "chosen", "rejected", "completion", "label")
-    data = folder / "rows.jsonl"
-    data.write_text(
-        "".join(
-            json.dumps({name: row[name] for name in columns if name in row}) + "\n"
-            for row in placed
-        )
-    )
+    rows = (of_row[row] for row in placed([row for step in run["steps"] for row in step["rows"]]))
+    kept = ({name: row[name] for name in columns if name in row} for row in rows)
     method = name.split("_")[0] if file == "orpo_simpo_cpo" else file
     settings = {key: value for key, value in run["config"].items() if key in SETTINGS[method]}
     if settings.get("loss_type") == "conservative":
         settings["loss_type"] = "sigmoid"
-    given: dict[str, Any] = {
-        "method": method,
-        "model": {
-            "name": str(assets / "models/stories260K"),
-            "chat_template": str(oracles / "template.jinja"),
-        },
-        "data": [{"source": str(data), "format": "kto" if method == "kto" else "preference"}],
-        "batch": {"rows": 8, "micro_rows": 4, "max_length": 512},
-        "optim": {"lr": run["lr"], "warmup": 0, "schedule": "constant", "max_grad_norm": None},
-        "max_steps": len(run["steps"]),
-        "seed": SEED,
-        **settings,
-    }
     if "reference" in run:
-        given["reference"] = run["reference"]
+        settings["reference"] = run["reference"]
+    kind = "kto" if method == "kto" else "preference"
+    source = written(folder / "rows.jsonl", kept)
+    given = recipe_of(assets, method, source, kind, run, **settings)
     if run["policy"] != "full":
-        given["model"]["adapter"] = str(oracles / "adapter")
+        given["model"]["adapter"] = str(assets / "oracles/adapter")
         given["adapter"] = {"r": 4, "alpha": 8}
     return given, run

@@ -9,11 +9,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Finetune, Tiny, once, write_recipe
+from oracles import MODEL, recipe_of, slow_but, stored, texts
 from peft import PeftModel
+from preference import (
+    CUTS,
+    EXACT,
+    ROWS,
+    SEED,
+    SIZE,
+    assert_as_one_process,
+    assert_equal,
+    fields_of,
+    packed_and_alone,
+    pairs,
+    sequences,
+    steps_of,
+    train,
+    with_another_vocabulary,
+    written,
+)
 from safetensors.torch import load_file
-from test_backends import launch
-from test_dpo import pairs, steps_of, train
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,61 +45,54 @@ from finetune.errors import FinetuneError
 from finetune.runs.manifest import sha256
 from finetune.runs.run import Run
 
-SIZE, STEPS, SEED = 8, 3, 0
-EXACT = 1e-5
-"""Relative, in fp32: the same sums in another order."""
+
+@pytest.fixture(scope="session")
+def data(shared) -> Path:
+    rows = ({"messages": row["prompt"] + row["chosen"]} for row in pairs())
+    return once(shared / "methods/taught.jsonl", lambda path: written(path, rows))
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "own-cache"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("taught") / "rows.jsonl"
-    rows = ({"messages": row["prompt"] + row["chosen"]} for row in pairs(24))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def teacher(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def teacher(tiny, shared) -> Path:
     """A wider model than the student, whose tables have more rows."""
-    folder = tmp_path_factory.mktemp("teacher") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    config = LlamaConfig(
-        hidden_size=96, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=len(tokenizer) + 8, max_position_embeddings=256,
-        tie_word_embeddings=False, initializer_range=0.1, attention_dropout=0.0,
-    )  # fmt: skip
-    torch.manual_seed(9)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+
+    def make(folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+        config = LlamaConfig(
+            hidden_size=96, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=len(tokenizer) + 8, max_position_embeddings=256,
+            tie_word_embeddings=False, initializer_range=0.1, attention_dropout=0.0,
+        )  # fmt: skip
+        torch.manual_seed(9)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return once(shared / "methods/teacher", make)
 
 
 def fields(tiny: Tiny, data: Path, teacher: Path, **sections: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "method": "distill",
-        "model": {"name": str(tiny.model)},
-        "teacher": {"name": str(teacher)},
-        "data": [{"source": str(data), "format": "messages"}],
-        "batch": {"rows": SIZE, "micro_rows": SIZE, "max_length": 128},
-        "optim": {"lr": 1e-3, "warmup": 0, "schedule": "constant", "max_grad_norm": None},
-        "max_steps": STEPS,
-        "seed": SEED,
-    }
-    for name, value in sections.items():
-        merge = isinstance(base.get(name), dict) and isinstance(value, dict)
-        base[name] = base[name] | value if merge else value
-    return base
+    given = {"teacher": {"name": str(teacher)}} | sections
+    return fields_of("distill", tiny.model, data, "messages", **given)
 
 
-def assert_equal(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    assert len(found) == len(wanted)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine == pytest.approx(theirs, rel=EXACT)
+@pytest.fixture(scope="module")
+def whole(tiny, data, teacher, tmp_path_factory) -> Run:
+    """Two steps, each of eight rows at once."""
+    return train(tmp_path_factory.mktemp("whole") / "run", fields(tiny, data, teacher))
+
+
+def answers(tiny: Tiny) -> list[tuple[torch.Tensor, int]]:
+    """The ids of each row, and the place of its first label, in the order of the first step."""
+    given = [row[0] for row in sequences(tiny)]
+    chosen = rows_of_step(0, ROWS, SIZE, SEED)
+    return [(torch.tensor([given[row][0]]), given[row][1]) for row in chosen]
+
+
+def as_step(student: Any, loss: Any, **values: Any) -> dict[str, float]:
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters()])
+    values = {"loss": loss, "grad_norm": norm} | values
+    return {name: value.item() for name, value in values.items()}
 
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -93,65 +102,46 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+def kl(of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    return F.kl_div(to, of, log_target=True, reduction="sum")
+
+
 def expected(
-    tiny: Tiny,
-    teacher: Path,
-    settings: dict[str, Any],
-    nf4: BitsAndBytesConfig | None = None,
+    tiny: Tiny, teacher: Path, settings: dict[str, Any], nf4: BitsAndBytesConfig | None = None
 ) -> dict[str, float]:
     """The first step by the definition, on one sequence at a time and with all logits."""
     student = AutoModelForCausalLM.from_pretrained(tiny.model)
     other = AutoModelForCausalLM.from_pretrained(teacher, quantization_config=nf4).eval()
     if nf4 is not None:
         other = other.dequantize()
-    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     kind, beta = settings.get("loss_type", "forward_kl"), settings.get("beta", 0.5)
     temperature, weight = settings.get("temperature", 1.0), settings.get("ce_weight", 0.0)
     apart = nll = torch.zeros(())
     count = 0
-    for number in rows_of_step(0, 24, SIZE, SEED):
-        row = pairs(24)[number]
-        text = tokenizer.apply_chat_template(row["prompt"] + row["chosen"], tokenize=False)
-        prompt = tokenizer.apply_chat_template(
-            row["prompt"], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text.removesuffix("\n"))["input_ids"]
-        first = len(tokenizer(prompt)["input_ids"])
-        given = torch.tensor([ids])
+    for given, first in answers(tiny):
         mine = student(given).logits[0, first - 1 : -1]
         with torch.no_grad():
             theirs = other(given).logits[0, first - 1 : -1, : mine.shape[1]]
         q, p = (F.log_softmax(each / temperature, -1) for each in (mine, theirs))
         m = torch.log(beta * p.exp() + (1 - beta) * q.exp())
-        apart = (
-            apart
-            + {
-                "forward_kl": F.kl_div(q, p, log_target=True, reduction="sum"),
-                "reverse_kl": F.kl_div(p, q, log_target=True, reduction="sum"),
-                "jsd": beta * F.kl_div(m, p, log_target=True, reduction="sum")
-                + (1 - beta) * F.kl_div(m, q, log_target=True, reduction="sum"),
-            }[kind]
-        )
+        apart = apart + {
+            "forward_kl": kl(p, q), "reverse_kl": kl(q, p),
+            "jsd": beta * kl(p, m) + (1 - beta) * kl(q, m),
+        }[kind]  # fmt: skip
         nll = nll + F.cross_entropy(mine, given[0, first:], reduction="sum")
-        count += len(ids) - first
+        count += len(mine)
     loss = (apart + weight * nll) / count
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters()])
-    values = {"loss": loss, "grad_norm": norm, "divergence": apart / count, "nll": nll / count}
-    return {name: value.item() for name, value in values.items()}
+    return as_step(student, loss, divergence=apart / count, nll=nll / count)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_each_divergence_is_its_definition(
-    tiny: Tiny, data: Path, teacher: Path, tmp_path: Path, name: str
-) -> None:
-    run = train(tmp_path / "run", fields(tiny, data, teacher, **LOSSES[name], max_steps=1))
+def test_each_divergence_is_its_definition(tiny, data, teacher, tmp_path, whole, name):
+    given = fields(tiny, data, teacher, **LOSSES[name], max_steps=1)
+    run = train(tmp_path / "run", given) if LOSSES[name] else whole
     assert steps_of(run)[0] == pytest.approx(expected(tiny, teacher, LOSSES[name]), rel=EXACT)
 
 
-def test_a_quantised_teacher_teaches_what_plain_transformers_reads(
-    tiny: Tiny, data: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_a_quantised_teacher_teaches_what_plain_transformers_reads(tiny, data, teacher, tmp_path):
     given = fields(tiny, data, teacher, max_steps=1)
     given["teacher"]["quantization"] = "nf4"
     nf4 = BitsAndBytesConfig(
@@ -164,62 +154,36 @@ def test_a_quantised_teacher_teaches_what_plain_transformers_reads(
     assert abs(found["divergence"] / plain["divergence"] - 1) > 100 * EXACT
 
 
-CUTS: dict[str, dict[str, Any]] = {
-    "one at a time": {"micro_rows": 1, "padding_free": False},
-    "two, side by side": {"micro_rows": 2, "padding_free": True},
-    "by tokens, padded": {"micro_tokens": 300, "padding_free": False},
-}
-
-
-def test_a_step_does_not_depend_on_its_micro_batches(
-    tiny: Tiny, data: Path, teacher: Path, tmp_path: Path
-) -> None:
-    whole = train(tmp_path / "whole", fields(tiny, data, teacher))
+def test_a_step_does_not_depend_on_its_micro_batches(tiny, data, teacher, tmp_path, whole):
     for name, batch in CUTS.items():
         run = train(tmp_path / name, fields(tiny, data, teacher, batch=batch))
         assert_equal(steps_of(run), steps_of(whole))
-    assert_equal(*packed_and_alone(fields(tiny, data, teacher), tmp_path))
+    given = fields(tiny, data, teacher, batch={"max_length": 256})
+    assert_equal(*map(steps_of, packed_and_alone(given, tmp_path)))
 
 
 @pytest.mark.parametrize("adapter", [None, {"r": 4}], ids=["full", "lora"])
-def test_a_result_holds_nothing_of_the_teacher(
-    tiny: Tiny, data: Path, teacher: Path, tmp_path: Path, adapter: Any
-) -> None:
-    run = train(tmp_path / "run", fields(tiny, data, teacher, adapter=adapter))
+def test_a_result_holds_nothing_of_the_teacher(tiny, data, teacher, tmp_path, whole, adapter):
+    lora = fields(tiny, data, teacher, adapter=adapter, max_steps=1)
+    run = train(tmp_path / "run", lora) if adapter else whole
     for path in run.root.rglob("*.safetensors"):
         assert not [name for name in load_file(path) if "teacher" in name]
     model = ft.load(run).model
     assert not [name for name, _ in model.named_modules() if "teacher" in name]
 
 
-@pytest.mark.parametrize(
-    ("backend", "sections"),
-    [
-        pytest.param(backend, sections, id=f"{backend}-{name}", marks=pytest.mark.slow)
-        for backend in ("ddp", "fsdp_full_shard", "zero2", "zero3")
-        for name, sections in (
-            ("full", {"batch": {"micro_rows": 1}, "loss_type": "jsd"}),
-            ("lora", {"adapter": {"r": 4}, "batch": {"micro_rows": 2, "padding_free": False}}),
-        )
-    ],
-)
-def test_backends_train_as_one_process_does(
-    tiny: Tiny, data: Path, teacher: Path, finetune: Finetune, tmp_path: Path, backend: str,
-    sections: Any,
-) -> None:  # fmt: skip
-    given = fields(tiny, data, teacher, **sections)
-    alone = train(tmp_path / "alone", given)
-    launch(finetune, write_recipe(tmp_path / "r.json", given), backend, tmp_path / backend)
-    assert_equal(steps_of(Run(tmp_path / backend)), steps_of(alone))
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_backends_train_as_one_process_does(tiny, data, teacher, run_of, backend, kind):
+    sections: dict[str, Any] = {"batch": {"micro_rows": 1}, "loss_type": "jsd"}
+    if kind == "lora":
+        sections = {"adapter": {"r": 4}, "batch": {"micro_rows": 2, "padding_free": False}}
+    assert_as_one_process(run_of, backend, fields(tiny, data, teacher, **sections))
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_by_name(
-    tiny: Tiny, data: Path, teacher: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(teacher, other)
-    text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(text.replace('"<|im_start|>"', '"<|begin|>"'))
+def test_a_teacher_with_another_vocabulary_is_refused_by_name(tiny, data, teacher, tmp_path):
+    other = with_another_vocabulary(teacher, tmp_path / "other")
     message = (
         r"teacher.name: '.*other' has another vocabulary: 1 of .* ids differ \(1 is "
         r"'<\|im_start\|>' for the student and '<\|begin\|>' for the teacher\)"
@@ -228,9 +192,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_name(
         train(tmp_path / "run", fields(tiny, data, other))
 
 
-def test_a_teacher_that_cannot_teach_is_refused_by_its_own_name(
-    tiny: Tiny, data: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_a_teacher_that_cannot_teach_is_refused_by_its_own_name(tiny, data, teacher, tmp_path):
     """It has too few rows, a weight that is not a number, or no weights."""
     model = AutoModelForCausalLM.from_pretrained(teacher)
     told = {
@@ -258,9 +220,7 @@ def test_a_teacher_that_cannot_teach_is_refused_by_its_own_name(
         ({"beta": 0.2}, "`beta` belongs to loss_type jsd"),
     ],
 )
-def test_fields_that_do_not_apply_are_refused(
-    tiny: Tiny, data: Path, teacher: Path, changed: dict[str, Any], message: str
-) -> None:
+def test_fields_that_do_not_apply_are_refused(tiny, data, teacher, changed, message):
     with pytest.raises(FinetuneError, match=message):
         catalog.from_fields(fields(tiny, data, teacher) | changed)
 
@@ -274,41 +234,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "forward_kl_temperature2": {"temperature": 2.0},
     "jsd0.1": {"loss_type": "jsd", "beta": 0.1},
 }
-EVERY_DAY = ("jsd0.1",)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in PUBLISHED]
-)
-def test_training_reproduces_published_values(assets: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", slow_but(("jsd0.1",), PUBLISHED))
+def test_training_reproduces_published_values(tiny, data, teacher, assets, tmp_path, name):
     """A computation on single sequences, checked against TRL; both agree to 1e-6."""
-    oracles = assets / "oracles"
-    if not oracles.is_dir():
-        pytest.skip("no published values among the assets")
-    published = json.loads((oracles / "distillation.json").read_text())
-    texts = {e["row"]: e for e in json.loads((oracles / "pairs.json").read_text())["rows"]}
-    base = assets / "models/stories260K"
-    merged = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), oracles / "adapter"
-    ).merge_and_unload()  # type: ignore[operator]
+    published = stored(assets, "distillation")
+    base, of_row = assets / MODEL, texts(assets)
+    student = AutoModelForCausalLM.from_pretrained(base)
+    merged = PeftModel.from_pretrained(student, assets / "oracles/adapter").merge_and_unload()  # type: ignore[operator]
     merged.save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "teacher")
-    rows = [texts[each["row"]] for each in published["rows"]]
-    source = tmp_path / "rows.jsonl"
-    source.write_text(
-        "".join(json.dumps({"messages": row["prompt"] + row["chosen"]}) + "\n" for row in rows)
-    )
-    given = {
-        "method": "distill",
-        "model": {"name": str(base), "chat_template": str(oracles / "template.jinja")},
-        "teacher": {"name": str(tmp_path / "teacher")},
-        "data": [{"source": str(source), "format": "messages"}],
-        "batch": {"rows": 8, "micro_rows": 4, "max_length": 512},
-        "optim": {"warmup": 0, "schedule": "constant", "max_grad_norm": None},
-        "train_on": "completion",
-        "max_steps": 1,
-        **PUBLISHED[name],
-    }
+    rows = (of_row[each["row"]] for each in published["rows"])
+    messages = ({"messages": row["prompt"] + row["chosen"]} for row in rows)
+    source = written(tmp_path / "rows.jsonl", messages)
+    given = recipe_of(
+        assets, "distill", source, "messages", {"lr": 1e-3, "steps": [0]},
+        teacher={"name": str(tmp_path / "teacher")}, train_on="completion", **PUBLISHED[name],
+    )  # fmt: skip
     (found,) = steps_of(train(tmp_path / "run", given))
     wanted = published["runs"][name]
     assert found["loss"] == pytest.approx(wanted["loss_per_token"], rel=1e-4)
@@ -318,7 +261,7 @@ def test_training_reproduces_published_values(assets: Path, tmp_path: Path, name
 # A teacher whose log-probabilities are stored.
 
 
-def stored(finetune: Finetune, given: dict[str, Any], place: Path, top_k: int) -> dict[str, Any]:
+def taught(finetune: Finetune, given: dict[str, Any], place: Path, top_k: int) -> dict[str, Any]:
     """The recipe with a folder that `finetune teach` wrote instead of its teacher."""
     recipe = write_recipe(place.with_suffix(".json"), given)
     done = finetune("teach", recipe, "--output", place, "--top-k", top_k)
@@ -327,30 +270,33 @@ def stored(finetune: Finetune, given: dict[str, Any], place: Path, top_k: int) -
 
 
 def test_stored_log_probabilities_teach_as_the_teacher_does(
-    tiny: Tiny, data: Path, teacher: Path, finetune: Finetune, tmp_path: Path
-) -> None:
+    tiny, data, teacher, finetune, tmp_path, whole
+):
     """All of them, in fp16; and the likeliest with the rest as one, by the definition."""
     vocabulary = len(AutoTokenizer.from_pretrained(tiny.model))
-    live = fields(tiny, data, teacher)
-    whole = stored(finetune, live, tmp_path / "whole", vocabulary)
-    (first, *_), (wanted, *_) = (
-        steps_of(train(tmp_path / name, each)) for name, each in (("stored", whole), ("live", live))
-    )
-    assert first == pytest.approx(wanted, rel=2e-3)  # fp16: 11 bits
-    jsd = fields(tiny, data, teacher, loss_type="jsd", beta=0.2, max_steps=1)
-    few = stored(finetune, jsd, tmp_path / "few", 5)
+    live = fields(tiny, data, teacher, max_steps=1)
+    every = taught(finetune, live, tmp_path / "whole", vocabulary)
+    (first,) = steps_of(train(tmp_path / "stored", every))
+    assert first == pytest.approx(steps_of(whole)[0], rel=2e-3)  # fp16: 11 bits
+    few = taught(finetune, live | {"loss_type": "jsd", "beta": 0.2}, tmp_path / "few", 5)
+    wanted = expected_of_few(tiny, tmp_path / "few")
     for name, batch in CUTS.items():
         run = train(tmp_path / name, few | {"batch": few["batch"] | batch})
-        assert_equal(steps_of(run), [expected_of_few(tiny, Path(few["teacher_logps"]))])
-    assert_equal(*packed_and_alone(few, tmp_path))
-    other = few | {"data": [few["data"][0] | {"first": 20}]}
-    with pytest.raises(FinetuneError, match="was made for other rows, or other trained tokens"):
-        train(tmp_path / "other", other)
-    with pytest.raises(FinetuneError, match=r"at temperature 1\.0, and the recipe has 2\.0"):
-        train(tmp_path / "warm", few | {"temperature": 2.0})
-    for place, told in written_wrongly(tmp_path / "few").items():
-        with pytest.raises(FinetuneError, match=f"teacher_logps: {place}: .*{told}"):
-            train(tmp_path / "run", few | {"teacher_logps": place})
+        assert_equal(steps_of(run), [wanted])
+    longer = few | {"batch": few["batch"] | {"max_length": 256}}
+    assert_equal(*map(steps_of, packed_and_alone(longer, tmp_path)))
+    wrong = {
+        "was made for other rows, or other trained tokens": {
+            "data": [few["data"][0] | {"first": 20}]
+        },
+        r"at temperature 1\.0, and the recipe has 2\.0": {"temperature": 2.0},
+    } | {
+        f"teacher_logps: {place}: .*{told}": {"teacher_logps": place}
+        for place, told in written_wrongly(tmp_path / "few").items()
+    }
+    for message, changed in wrong.items():
+        with pytest.raises(FinetuneError, match=message):
+            train(tmp_path / "refused", few | changed)
     damaged = bytearray((tmp_path / "few/logps.npy").read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "few/logps.npy").write_bytes(damaged)
@@ -359,11 +305,11 @@ def test_stored_log_probabilities_teach_as_the_teacher_does(
 
 
 def test_log_probabilities_beyond_fp16_are_stored_as_the_least(
-    tiny: Tiny, data: Path, teacher: Path, finetune: Finetune, tmp_path: Path
-) -> None:
+    tiny, data, teacher, finetune, tmp_path
+):
     """At a temperature of 1e-5 one token has probability 1."""
     given = fields(tiny, data, teacher, temperature=1e-5, max_steps=1)
-    cold = stored(finetune, given, tmp_path / "cold", 5)
+    cold = taught(finetune, given, tmp_path / "cold", 5)
     logps = np.load(tmp_path / "cold/logps.npy")
     assert logps.min() == -100
     assert (logps[:, 0] == 0).mean() > 0.9
@@ -395,49 +341,23 @@ def written_wrongly(folder: Path) -> dict[str, str]:
     return told
 
 
-def packed_and_alone(given: dict[str, Any], folder: Path) -> list[list[dict[str, float]]]:
-    """Steps of all rows, in packs and one by one."""
-    packing = {"packing": True, "rows": 1, "micro_rows": 1, "max_length": 256}
-    probe = train(folder / "probe", given | {"batch": packing})
-    packs = json.loads(probe.data.read_text())["train"]["rows"]
-    assert packs < 24
-    batches = (packing | {"rows": packs}, {"rows": 24, "micro_rows": 4, "max_length": 256})
-    return [
-        steps_of(train(folder / f"all {number}", given | {"batch": batch}))
-        for number, batch in enumerate(batches)
-    ]
-
-
 def expected_of_few(tiny: Tiny, folder: Path) -> dict[str, float]:
     """The first step with k + 1 classes, on one sequence at a time."""
     student = AutoModelForCausalLM.from_pretrained(tiny.model)
-    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     known, shares = (torch.from_numpy(np.load(folder / n)) for n in ("ids.npy", "logps.npy"))
-    sequences, at = [], 0
-    for row in pairs(24):
-        text = tokenizer.apply_chat_template(row["prompt"] + row["chosen"], tokenize=False)
-        prompt = tokenizer.apply_chat_template(
-            row["prompt"], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text.removesuffix("\n"))["input_ids"]
-        first = len(tokenizer(prompt)["input_ids"])
-        labels = slice(at, at + len(ids) - first)
-        at = labels.stop
-        sequences.append((torch.tensor([ids]), first, labels))
-    assert at == len(known)
+    labels = [len(ids) - first for (ids, first), _ in sequences(tiny)]
+    assert sum(labels) == len(known)
+    rows = rows_of_step(0, ROWS, SIZE, SEED)
     apart, nll, count = torch.zeros(()), torch.zeros(()), 0
-    for number in rows_of_step(0, 24, SIZE, SEED):
-        given, first, labels = sequences[number]
+    for row, (given, first) in zip(rows, answers(tiny), strict=True):
+        at = slice(sum(labels[:row]), sum(labels[: row + 1]))
         logits = student(given).logits[0, first - 1 : -1]
-        q = logits.softmax(-1).gather(1, known[labels].long())
-        q, p = torch.cat([q, 1 - q.sum(1, keepdim=True)], 1), shares[labels].float().exp()
+        q = logits.softmax(-1).gather(1, known[at].long())
+        q, p = torch.cat([q, 1 - q.sum(1, keepdim=True)], 1), shares[at].float().exp()
         assert (p.sum(1) - 1).abs().max() < 4e-3
         m = 0.2 * p + 0.8 * q
         apart = apart + (0.2 * p * (p / m).log() + 0.8 * q * (q / m).log()).sum()
         nll = nll + F.cross_entropy(logits, given[0, first:], reduction="sum")
         count += len(p)
     loss = apart / count
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters()])
-    values = {"loss": loss, "grad_norm": norm, "divergence": loss, "nll": nll / count}
-    return {name: value.item() for name, value in values.items()}
+    return as_step(student, loss, divergence=loss, nll=nll / count)

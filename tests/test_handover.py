@@ -2,13 +2,14 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import write_recipe
 from peft import AutoPeftModelForCausalLM
+from preference import merged, written
 from safetensors.torch import load_file, save_file
 from tiny_run import (
     CHATML,
@@ -23,16 +24,9 @@ from tiny_run import (
     tiny_llama,
     trained_adapter,
 )
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.chat_template_utils import render_jinja_template
 
-import finetune as ft
-from finetune import catalog
 from finetune.checkpoints import pretrained
 from finetune.checkpoints.handover import base_reference, saved_tokenizer, without_generation_tags
 from finetune.exporters.export import export
@@ -45,27 +39,34 @@ ANSWER = "ok."
 END, TURN_END = 256, 259  # `<|end|>`, the tokenizer's eos, and `<|im_end|>`, that of the template
 
 
-def conversations(folder: Path, rows: int = 4) -> Path:
+def fields(folder: Path, base: Path, **sections: Any) -> dict[str, Any]:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ANSWER}]
-    path = folder / "rows.jsonl"
-    path.write_text((json.dumps({"messages": turns}) + "\n") * rows)
-    return path
-
-
-def train(tmp: Path, base: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> Run:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp / "cache"))
-    fields: dict[str, Any] = {
-        "method": "sft",
-        "model": {"name": str(base)},
-        "data": [{"source": str(conversations(tmp)), "format": "messages"}],
+    rows = written(folder / "rows.jsonl", [{"messages": turns}] * 4)
+    given: dict[str, Any] = {
+        "method": "sft", "model": {"name": str(base)}, "max_steps": 1,
+        "data": [{"source": str(rows), "format": "messages"}],
         "batch": {"rows": 2, "micro_rows": 1, "max_length": 64},
         "optim": {"lr": 1e-2, "schedule": "constant", "warmup": 0},
-        "max_steps": 1,
+    }  # fmt: skip
+    return merged(given, sections)
+
+
+@pytest.fixture
+def trained(train, tmp_path) -> Callable[..., Run]:
+    """A run that starts from the base in tmp_path/base."""
+    base = tmp_path / "base"
+    return lambda **sections: train(fields=fields(tmp_path, base, **sections))
+
+
+def assert_as_written(folder: Path, base: Path) -> dict[str, torch.Tensor]:
+    """The names, shapes and types are those of the base, and its biases unchanged."""
+    found, given = (load_file(each / "model.safetensors") for each in (folder, base))
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
+        n: (t.shape, t.dtype) for n, t in given.items()
     }
-    for name, value in sections.items():
-        old = fields.get(name)
-        fields[name] = old | value if isinstance(old, dict) else value
-    return ft.train(catalog.from_fields(fields), precision="fp32", output=tmp / "run")
+    biases = [name for name in found if name.endswith("correction_bias")]
+    assert all(torch.equal(found[name], given[name]) for name in biases)
+    return {name: found[name] for name in biases}
 
 
 def modes(folder: Path) -> set[int]:
@@ -83,12 +84,11 @@ TEMPLATE = CHATML.replace(
 
 
 @pytest.mark.parametrize("adapter", [None, {"r": 8}], ids=["all weights", "lora"])
-def test_plain_transformers_stops_where_the_trained_answer_ends(tmp_path, monkeypatch, adapter):
-    base = save_base(tiny_llama(), tmp_path / "base")
+def test_plain_transformers_stops_where_the_trained_answer_ends(tmp_path, trained, adapter):
+    save_base(tiny_llama(), tmp_path / "base")
     before = os.umask(0o027)
     try:
-        sections = {"adapter": adapter} if adapter else {}
-        run = train(tmp_path, base, monkeypatch, **sections, max_steps=25)
+        run = trained(adapter=adapter, max_steps=25)
         exports = {"final": run.final, "plain": export(run, tmp_path / "plain")}
         if adapter:
             exports["merged"] = export(run, tmp_path / "merged", merge=True)
@@ -127,14 +127,18 @@ def said(model: Any, folder: Path, **more: Any) -> str:
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
 
-def test_rows_that_end_with_the_eos_stop_at_it_and_at_the_end_of_a_turn(tmp_path, monkeypatch):
-    base = save_base(tiny_llama(), tmp_path / "base")
-    rows = tmp_path / "pairs.jsonl"
-    rows.write_text(json.dumps({"prompt": "a", "completion": " b"}) + "\n")
+def test_rows_that_end_with_the_eos_stop_at_it_and_at_the_end_of_a_turn(tmp_path, trained):
+    save_base(tiny_llama(), tmp_path / "base")
+    rows = written(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": " b"}])
     data = [{"source": str(rows), "format": "prompt_completion"}]
-    run = train(tmp_path, base, monkeypatch, data=data, batch={"rows": 1})
+    run = trained(data=data, batch={"rows": 1})
     assert GenerationConfig.from_pretrained(run.final).eos_token_id == [END, TURN_END]
     assert AutoTokenizer.from_pretrained(run.final).eos_token == "<|end|>"
+
+
+def rendered(messages: list[dict[str, str]], template: str, header: bool = False) -> str:
+    texts = render_jinja_template([messages], chat_template=template, add_generation_prompt=header)
+    return texts[0][0]
 
 
 def test_training_tags_are_removed_from_an_exported_template(tmp_path):
@@ -146,11 +150,7 @@ def test_training_tags_are_removed_from_an_exported_template(tmp_path):
     assert "generation %}" not in template
     asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     for header in (False, True):
-        texts = [
-            render_jinja_template([asked], chat_template=each, add_generation_prompt=header)[0]
-            for each in (TEMPLATE, template)
-        ]
-        assert texts[0] == texts[1]
+        assert rendered(asked, template, header) == rendered(asked, TEMPLATE, header)
 
 
 def test_named_templates_lose_their_training_tags_too():
@@ -169,12 +169,8 @@ def test_a_template_without_tags_writes_the_same_spaces(opening, closing):
     template = f"{{% for m in messages %}}\n  {opening}\n  {{{{ m.role }}}} \n {closing}\n\n x\n"
     template += "{% endfor %}"
     stripped = without_generation_tags(template)
-    texts = [
-        render_jinja_template([[{"role": "user"}]], chat_template=each)[0]
-        for each in (template, stripped)
-    ]
     assert "generation" not in stripped
-    assert texts[0] == texts[1]
+    assert rendered([{"role": "user"}], stripped) == rendered([{"role": "user"}], template)
 
 
 # --- every tensor ------------------------------------------------------------------------------
@@ -202,25 +198,8 @@ def tiny(kind: str, folder: Path | None = None, **fields: Any) -> torch.nn.Modul
     return model
 
 
-def test_a_result_has_every_tensor_that_save_pretrained_writes(tmp_path, monkeypatch):
-    base = tmp_path / "base"
-    tiny("deepseek_v3", base, **LATENT)
-    run = train(tmp_path, base, monkeypatch)
-    given = load_file(base / "model.safetensors")
-    plain = export(run, tmp_path / "plain")
-    for folder in (run.final, run.checkpoint(1) / "model", plain):
-        found = load_file(folder / "model.safetensors")
-        assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
-            n: (t.shape, t.dtype) for n, t in given.items()
-        }
-        biases = [name for name in found if name.endswith("correction_bias")]
-        assert len(biases) == 2
-        assert all(torch.equal(found[name], given[name]) for name in biases)
-    trained = load(run).model
-    assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(trained)) == 0
-
-
 WRITTEN = {
+    "deepseek_v3": LATENT,  # with buffers
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},  # transposed, and tied
     "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},  # experts in one tensor
     "mamba": {"state_size": 4, "time_step_rank": 4, "tie_word_embeddings": True},
@@ -228,74 +207,52 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_a_result_is_written_in_the_names_and_shapes_of_its_base(tmp_path, monkeypatch, kind):
+def test_a_result_has_every_tensor_that_save_pretrained_writes(tmp_path, trained, kind):
+    """In the names and shapes of its base."""
     base = tmp_path / "base"
     tiny(kind, base, **WRITTEN[kind])
-    model = {"attention": "eager"} if kind == "mamba" else {}
-    run = train(tmp_path, base, monkeypatch, kernels={"head": "whole"}, model=model)
-    given = load_file(base / "model.safetensors")
-    found = load_file(run.final / "model.safetensors")
-    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
-        n: (t.shape, t.dtype) for n, t in given.items()
-    }
-    trained = load(run).model
-    assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(trained)) == 0
+    sections: dict[str, Any] = {"kernels": {"head": "whole"}} if kind != "deepseek_v3" else {}
+    run = trained(**sections, model={"attention": "eager"} if kind == "mamba" else {})
+    for folder in (run.final, run.checkpoint(1) / "model", export(run, tmp_path / "plain")):
+        assert len(assert_as_written(folder, base)) == (2 if kind == "deepseek_v3" else 0)
+    model = load(run).model
+    assert relative(logits(AutoModelForCausalLM.from_pretrained(run.final)), logits(model)) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "precision"), [("fsdp_full_shard", "fp32"), ("zero2", "bf16"), ("zero3", "bf16")]
 )
-def test_the_result_of_a_sharded_run_has_every_tensor_too(tmp_path, finetune, backend, precision):
+def test_the_result_of_a_sharded_run_has_every_tensor_too(tmp_path, run_of, backend, precision):
     base = tmp_path / "base"
     model = tiny("deepseek_v3", base, **LATENT)
     if precision == "bf16":  # as published: weights in bf16, what routes the experts in fp32
         pretrained.cast(model, torch.bfloat16)
         model.save_pretrained(base)
-    recipe = write_recipe(tmp_path / "recipe.json", {
-        "method": "sft",
-        "model": {"name": str(base)},
-        "data": [{"source": str(conversations(tmp_path)), "format": "messages"}],
-        "batch": {"rows": 2, "micro_rows": 1, "max_length": 64},
-        "optim": {"lr": 1e-2},
-        "max_steps": 1,
-    })  # fmt: skip
-    words = ("--backend", backend, "--processes", "2", "--precision", precision)
-    done = finetune("launch", recipe, *words, "--output", tmp_path / "run")
-    assert done.status == 0, done.output
-    given = load_file(base / "model.safetensors")
-    found = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
-        n: (t.shape, t.dtype) for n, t in given.items()
-    }
-    biases = [name for name in found if name.endswith("correction_bias")]
-    assert all(torch.equal(found[name], given[name]) for name in biases)
-    generation = GenerationConfig.from_pretrained(tmp_path / "run" / "final")
+    run = run_of(backend, "--precision", precision, fields=fields(tmp_path, base))
+    assert_as_written(run.final, base)
+    generation = GenerationConfig.from_pretrained(run.final)
     assert generation.eos_token_id == [END, TURN_END]
 
 
-def test_experts_from_scratch_are_written_as_the_hub_has_them(tmp_path, monkeypatch):
+def test_experts_from_scratch_are_written_as_the_hub_has_them(tmp_path, trained):
     plain = tiny("qwen3_moe", tmp_path / "plain", **EXPERTS)
     config = {**plain.config.to_diff_dict(), "model_type": "qwen3_moe"}
     model = {"name": None, "config": config, "tokenizer": str(tmp_path / "plain")}
-    run = train(tmp_path, tmp_path / "plain", monkeypatch, model=model)
-    found = load_file(run.final / "model.safetensors")
+    found = load_file(trained(model=model).final / "model.safetensors")
     assert found.keys() == load_file(tmp_path / "plain" / "model.safetensors").keys()
     assert "model.layers.0.mlp.experts.0.gate_proj.weight" in found
 
 
-def test_a_router_trained_whole_is_exported_with_its_buffer(tmp_path, monkeypatch):
-    base = tmp_path / "base"
-    tiny("deepseek_v3", base, **LATENT)
+def test_a_router_trained_whole_is_exported_with_its_buffer(tmp_path, trained):
+    tiny("deepseek_v3", tmp_path / "base", **LATENT)
     adapter = {"r": 2, "targets": ["q_a_proj"], "modules_to_save": ["mlp.gate"]}
-    run = train(tmp_path, base, monkeypatch, adapter=adapter)
-    merged = load_file(export(run, tmp_path / "merged", merge=True) / "model.safetensors")
-    given = load_file(base / "model.safetensors")
+    folder = export(trained(adapter=adapter), tmp_path / "merged", merge=True)
+    merged, given = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "base"))
     assert merged.keys() == given.keys()
-    name = "model.layers.0.mlp.gate.e_score_correction_bias"
-    assert torch.equal(merged[name], given[name])
-    assert not torch.equal(merged["model.layers.0.mlp.gate.weight"],
-                           given["model.layers.0.mlp.gate.weight"])  # fmt: skip
+    gate = "model.layers.0.mlp.gate"
+    for name, same in ((f"{gate}.e_score_correction_bias", True), (f"{gate}.weight", False)):
+        assert torch.equal(merged[name], given[name]) == same
 
 
 KINDS = {
@@ -305,9 +262,7 @@ KINDS = {
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
     "mamba": {"state_size": 4, "time_step_rank": 4},
 }
-TARGETS = {
-    "bloom": ["query_key_value"], "mamba": ["in_proj", "x_proj"],
-}  # fmt: skip
+TARGETS = {"bloom": ["query_key_value"], "mamba": ["in_proj", "x_proj"]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -360,7 +315,7 @@ def test_the_tokenizer_keeps_its_eos_where_the_template_writes_it(tmp_path):
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [END, TURN_END]
 
 
-def test_a_model_with_code_of_its_own_is_handed_over_with_that_code(tmp_path, monkeypatch):
+def test_a_model_with_code_of_its_own_is_handed_over_with_that_code(tmp_path, trained):
     base = save_base(tiny_llama(), tmp_path / "base")
     (base / "modeling_tiny.py").write_text(
         "import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
@@ -377,8 +332,7 @@ def test_a_model_with_code_of_its_own_is_handed_over_with_that_code(tmp_path, mo
     config["model_type"] = "tiny_of_its_own"
     config["auto_map"] = {auto: f"modeling_tiny.{name}" for auto, name in classes.items()}
     (base / "config.json").write_text(json.dumps(config))
-    model = {"trust_remote_code": True}
-    run = train(tmp_path, base, monkeypatch, model=model)
+    run = trained(model={"trust_remote_code": True})
     for folder in (run.final, export(run, tmp_path / "out")):
         assert (folder / "modeling_tiny.py").is_file()
         loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)

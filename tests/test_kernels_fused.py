@@ -2,17 +2,26 @@
 
 import copy
 import operator
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT
-from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_distance
+from families import (
+    FAMILIES,
+    FP32,
+    adapt,
+    assert_as_near_to_fp32,
+    assert_same_step,
+    build,
+    distance,
+    in_bf16,
+    step,
+    whole_distance,
+)
 from torch import nn
 
 from finetune import SFT, Data, Model, backend
@@ -22,10 +31,6 @@ from finetune.models.model import FUSED, kernel_notes
 from finetune.planner import plan
 from finetune.planner.kernels import LOGITS, choices
 
-FP32 = 2e-6
-"""Relative, of a loss and of the whole gradient: sums in another order move the seventh digit."""
-BF16 = 4e-3
-"""Relative, of a loss: bf16 keeps 8 bits, 0.4 %."""
 AS_EXACT = 1.3
 """Most that gradients in bf16 may be farther from fp32 than those of transformers in bf16 are."""
 OPTIONS = {name: (fuse, kind) for name, (fuse, kind, _) in FUSED.items()}
@@ -34,13 +39,6 @@ ABSENT = {("mixtral", "activation")}
 CASES = [(kind, option) for kind in FAMILIES for option in OPTIONS if (kind, option) not in ABSENT]
 
 Fuse = Callable[[nn.Module], None]
-
-
-def step(model: nn.Module, autocast: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(**inputs()).loss
-    loss.backward()
-    return loss.item(), gradients(model)
 
 
 def fused(plain: nn.Module, option: str) -> nn.Module:
@@ -83,29 +81,21 @@ def test_parts_without_fused_kernels_are_reported() -> None:
     ]
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
+ADAPTED = pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
+
+
+@ADAPTED
 @pytest.mark.parametrize(("kind", "option"), CASES)
-def test_a_option_gives_the_loss_and_the_gradients_of_transformers(
-    kind: str, option: str, adapted: bool
-) -> None:
+def test_a_option_gives_the_loss_and_the_gradients_of_transformers(kind, option, adapted):
     plain = adapt(build(kind)) if adapted else build(kind)
-    expected, by_plain = step(copy.deepcopy(plain))
-    loss, by_ours = step(fused(plain, option))
-    assert loss == pytest.approx(expected, rel=FP32)
-    assert whole_distance(by_ours, by_plain) < FP32
+    assert_same_step(fused(plain, option), plain)
 
 
 @pytest.mark.parametrize(("kind", "option"), CASES)
-def test_a_option_in_bf16_is_as_near_to_fp32_as_transformers(kind: str, option: str) -> None:
-    # Every expert: a rounded score would choose others.
-    every = {"num_experts_per_tok": 4} if kind == "mixtral" else {}
-    plain = adapt(build(kind, torch.bfloat16, **every))
-    exact, by_exact = step(copy.deepcopy(plain).float())
-    loss, by_ours = step(fused(plain, option), autocast=True)
-    _, by_plain = step(plain, autocast=True)
-    assert loss == pytest.approx(exact, rel=BF16)
-    measure, most = (distance, 1.2) if option == "norm" else (whole_distance, AS_EXACT)
-    assert measure(by_ours, by_exact) < most * measure(by_plain, by_exact)
+def test_a_option_in_bf16_is_as_near_to_fp32_as_transformers(kind, option):
+    plain = in_bf16(kind)
+    most, measure = (1.2, distance) if option == "norm" else (AS_EXACT, whole_distance)
+    assert_as_near_to_fp32(fused(plain, option), plain, most, measure)
 
 
 OTHERS = [(kind, option) for kind in ("qwen2", "granite", "gemma", "smollm3") for option in OPTIONS]
@@ -133,19 +123,16 @@ def kept(work: Callable[[], object]) -> list[int]:
     return found
 
 
-def test_a_norm_keeps_its_input_and_a_number_a_row() -> None:
+def test_a_norm_keeps_its_input_and_a_number_a_row_and_a_gated_unit_gate_and_up():
     layer = build("llama").model.norm
     given = torch.randn(2, 5, 64, requires_grad=True)
     norm.fuse_norms(nn.ModuleList([layer]))
     assert kept(lambda: layer(given)) == [2 * 5 * 64, 2 * 5, 64]
-
-
-def test_a_gated_unit_keeps_gate_and_up() -> None:
     gate, up = (torch.randn(2, 5, 96, requires_grad=True) for _ in range(2))
     assert kept(lambda: activation.GatedUnit.apply(gate, up, False)) == [2 * 5 * 96] * 2
 
 
-def test_a_rotation_keeps_the_tables_and_leaves_those_of_others_alone() -> None:
+def test_a_rotation_keeps_the_tables_and_leaves_those_of_others_alone():
     query, key = (torch.randn(2, heads, 5, 16, requires_grad=True) for heads in (4, 2))
     tables = torch.randn(1, 5, 16), torch.randn(1, 5, 16)
     assert kept(lambda: rotary.rotate(query, key, *tables)) == [5 * 16] * 2
@@ -185,13 +172,10 @@ def check_chain(chain: chains.Chain, dtype: torch.dtype, *given: object) -> None
         found, expected = chain.in_c(*inputs), chain.eager(*exact)
         assert found is not None
         # One rounding to 8 bits, or 24; the norm rounds twice, as that of transformers does.
-        close = (
-            {"rtol": 1e-2, "atol": 1e-2}
-            if dtype == torch.bfloat16
-            else {"rtol": 2e-5, "atol": 2e-6}
-        )
-        torch.testing.assert_close(found, expected, check_dtype=False, **close)
-        torch.testing.assert_close(inputs, exact, check_dtype=False, **close)  # what was written
+        rtol, atol = (1e-2, 1e-2) if dtype == torch.bfloat16 else (2e-5, 2e-6)
+        close = {"rtol": rtol, "atol": atol, "check_dtype": False}
+        torch.testing.assert_close(found, expected, **close)
+        torch.testing.assert_close(inputs, exact, **close)  # what was written
 
 
 @needs_compiler
@@ -204,21 +188,17 @@ def test_chains_in_c_compute_the_same(dtype: torch.dtype, width: int) -> None:
     weight, inverse = torch.randn(width), torch.rand(ROWS, 1) + 0.5
     heads, tables = torch.randn(ROWS, 4, 16), [torch.randn(ROWS, 1, 16) for _ in range(2)]
     targets, bias = torch.randint(0, width, (ROWS,)), torch.randn(width)
-    for gemma in (False, True):
-        check_chain(norm.normed, dtype, first, weight, 1e-5, gemma)
-        check_chain(norm.normed, dtype, apart[1], weight, 1e-5, gemma)
-        check_chain(
-            norm.norm_gradients, dtype, first, apart[0], inverse, weight, gemma, True, False
-        )
-    for tanh in (False, True):
-        check_chain(activation.gated, dtype, first, second, tanh)
-        check_chain(activation.gated, dtype, *apart[:2], tanh)
-        check_chain(activation.gated_gradients, dtype, first, second, third, tanh)
-        check_chain(activation.gated_gradients, dtype, *apart, tanh)
     check_chain(rotary.rotated, dtype, heads, heads[:, :2], *tables)
-    for wanted in (False, True):
-        check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, None, 1.0, None, wanted)
-        check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, bias, 0.3, 3.0, wanted)
+    for flag in (False, True):  # of Gemma; of tanh; and whether there is a gradient
+        for rows in (first, apart[1]):
+            check_chain(norm.normed, dtype, rows, weight, 1e-5, flag)
+        given = first, apart[0], inverse, weight, flag
+        check_chain(norm.norm_gradients, dtype, *given, True, False)
+        for gate, up, grad in ((first, second, third), apart):
+            check_chain(activation.gated, dtype, gate, up, flag)
+            check_chain(activation.gated_gradients, dtype, gate, up, grad, flag)
+        check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, None, 1.0, None, flag)
+        check_chain(chunked_loss.tile_loss, dtype, first * 9, targets, bias, 0.3, 3.0, flag)
     # Without the gradient, the eager twin uses up the logits and the C leaves them.
     for given in ((None, 1.0, None), (bias, 0.3, 3.0)):
         logits = 3 * first
@@ -287,23 +267,20 @@ def test_several_threads_compute_the_same_bits() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_nan_inputs_stay_nan(wrong: float) -> None:
+def test_nan_inputs_stay_nan(wrong):
     """The loop takes no step on it: no chain may hide it."""
     for dtype in (torch.float32, torch.bfloat16):
         given = torch.randn(3, 64).to(dtype)
         given[1, 5] = wrong
-        others = torch.ones(3, 64, dtype=dtype)
-        found = (
+        others, targets = torch.ones(3, 64, dtype=dtype), torch.ones(3, dtype=torch.int64)
+        for found in (
             native.normed(given, others[0], 1e-5, False),
             native.gated(given, others, False),
             native.gated(others, given, False),
-            native.tile_loss(
-                given.clone(), torch.ones(3, dtype=torch.int64), None, 1.0, None, True
-            ),
-        )
-        for each in found:
-            assert each is not None
-            result = each if isinstance(each, torch.Tensor) else each[0]
+            native.tile_loss(given.clone(), targets, None, 1.0, None, True),
+        ):
+            assert found is not None
+            result = found if isinstance(found, torch.Tensor) else found[0]
             assert not result.isfinite().all()
 
 
@@ -321,41 +298,29 @@ def test_tensors_that_the_c_is_not_for_are_computed_eagerly(compiling: None) -> 
 
 
 @needs_compiler
-@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
+@ADAPTED
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_compiled_options_give_the_loss_and_the_gradients_of_transformers(
-    kind: str, adapted: bool, compiling: None
-) -> None:
+def test_compiled_options_give_the_loss_and_the_gradients_of_transformers(kind, adapted, compiling):
     plain = adapt(build(kind)) if adapted else build(kind)
     ours = copy.deepcopy(plain)
     for fuse, _ in OPTIONS.values():
         fuse(ours)
-    expected, by_plain = step(plain)
-    loss, by_ours = step(ours)
-    assert loss == pytest.approx(expected, rel=FP32)
-    assert whole_distance(by_ours, by_plain) < FP32
+    assert_same_step(ours, plain)
 
 
 @needs_compiler
-def test_what_was_compiled_is_kept(tmp_path: Path) -> None:
-    script = (
-        "import time, torch; from finetune.kernels.cpu import native; begun = time.perf_counter()\n"
-        "print(native.reason_against(torch.float32), time.perf_counter() - begun)"
-    )
-
-    def seconds() -> float:
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, check=True,
-            env=os.environ | {"FINETUNE_CACHE": str(tmp_path)},
-        )  # fmt: skip
-        said, taken = done.stdout.split()
-        assert said == "None"
-        return float(taken)
-
-    first = seconds()
+def test_what_was_compiled_is_kept_for_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    native._library.cache_clear()
+    assert native.reason_against(torch.float32) is None
+    native._library.cache_clear()
     (kept,) = (tmp_path / "compiled").iterdir()
     written = kept.stat().st_mtime_ns
-    assert seconds() < first
+    code = "import torch; from finetune.kernels.cpu.native import reason_against as r"
+    command = [sys.executable, "-c", f"{code}; print(r(torch.float32))"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
+    assert done.stdout == "None\n"
+    assert [kept] == list((tmp_path / "compiled").iterdir())
     assert kept.stat().st_mtime_ns == written
 
 
@@ -363,15 +328,11 @@ def test_what_was_compiled_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "tokens", "compiled"),
     [
-        ("auto", chains.COMPILE_FROM["cpu"], True),
-        ("auto", chains.COMPILE_FROM["cpu"] - 1, False),
-        ("eager", 10**9, False),
-        ("compiled", 1, True),
+        ("auto", chains.COMPILE_FROM["cpu"], True), ("eager", 10**9, False),
+        ("auto", chains.COMPILE_FROM["cpu"] - 1, False), ("compiled", 1, True),
     ],
-)
-def test_what_is_compiled_follows_from_the_tokens_of_the_run(
-    asked: str, tokens: int, compiled: bool
-) -> None:
+)  # fmt: skip
+def test_what_is_compiled_follows_from_the_tokens_of_the_run(asked, tokens, compiled):
     found, note = chains.settle(asked, CPU, tokens, torch.float32)
     assert found == compiled
     said = f"kernels.pointwise: eager, for {tokens:,} tokens (compiled from"
@@ -379,20 +340,16 @@ def test_what_is_compiled_follows_from_the_tokens_of_the_run(
     assert str(note).startswith(said) == (asked == "auto" and not compiled)
 
 
-def test_without_a_compiler_chains_are_eager_with_a_note(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_compiler_chains_are_eager_with_a_note(monkeypatch, tmp_path):
+    broken = tmp_path / "gcc"
     for path, reason in (
-        (tmp_path / "nothing", "this machine has no C compiler"),
-        (tmp_path / "broken", f"{tmp_path}/broken/gcc failed: no licence"),
+        ("nothing", "this machine has no C compiler"),
+        (f"{tmp_path}:/bin", f"{broken} failed: no licence"),
     ):
-        path.mkdir()
-        if path.name == "broken":
-            (path / "gcc").write_text("#!/bin/sh\necho no licence >&2\nexit 1\n")
-            (path / "gcc").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{path}:/bin" if path.name == "broken" else str(path))
+        monkeypatch.setenv("PATH", path)
         native._library.cache_clear()
-        compiled, note = chains.settle("compiled", CPU, 1, torch.float32)
-        assert not compiled
-        assert note == f"kernels.pointwise: eager, because {reason}"
+        found = chains.settle("compiled", CPU, 1, torch.float32)
+        assert found == (False, f"kernels.pointwise: eager, because {reason}")
+        broken.write_text("#!/bin/sh\necho no licence >&2\nexit 1\n")
+        broken.chmod(0o755)
     native._library.cache_clear()

@@ -1,13 +1,24 @@
 """Adapters in groups give the losses and gradients of PEFT, and leave its modules what they are."""
 
 import copy
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, adapt, build, distance, gradients, inputs, whole_distance
+from families import (
+    BF16,
+    FAMILIES,
+    adapt,
+    assert_as_near_to_fp32,
+    assert_same_step,
+    build,
+    distance,
+    in_bf16,
+    inputs,
+    step,
+    whole_distance,
+)
 from peft import PeftModel
 from torch import nn
 from torch.profiler import profile
@@ -15,15 +26,10 @@ from transformers import AutoModelForCausalLM
 
 from finetune.kernels import chains, lora
 from finetune.kernels.cpu import tiled_adapters
-from finetune.kernels.cpu.compiler import compiled
 from finetune.models.quantization import keep_unpacked, quantization_config
 
-FP32 = 2e-6
-"""Relative, of a loss and of the whole gradient: sums in another order move the seventh digit."""
 FP64 = 1e-12
 """Relative, of every single tensor."""
-BF16 = 4e-3
-"""Relative, of a loss: bf16 keeps 8 bits, 0.4 %."""
 AS_EXACT = 1.2
 """Most that gradients in bf16 may be farther from fp32 than those of PEFT in bf16 are."""
 
@@ -31,24 +37,10 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128}
 """Widths that products over tiles are for."""
 
 
-def step(model: nn.Module, autocast: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(**inputs()).loss
-    loss.backward()
-    return loss.item(), gradients(model)
-
-
 def grouped(plain: PeftModel) -> PeftModel:
     given = copy.deepcopy(plain)
     lora.group_adapters(given)
     return given
-
-
-def compare(plain: PeftModel, given: PeftModel, tolerance: float = FP32) -> None:
-    expected, by_plain = step(plain)
-    loss, by_ours = step(given)
-    assert loss == pytest.approx(expected, rel=tolerance)
-    assert whole_distance(by_ours, by_plain) < tolerance
 
 
 def groups_of(model: nn.Module) -> list[int]:
@@ -61,7 +53,7 @@ def groups_of(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_groups_give_the_loss_and_the_gradients_of_peft(kind: str) -> None:
     plain = adapt(build(kind))
-    compare(plain, grouped(plain))
+    assert_same_step(grouped(plain), plain)
     if kind == "mixtral":
         return  # torch has no product of groups in fp64
     plain = plain.double()
@@ -71,16 +63,9 @@ def test_groups_give_the_loss_and_the_gradients_of_peft(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_groups_in_bf16_are_as_near_to_fp32_as_peft(kind: str) -> None:
-    # Every expert: a rounded score would choose others.
-    every = {"num_experts_per_tok": 4} if kind == "mixtral" else {}
-    plain = adapt(build(kind, torch.bfloat16, **every))
-    given = grouped(plain)
-    exact, by_exact = step(copy.deepcopy(plain).float())
-    _, by_plain = step(plain, autocast=True)
-    loss, by_ours = step(given, autocast=True)
-    assert loss == pytest.approx(exact, rel=BF16)
-    assert distance(by_ours, by_exact) < AS_EXACT * distance(by_plain, by_exact)
+def test_groups_in_bf16_are_as_near_to_fp32_as_peft(kind):
+    plain = in_bf16(kind)
+    assert_as_near_to_fp32(grouped(plain), plain, AS_EXACT, distance)
 
 
 needs_tiles = pytest.mark.skipif(
@@ -123,8 +108,7 @@ def test_products_over_tiles_are_exact(tokens: int, width: int, rank: int, threa
 @needs_tiles
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_gradients_over_tiles_are_as_near_to_fp32(kind: str, compiling: None) -> None:
-    every = {"num_experts_per_tok": 4} if kind == "mixtral" else {}
-    plain = grouped(adapt(build(kind, torch.bfloat16, **WIDE, **every)))
+    plain = grouped(in_bf16(kind, **WIDE))
     _, by_exact = step(copy.deepcopy(plain).float())
     tiled = copy.deepcopy(plain)
     with profile() as seen:
@@ -146,12 +130,6 @@ def test_widths_that_tiles_do_not_divide_are_reported(compiling: None) -> None:
     assert loss > 0
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are of x86-64")
-def test_without_tiles_it_compiles_and_reports_it() -> None:
-    flags = [*tiled_adapters.FLAGS, "-mno-avx512bf16"]
-    assert compiled(tiled_adapters.SOURCE, flags).tiles_of_this_process() == 0
-
-
 def test_the_projections_of_one_input_are_one_group() -> None:
     given = grouped(adapt(build("llama")))
     assert groups_of(given) == sorted([3, 1, 2, 1] * 2)  # q|k|v, o, gate|up, down of two blocks
@@ -164,7 +142,7 @@ def test_a_base_with_biases_and_other_ranks_gives_the_gradients_of_peft() -> Non
         for name, parameter in plain.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_()
-    compare(plain, grouped(plain))
+    assert_same_step(grouped(plain), plain)
 
 
 def test_checkpoints_of_blocks_give_the_same_gradients() -> None:
@@ -173,30 +151,27 @@ def test_checkpoints_of_blocks_give_the_same_gradients() -> None:
     given.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     given.enable_input_require_grads()
     given.train()
-    compare(plain, given)
+    assert_same_step(given, plain)
+
+
+def in_nf4(folder: Path, storage: torch.dtype = torch.uint8) -> PeftModel:
+    build("llama").save_pretrained(folder)
+    config = quantization_config("nf4", torch.float32, storage)
+    return adapt(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config))
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
-def test_a_base_in_nf4_gives_the_gradients_of_peft(tmp_path: Path, storage: torch.dtype) -> None:
-    build("llama").save_pretrained(tmp_path)
-    config = quantization_config("nf4", torch.float32, storage)
-    loaded = [
-        adapt(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
-        for _ in range(2)
-    ]
-    for model in loaded:
+def test_a_base_in_nf4_gives_the_gradients_of_peft(tmp_path, storage):
+    plain, given = (in_nf4(tmp_path, storage) for _ in range(2))
+    for model in (plain, given):
         keep_unpacked(model)
-    lora.group_adapters(loaded[1])
-    assert groups_of(loaded[1]) == sorted([3, 1, 2, 1] * 2)
-    compare(*loaded)
+    lora.group_adapters(given)
+    assert groups_of(given) == sorted([3, 1, 2, 1] * 2)
+    assert_same_step(given, plain)
 
 
-def test_a_base_in_nf4_is_dequantised_once_in_each_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build("llama").save_pretrained(tmp_path)
-    config = quantization_config("nf4", torch.float32)
-    model = adapt(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+def test_a_base_in_nf4_is_dequantised_once_in_each_pass(tmp_path, monkeypatch):
+    model = in_nf4(tmp_path)
     lora.group_adapters(model)
     seen: list[int] = []
     original = lora.dequantize_4bit
@@ -216,12 +191,11 @@ def test_a_base_in_nf4_is_dequantised_once_in_each_pass(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"lora_dropout": 0.1}, "dropout"),
-        ({"use_dora": True}, "a variant of LoRA"),
+        ({"lora_dropout": 0.1}, "dropout"), ({"use_dora": True}, "a variant of LoRA"),
         ({"lora_bias": True}, "a variant of LoRA"),
     ],
-)
-def test_what_peft_computes_otherwise_is_left_to_it(fields: dict[str, object], reason: str) -> None:
+)  # fmt: skip
+def test_what_peft_computes_otherwise_is_left_to_it(fields, reason):
     given = adapt(build("llama"), **fields)
     lora.group_adapters(given)
     assert lora.left_alone(given) == {reason: 14}

@@ -5,14 +5,13 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
-from conftest import Finetune, Tiny, write_recipe
+from conftest import write_recipe
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.kernels.cpu import pool
@@ -30,6 +29,8 @@ PAGE = 4096
 
 @pytest.fixture
 def pooled() -> Iterator[None]:
+    if reason := pool.reason_against():
+        pytest.skip(f"no pool: {reason}")
     assert pool.handed_out() == 0
     pool.use_pool(True)
     yield
@@ -45,7 +46,6 @@ def span(tensors: list[torch.Tensor]) -> tuple[int, int]:
     return min(t.data_ptr() for t in tensors), max(t.data_ptr() + t.nbytes for t in tensors)
 
 
-@needs_pool
 def test_only_large_tensors_are_pooled(pooled: None) -> None:
     small = tensor(LARGE - 1)
     assert pool.handed_out() == 0
@@ -59,14 +59,12 @@ def test_only_large_tensors_are_pooled(pooled: None) -> None:
     del small, other
 
 
-@needs_pool
 def test_a_block_is_taken_again_and_gaps_that_meet_become_one(pooled: None) -> None:
     first, second, third, last = (tensor(LARGE) for _ in range(4))
     start, end = span([first, second, third, last])
     assert end - start == 4 * LARGE
-    assert [t.data_ptr() - start for t in (first, second, third, last)] == [
-        0, LARGE, 2 * LARGE, 3 * LARGE,
-    ]  # fmt: skip
+    places = [t.data_ptr() - start for t in (first, second, third, last)]
+    assert places == [0, LARGE, 2 * LARGE, 3 * LARGE]
     del first, third
     again = tensor(LARGE)
     assert again.data_ptr() in (start, start + 2 * LARGE)
@@ -77,7 +75,6 @@ def test_a_block_is_taken_again_and_gaps_that_meet_become_one(pooled: None) -> N
     assert tensor(64 * LARGE).data_ptr() == start
 
 
-@needs_pool
 def test_what_no_tensor_holds_goes_back_to_the_system(pooled: None) -> None:
     def resident() -> int:
         return psutil.Process().memory_info().rss
@@ -94,7 +91,6 @@ def test_what_no_tensor_holds_goes_back_to_the_system(pooled: None) -> None:
     assert bool((tensor(2**27) == 0).all())  # pages that are new
 
 
-@needs_pool
 def test_blocks_never_overlap_whatever_comes_and_goes(pooled: None) -> None:
     """Each tensor keeps what was written to it; in the end one gap is left, which is the whole."""
     rng = random.Random(0)
@@ -121,7 +117,6 @@ def test_blocks_never_overlap_whatever_comes_and_goes(pooled: None) -> None:
     assert tensor(most).data_ptr() == start
 
 
-@needs_pool
 def test_threads_take_and_give_back_at_once(pooled: None) -> None:
     wrong: list[int] = []
 
@@ -132,16 +127,12 @@ def test_threads_take_and_give_back_at_once(pooled: None) -> None:
             if not bool((made == seed).all()):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert wrong == []
     assert pool.handed_out() == 0
 
 
-@needs_pool
 def test_storages_grow_and_empty_themselves_as_fsdp_does(pooled: None) -> None:
     made = tensor(LARGE, 7)
     storage = made.untyped_storage()
@@ -152,28 +143,25 @@ def test_storages_grow_and_empty_themselves_as_fsdp_does(pooled: None) -> None:
     assert pool.handed_out() == 0
 
 
-@needs_pool
 def test_the_meter_counts_blocks_and_the_profiler_sees_them_come_and_go(pooled: None) -> None:
     assert pool.keep_sizes()
     before = memory_meter.allocated()
     old = tensor(2**24)
     assert memory_meter.allocated() - before == 2**24
     plain, pooled_bytes = memory_meter._totals()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    how = {"activities": [ProfilerActivity.CPU], "profile_memory": True}
+    with profile(**how) as profiled:
         del old
-        first = tensor(2**23)
-        second = tensor(2**22)
+        first, second = tensor(2**23), tensor(2**22)
         del first, second
     # The old block goes first: never is there more than in the beginning.
     assert memory_meter._highest(profiled, (plain, pooled_bytes)) == plain + 2**24
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        first = tensor(2**23)
-        second = tensor(2**22)
+    with profile(**how) as profiled:
+        first, second = tensor(2**23), tensor(2**22)
         del first, second
     assert memory_meter._highest(profiled, (plain, 0)) == plain + 2**23 + 2**22
 
 
-@needs_pool
 def test_a_process_that_forks_has_a_pool_in_both(pooled: None) -> None:
     made = tensor(LARGE, 3)
     child = os.fork()
@@ -184,7 +172,6 @@ def test_a_process_that_forks_has_a_pool_in_both(pooled: None) -> None:
     assert bool((made == 3).all())
 
 
-@needs_pool
 def test_failed_allocations_are_reported_as_by_pytorch(pooled: None) -> None:
     size = 2 * pool.RESERVED * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -197,7 +184,7 @@ import sys, torch
 from finetune.kernels.cpu import pool
 pool.use_pool(sys.argv[1] == "pooled")
 small = []
-for step in range(40):
+for step in range(12):
     held = []
     for number in range(12):
         held.append(torch.ones(2**20 + 4_096 * ((step * 7 + number * 5) % 13)))
@@ -222,29 +209,23 @@ def test_steps_use_the_memory_of_those_before_them() -> None:
     assert faults("pooled") + 50 * 2**20 / PAGE < faults("plain")  # a step has 48 MiB
 
 
-@pytest.mark.parametrize(
-    ("asked", "tokens", "device", "expected"),
-    [
-        ("auto", pool.POOL_FROM, "cpu", (True, "kernels.allocator: pooled, for 10,000 tokens")),
-        (
-            "auto", pool.POOL_FROM - 1, "cpu",
-            (False, "kernels.allocator: plain, for 9,999 tokens (pooled from 10,000 on)"),
-        ),
-        ("pooled", 1, "cpu", (True, "kernels.allocator: pooled, for 1 tokens")),
-        ("plain", 10**9, "cpu", (False, None)),
-        ("auto", 10**9, "cuda", (False, None)),
-    ],
-)  # fmt: skip
 @needs_pool
-def test_what_is_pooled_follows_from_the_tokens_of_the_run(
-    asked: str, tokens: int, device: str, expected: tuple[bool, str | None]
-) -> None:
+@pytest.mark.parametrize(
+    ("asked", "tokens", "device", "found", "note"),
+    [
+        ("auto", 10_000, "cpu", True, "pooled, for 10,000 tokens"),
+        ("auto", 9_999, "cpu", False, "plain, for 9,999 tokens (pooled from 10,000 on)"),
+        ("pooled", 1, "cpu", True, "pooled, for 1 tokens"),
+        ("plain", 10**9, "cpu", False, None),
+        ("auto", 10**9, "cuda", False, None),
+    ],
+)
+def test_what_is_pooled_follows_from_the_tokens_of_the_run(asked, tokens, device, found, note):
+    expected = (found, note and f"kernels.allocator: {note}")
     assert pool.settle(asked, torch.device(device), tokens) == expected
 
 
-def test_without_a_compiler_malloc_is_used_with_a_note(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_compiler_malloc_is_used_with_a_note(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     code = (
         "import torch; from finetune.kernels.cpu import pool;"
@@ -260,20 +241,16 @@ def test_without_a_compiler_malloc_is_used_with_a_note(
 
 @needs_pool
 @pytest.mark.parametrize(
-    ("backend", "processes"),
-    [("single", 1), pytest.param("fsdp_full_shard", 2, marks=pytest.mark.slow)],
+    "backend", ["single", pytest.param("fsdp_full_shard", marks=pytest.mark.slow)]
 )
-def test_a_pool_changes_no_digit_of_what_is_learned(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str, processes: int
-) -> None:
+def test_a_pool_changes_no_digit_of_what_is_learned(tiny, finetune, tmp_path, backend):
     losses: dict[str, list[float]] = {}
     for how in ("plain", "pooled"):
         fields = tiny.fields(adapter={"r": 4}, kernels={"allocator": how, "pointwise": "eager"})
         recipe = write_recipe(tmp_path / f"{how}.json", fields)
-        done = finetune(
-            "launch", recipe, "--backend", backend, "--processes", str(processes),
-            "--precision", "fp32", "--output", tmp_path / how,
-        )  # fmt: skip
+        verb = ["train", recipe] if backend == "single" else ["launch", recipe, "--processes", "2"]
+        words = ("--backend", backend, "--precision", "fp32", "--output", tmp_path / how)
+        done = finetune(*verb, *words)
         assert done.status == 0, done.output
         assert ("kernels.allocator: pooled" in done.output) == (how == "pooled")
         losses[how] = [step["loss"] for step in Run(tmp_path / how).read_metrics("train")]

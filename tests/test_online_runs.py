@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, Finetune, Tiny
-from test_dpo import train
-from test_rollouts import completions, fields
+from conftest import ROOT, Tiny
+from preference import completions, sampled_fields, train
 
 from finetune import catalog
 from finetune.errors import FinetuneError
@@ -17,28 +16,13 @@ from finetune.runs.run import Run
 from finetune.training.first_samples import inspect_samples
 
 
-def one_step(tiny: Tiny, prompts: Path, place: Path, **sections: Any) -> Run:
+def one_step(tiny: Tiny, prompts: Path, place: Path, *rewards: str, **sections: Any) -> Run:
     """A step of two prompts, whose completions are all kept in the record."""
-    given = fields(
-        tiny, prompts, **{"batch": {"rows": 8}, "num_iterations": 1, "max_steps": 1, **sections}
-    )
-    for name in ("evaluation", "eval_rows", "eval_reward_funcs"):
-        del given[name]
-    return train(place, given)
+    return train(place, sampled_fields(tiny.model, prompts, reward_funcs=rewards, **sections))
 
 
-def test_completions_whose_reward_fails_are_left_out_and_named(
-    tiny: Tiny,
-    prompts: Path,
-    tmp_path: Path,
-) -> None:
-    run = one_step(
-        tiny,
-        prompts,
-        tmp_path / "run",
-        reward_funcs=["lengths:even"],
-        on_reward_error="skip",
-    )
+def test_completions_whose_reward_fails_are_left_out_and_named(tiny, prompts, tmp_path):
+    run = one_step(tiny, prompts, tmp_path / "run", "lengths:even", on_reward_error="skip")
     found = completions(run)
     lengths = [len(each["completion"]) for each in found]
     rewards = [None if length % 2 else float(length) for length in lengths]
@@ -47,9 +31,7 @@ def test_completions_whose_reward_fails_are_left_out_and_named(
     known = np.array(rewards, dtype=float)
     advantages = GRPO(num_generations=4).advantages(known.reshape(2, 4)).ravel()
     assert [each["advantage"] for each in found] == pytest.approx(advantages.tolist())
-    assert {n for n, reward in enumerate(rewards) if reward is None} <= set(
-        np.flatnonzero(advantages == 0)
-    )
+    assert not advantages[np.isnan(known)].any()
     (step,) = run.read_metrics("train")
     assert step["metrics"]["reward"] == pytest.approx(np.nanmean(known))
     assert step["grad_norm"] > 0
@@ -61,19 +43,16 @@ def test_completions_whose_reward_fails_are_left_out_and_named(
     assert repr(first["completion"]) in warning
 
 
-def test_a_run_trains_no_token_of_a_completion_that_was_cut_off(
-    tiny: Tiny,
-    prompts: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_run_trains_no_token_of_a_completion_that_was_cut_off(tiny, prompts, tmp_path):
     """The completions are the same, whether the loss counts those that ran into the limit."""
-    changes: dict[str, Any] = {
-        "max_completion_length": 60, "batch": {"rows": 16, "max_length": 100}, "num_generations": 8,
-        "reward_funcs": ["lengths:length"],
-    }  # fmt: skip
-    masks = {"mask_truncated_completions": True}
-    counted = one_step(tiny, prompts, tmp_path / "all", **changes)
-    masked = one_step(tiny, prompts, tmp_path / "masked", **changes, **masks)
+    counted, masked = (
+        one_step(
+            tiny, prompts, tmp_path / str(masks), "lengths:length", max_completion_length=60,
+            batch={"rows": 16, "max_length": 100}, num_generations=8,
+            mask_truncated_completions=masks,
+        )
+        for masks in (False, True)
+    )  # fmt: skip
     found = completions(masked)
     assert found == completions(counted)
     cut = [each["tokens"] for each in found if not each["ended"]]
@@ -87,19 +66,18 @@ def test_a_run_trains_no_token_of_a_completion_that_was_cut_off(
 
 
 def test_the_completions_of_a_prompt_share_it_in_as_few_micro_batches_as_possible(
-    tiny: Tiny, prompts: Path, tmp_path: Path
-) -> None:
+    tiny, prompts, tmp_path
+):
     """Two groups of four in four micro-batches of two, so half of the prompts are repeated."""
     texts = ("a cat sees the dog", "the dog sees a cat", "some birds sing")
     prompts.write_text("".join(f'{{"prompt": "{text * 3}"}}\n' for text in texts))
-    batch = {"rows": 8, "micro_rows": 2}
-    given: dict[str, Any] = {"reward_funcs": ["lengths:length"], "beta": 0.1, "max_steps": 2}
     shared, repeated = (
         one_step(
-            tiny, prompts, tmp_path / str(share), batch=batch | {"share_prompts": share}, **given
+            tiny, prompts, tmp_path / str(share), "lengths:length", beta=0.1, max_steps=2,
+            batch={"micro_rows": 2, "share_prompts": share},
         )
         for share in ("auto", False)
-    )
+    )  # fmt: skip
     assert completions(shared) == completions(repeated)
     for once, again in zip(*(run.read_metrics("train") for run in (shared, repeated)), strict=True):
         assert once["real_tokens"] == again["real_tokens"] == again["slots"]
@@ -110,29 +88,26 @@ def test_the_completions_of_a_prompt_share_it_in_as_few_micro_batches_as_possibl
 
 
 def test_a_run_warns_where_nothing_is_learned_and_where_completions_are_cut_off(
-    tiny: Tiny, prompts: Path, tmp_path: Path
-) -> None:
+    tiny, prompts, tmp_path
+):
     """No completion is JSON, so all groups are flat; most do not end within ten tokens."""
-    run = one_step(tiny, prompts, tmp_path / "run", reward_funcs=["json_valid"], max_steps=6)
+    run = one_step(tiny, prompts, tmp_path / "run", "json_valid", max_steps=6)
     assert all(each["grad_norm"] == 0 for each in run.read_metrics("train"))
     told = [(each["step"], each["told"].split(":")[0]) for each in run.read_metrics("warning")]
     assert told == [(1, "completions/clipped_ratio"), (5, "nothing is learned")]
 
 
-def test_a_run_warns_where_its_entropy_is_gone(tiny: Tiny, prompts: Path, tmp_path: Path) -> None:
+def test_a_run_warns_where_its_entropy_is_gone(tiny, prompts, tmp_path):
     optim = {"lr": 1.0, "schedule": "constant", "warmup": 0}
-    reward = {"reward_funcs": ["lengths:length"], "optim": optim, "max_steps": 4}
-    run = one_step(tiny, prompts, tmp_path / "run", **reward)
+    run = one_step(tiny, prompts, tmp_path / "run", "lengths:length", optim=optim, max_steps=4)
     entropies = [each["metrics"]["entropy"] for each in run.read_metrics("train")]
     gone = next(n for n, value in enumerate(entropies) if value < 0.1 * entropies[0])
     told = [each for each in run.read_metrics("warning") if each["told"].startswith("entropy")]
     assert [each["step"] for each in told] == [gone + 1]
 
 
-def test_inspect_samples_what_the_first_step_samples(
-    tiny: Tiny, prompts: Path, finetune: Finetune, tmp_path: Path
-) -> None:
-    run = one_step(tiny, prompts, tmp_path / "run", reward_funcs=["lengths:length", "json_valid"])
+def test_inspect_samples_what_the_first_step_samples(tiny, prompts, finetune, tmp_path):
+    run = one_step(tiny, prompts, tmp_path / "run", "lengths:length", "json_valid")
     shown = inspect_samples(catalog.load(run.recipe), rows=2, each=3).completions
     assert [
         (one.text, one.reward, one.rewards, one.tokens, one.ended) for row in shown for one in row

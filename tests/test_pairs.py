@@ -2,12 +2,12 @@
 
 import dataclasses
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from preference import written
 from rich.console import Console
 from small_tokenizer import small_tokenizer
 
@@ -27,11 +27,6 @@ from finetune.reports.inspection import inspect_rows, show
 CHAT = load_chat(small_tokenizer(), "chatml")
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def row(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
     return {
         "prompt": [{"role": "user", "content": prompt}],
@@ -47,9 +42,13 @@ def recipe_of(source: Path, **batch: Any) -> Recipe:
     return DPO().with_data(Data(str(source), "preference")).with_batch(**batch)
 
 
-def prepared(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, **batch: Any) -> Prepared:
-    recipe = recipe_of(write(tmp_path / "pairs.jsonl", rows), **batch)
-    return prepare(recipe, CHAT, tmp_path / "cache")
+def prepared(
+    folder: Path, rows: list[Any] = ROWS, recipe: Recipe | None = None, kind: str = "preference",
+    **batch: Any,
+) -> Prepared:  # fmt: skip
+    data = Data(str(written(folder / "pairs.jsonl", rows)), kind)
+    given = (recipe or DPO()).with_data(data).with_batch(**batch)
+    return prepare(given, CHAT, folder / "cache")
 
 
 def problems(tmp_path: Path, rows: list[dict[str, Any]], **batch: Any) -> list[str]:
@@ -83,9 +82,8 @@ def test_what_a_template_writes_behind_the_end_of_an_answer_is_not_trained(tmp_p
         ids, trained = found.train.documents.document(number)
         wanted = tokenizer(f"{answer}<|im_end|>\n", add_special_tokens=False)["input_ids"]
         assert ids[-len(wanted) :].tolist() == wanted
-        assert trained.tolist() == [False] * (len(ids) - len(wanted)) + [True] * (
-            len(wanted) - 1
-        ) + [False]
+        before, said = len(ids) - len(wanted), len(wanted) - 1
+        assert trained.tolist() == [False] * before + [True] * said + [False]
 
 
 RANKED = [
@@ -99,9 +97,7 @@ RANKED = [
 
 
 def test_all_pairs_of_a_row_are_trained_or_held_out_together(tmp_path: Path) -> None:
-    source = write(tmp_path / "ranked.jsonl", RANKED)
-    recipe = DPO(eval_rows=4).with_data(Data(str(source), "ranked_all"))
-    found = prepare(recipe, CHAT, tmp_path / "cache")
+    found = prepared(tmp_path, RANKED, DPO(eval_rows=4), "ranked_all")
     assert (len(found.train), len(found.eval)) == (6 * 3, 2 * 3)  # whole rows: two more than asked
     rows = [
         {int(found.train.documents.origins[int(number)][1]) for number in part.members}
@@ -115,10 +111,9 @@ def test_all_pairs_of_a_row_are_trained_or_held_out_together(tmp_path: Path) -> 
 
 
 def test_several_pairs_of_a_row_are_not_judged_alone(tmp_path: Path) -> None:
-    source = write(tmp_path / "ranked.jsonl", RANKED)
-    recipe = KTO().with_data(Data(str(source), "ranked_best"))
     with pytest.raises(FinetuneError) as refused:
-        prepare(recipe, CHAT, tmp_path / "cache")
+        prepared(tmp_path, RANKED, KTO(), "ranked_best")
+    source = tmp_path / "pairs.jsonl"
     assert refused.value.problems[0] == (
         f"{source} row 1 (and 7 more rows): its answers are compared with each other, and the "
         "method needs each to be wanted or not; use format 'ranked', which takes the best and the "
@@ -158,10 +153,8 @@ def test_token_slots_of_padded_pairs_are_those_of_their_longest_answer(tmp_path:
 
 
 def test_rows_are_held_out_and_repeated_as_pairs(tmp_path: Path) -> None:
-    source = write(tmp_path / "pairs.jsonl", ROWS)
-    recipe = dataclasses.replace(
-        DPO().with_data(Data(str(source), "preference", repeat=2)), eval_rows=3
-    )
+    source = written(tmp_path / "pairs.jsonl", ROWS)
+    recipe = DPO(eval_rows=3).with_data(Data(str(source), "preference", repeat=2))
     found = prepare(recipe, CHAT, tmp_path / "cache")
     assert (len(found.train), len(found.eval)) == (18, 3)
     assert np.array_equal(found.eval.members[1::2], found.eval.members[::2] + 1)
@@ -179,37 +172,33 @@ def test_equal_pairs_are_counted_once_each(tmp_path: Path) -> None:
 LONG = row("Say it", "yes " * 40, "no")
 
 
-def test_one_overlong_answer_drops_the_pair(tmp_path: Path) -> None:
-    found = prepared(tmp_path, [*ROWS, LONG], max_length=40, overlong="drop")
-    assert (len(found.train), found.counts["train"]["dropped"]) == (12, 1)
+@pytest.mark.parametrize(
+    ("overlong", "more", "left", "counted"),
+    [
+        ("drop", LONG, 12, {"dropped": 1}),
+        ("truncate", LONG, 13, {"truncated": 1, "unended": 1}),
+        # A pair that is cut to equal answers, and a prompt without room for answers.
+        ("truncate", row("Say it", "yes " * 40 + "a", "yes " * 40 + "b"), 12, {"tied": 1}),
+        ("truncate", row("Say it " * 40, "yes", "no"), 12, {"untrained": 1, "eaten": 1}),
+    ],
+)
+def test_pairs_that_are_too_long_are_left_out_or_cut_and_counted(
+    tmp_path, overlong, more, left, counted
+):
+    rows = [*ROWS * 9, more] if "tied" in counted else [*ROWS, more]
+    found = prepared(tmp_path, rows, max_length=40, overlong=overlong)
+    assert len(found.train) == (108 if "tied" in counted else left)
+    assert {name: found.counts["train"][name] for name in counted} == counted
+    if "unended" in counted:  # each answer is cut at its end
+        said = texts(found, found.train.numbers(12))
+        assert said[0].startswith("yes yes")
+        assert said[1] == "no<|im_end|>"
 
 
 def test_an_overlong_answer_is_an_error_by_default(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, [*ROWS, LONG], max_length=40)
     assert "1 of 13 rows are longer than batch.max_length=40" in problem
     assert problem.endswith("or batch.overlong to drop or truncate")
-
-
-def test_truncation_cuts_each_answer_at_its_end(tmp_path: Path) -> None:
-    found = prepared(tmp_path, [*ROWS, LONG], max_length=40, overlong="truncate")
-    counts = found.counts["train"]
-    assert (len(found.train), counts["truncated"], counts["unended"]) == (13, 1, 1)
-    said = texts(found, found.train.numbers(12))
-    assert said[0].startswith("yes yes")
-    assert said[1] == "no<|im_end|>"
-
-
-def test_a_pair_that_is_cut_to_equal_answers_is_left_out_and_counted(tmp_path: Path) -> None:
-    same = row("Say it", "yes " * 40 + "a", "yes " * 40 + "b")
-    found = prepared(tmp_path, [*ROWS * 9, same], max_length=40, overlong="truncate")
-    assert (len(found.train), found.counts["train"]["tied"]) == (108, 1)
-
-
-def test_a_prompt_without_room_for_answers_leaves_the_pair_out(tmp_path: Path) -> None:
-    far = row("Say it " * 40, "yes", "no")
-    found = prepared(tmp_path, [*ROWS, far], max_length=40, overlong="truncate")
-    counts = found.counts["train"]
-    assert (len(found.train), counts["untrained"], counts["eaten"]) == (12, 1, 1)
 
 
 def test_pieces_of_answers_are_not_compared(tmp_path: Path) -> None:
@@ -220,17 +209,13 @@ def test_pieces_of_answers_are_not_compared(tmp_path: Path) -> None:
         plan(recipe, "single")
 
 
+DIALOGUE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+OTHER = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no chosen": ({"prompt": "a", "rejected": "b"}, "needs 'prompt' + 'chosen' + 'rejected'"),
     "equal": (row("a", "b", "b"), "chosen and rejected are equal"),
     "empty": (row("a", "b", " "), "rejected is empty"),
-    "no prefix": (
-        {
-            "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-            "rejected": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}],
-        },
-        "there is no prompt",
-    ),
+    "no prefix": ({"chosen": DIALOGUE, "rejected": OTHER}, "there is no prompt"),
 }
 
 
@@ -245,9 +230,8 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, name: str) 
 def test_a_file_whose_rows_are_all_skipped_is_told_why(tmp_path: Path) -> None:
     dialogue = "\n\nHuman: {}\n\nAssistant: {}"
     rows = [{"chosen": dialogue.format("a", "b"), "rejected": dialogue.format("c", "d")}] * 3
-    source = write(tmp_path / "pairs.jsonl", rows)
     with pytest.raises(FinetuneError, match="3 skipped by format 'hh': a turn is empty, or more"):
-        prepare(DPO().with_data(Data(str(source), "hh")), CHAT, tmp_path / "cache")
+        prepared(tmp_path, rows, kind="hh")
 
 
 @pytest.mark.parametrize(
@@ -268,31 +252,25 @@ def test_a_file_whose_rows_are_all_skipped_is_told_why(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_format_that_a_method_cannot_use_is_refused_with_those_it_can(
-    tmp_path: Path, recipe: Recipe, data_format: str, expected: str
-) -> None:
-    source = write(tmp_path / "pairs.jsonl", ROWS)
-    with pytest.raises(FinetuneError) as refused:
-        prepare(recipe.with_data(Data(str(source), data_format)), CHAT, tmp_path / "cache")
-    assert str(refused.value) == expected
-    several = recipe.with_data(Data(str(source), data_format), Data(str(source), data_format))
-    with pytest.raises(FinetuneError) as refused:
-        prepare(several, CHAT, tmp_path / "cache")
+    tmp_path, recipe, data_format, expected
+):
+    data = Data(str(written(tmp_path / "pairs.jsonl", ROWS)), data_format)
     told = [expected.replace("data.", f"data.{number}.", 1) for number in (0, 1)]
-    assert list(refused.value.problems) == told
+    for given, problems in (([data], [expected]), ([data, data], told)):
+        with pytest.raises(FinetuneError) as refused:
+            prepare(recipe.with_data(*given), CHAT, tmp_path / "cache")
+        assert list(refused.value.problems) == problems
 
 
 @pytest.mark.parametrize("method", [DPO, RewardModel])
-def test_the_share_of_longer_chosen_answers_does_not_depend_on_the_method(
-    tmp_path: Path, method: type[Recipe]
-) -> None:
+def test_the_share_of_longer_chosen_answers_does_not_depend_on_the_method(tmp_path, method):
     rows = [row("Why?", "a long answer", "short"), *(row(f"{n}?", "no", "not") for n in range(3))]
-    recipe = method().with_data(Data(str(write(tmp_path / "pairs.jsonl", rows)), "preference"))
-    found = prepare(recipe, CHAT, tmp_path / "cache")
+    found = prepared(tmp_path, rows, method())
     assert found.counts["train"]["longer_chosen"] == 0.25
 
 
 def test_inspection_shows_both_answers_and_which_is_longer(tmp_path: Path) -> None:
-    source = write(tmp_path / "pairs.jsonl", ROWS)
+    source = written(tmp_path / "pairs.jsonl", ROWS)
     recipe = recipe_of(source)
     found = inspect_rows(recipe, prepare(recipe, CHAT, tmp_path / "cache"), CHAT.tokenizer, 2)
     assert [[each.name for each in shown] for shown in found.rows] == [["chosen", "rejected"]] * 2
@@ -302,26 +280,16 @@ def test_inspection_shows_both_answers_and_which_is_longer(tmp_path: Path) -> No
     assert trained == [f"{chosen[0]['content']}<|im_end|>", f"{rejected[0]['content']}<|im_end|>"]
     console = Console(file=io.StringIO(), width=200)
     show(found, console)
-    assert isinstance(console.file, io.StringIO)
     told = console.file.getvalue()
     assert "12 pairs; " in told
     assert "the chosen answer is the longer one in 100% of the pairs; the model may mostly" in told
 
 
 def test_training_options_do_not_change_prepared_rows(tmp_path: Path) -> None:
-    source = write(tmp_path / "pairs.jsonl", ROWS)
+    source = written(tmp_path / "pairs.jsonl", ROWS)
     first = prepare(recipe_of(source), CHAT, tmp_path / "cache").folder
     other = dataclasses.replace(recipe_of(source), beta=0.5, loss_type="ipo")
     assert prepare(other, CHAT, tmp_path / "cache").folder == first
-
-
-def test_a_recipe_has_the_methods_own_learning_rate_until_one_is_given() -> None:
-    from finetune import catalog
-
-    given = {"method": "dpo", "optim": {"schedule": "linear"}}
-    assert catalog.from_fields(given).optim.lr == DPO().optim.lr == 5e-6
-    assert catalog.override(catalog.from_fields(given), ["optim.lr=1e-6"]).optim.lr == 1e-6
-    assert DPO().with_optim(schedule="linear").optim.warmup == 0.1
 
 
 def test_a_plan_warns_of_risks_for_preferences() -> None:

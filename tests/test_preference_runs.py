@@ -1,51 +1,37 @@
 """Runs on preferences: what they warn of, and which checkpoint is the best."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import Tiny
+from preference import fields_of, pairs_file, train
 from safetensors.torch import load_file
-from test_dpo import fields, pairs, train
 
 from finetune import DPO, GRPO, KTO, SFT, backend
 from finetune.errors import FinetuneError
 from finetune.planner.plan import plan
-from finetune.recipe import Recipe
 from finetune.runs.run import Run
 
 BEST = "rewards/margins"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()))
-    return path
+def given(tiny, shared):
+    return fields_of("dpo", tiny.model, pairs_file(shared), "preference", beta=0.3)
 
 
 @pytest.fixture(scope="module")
-def broken(tiny: Tiny, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def broken(given, tmp_path_factory) -> Run:
     """A run with a learning rate at which answers break."""
-    place = tmp_path_factory.mktemp("broken")
-    given = fields(
-        tiny, data, optim={"lr": 3e-2}, max_steps=20, eval_rows=6, saving={"keep": 1},
-        evaluation={"every": 2, "best": BEST},
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FINETUNE_CACHE", str(place / "cache"))
-        yield train(place / "run", given)
+    evaluation = {"every": 2, "best": BEST}
+    sections = {"max_steps": 20, "eval_rows": 6, "saving": {"keep": 1}, "evaluation": evaluation}
+    fields = given | sections | {"optim": given["optim"] | {"lr": 3e-2}}
+    return train(tmp_path_factory.mktemp("broken") / "run", fields)
 
 
 def told(run: Run) -> list[tuple[int, str]]:
     return [(each["step"], each["told"]) for each in run.read_metrics("warning")]
 
 
-def test_a_margin_that_grows_while_the_chosen_answers_get_unlikely_is_warned_of_once(
-    broken: Run,
-) -> None:
+def test_a_margin_that_grows_while_the_chosen_answers_get_unlikely_is_warned_of_once(broken):
     ((step, words),) = told(broken)
     seen = [each["metrics"] for each in broken.read_metrics("train")][:step]
     before, newest = seen[-10:-5], seen[-5:]
@@ -61,11 +47,9 @@ def test_a_margin_that_grows_while_the_chosen_answers_get_unlikely_is_warned_of_
     assert "lower optim.lr, raise beta, or add sft_weight" in words
 
 
-def test_a_margin_that_grows_with_the_chosen_answers_is_not_warned_of(
-    tiny: Tiny, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    run = train(tmp_path / "run", fields(tiny, data, optim={"lr": 1e-4}, max_steps=12))
+def test_a_margin_that_grows_with_the_chosen_answers_is_not_warned_of(given, tmp_path):
+    fields = given | {"max_steps": 12, "optim": given["optim"] | {"lr": 1e-4}}
+    run = train(tmp_path / "run", fields)
     last = list(run.read_metrics("train"))[-1]["metrics"]
     assert last["rewards/margins"] > last["rewards/chosen"] > 0
     assert told(run) == []
@@ -106,20 +90,13 @@ REWARDED = GRPO(eval_rows=2, eval_reward_funcs=("json_valid",))  # type: ignore[
         ),
         (SFT(eval_rows=2).with_evaluation(metrics=("labels",)), "macro_f1", ""),
         (DPO(), "rewards/accuracies", "rewards/accuracies, but nothing is evaluated; give"),
-        (
-            DPO(eval_rows=2),
-            "accuracy",
-            "accuracy is not measured by method dpo; available are loss, ",
-        ),
+        (DPO(eval_rows=2), "accuracy", "accuracy is not measured by method dpo; available are"),
         (SFT(eval_rows=2), "-kl", "-kl is not measured by method sft; available are loss"),
     ],
 )
-def test_a_best_by_what_is_not_measured_is_refused(
-    recipe: Recipe, best: str, expected: str
-) -> None:
-    chosen = recipe.with_evaluation(best=best)
+def test_a_best_by_what_is_not_measured_is_refused(recipe, best, expected):
     try:
-        plan(chosen, backend.load("single"), 1, "fp32")
+        plan(recipe.with_evaluation(best=best), backend.load("single"), 1, "fp32")
     except FinetuneError as error:
         problems = [each for each in error.problems if each.startswith("evaluation.best")]
     else:

@@ -29,9 +29,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("grouped", [False, True], ids=["separate", "grouped"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize(("keep", "passes"), [(True, 1), (False, 2)])
-def test_attention_runs_once_where_it_is_kept(
-    kind: str, grouped: bool, keep: bool, passes: int
-) -> None:
+def test_attention_runs_once_where_it_is_kept(kind, grouped, keep, passes):
     plain = adapt(build(kind))
     given = copy.deepcopy(plain)
     if grouped:

@@ -1,6 +1,8 @@
 """Rewards: what the built-in ones give, and what becomes of one that fails."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,74 +17,43 @@ from finetune.rewards.process import RewardFailure, RewardProcess
 BAD = """
 import asyncio, ctypes, os, sys, time
 
-def raises(completions, **_):
-    return [1 / (text != "boom") for text in completions]
+def at_boom(act):
+    def reward(completions, **_):
+        if "boom" in completions:
+            act()
+        return [1] * len(completions)
+    return reward
 
-def hangs(completions, **_):
-    if "boom" in completions:
-        time.sleep(600)
-    return [1.0] * len(completions)
+def always(result):
+    return lambda completions, **_: result
 
-def few(completions, **_):
-    return [1.0] * (len(completions) - 1)
+def throw(error):
+    raise error
 
-def words(completions, **_):
-    return ["much" if text == "boom" else 1 for text in completions]
-
-def nan(completions, **_):
-    return [float("nan") if text == "boom" else 0.5 for text in completions]
+raises = at_boom(lambda: 1 / 0)
+hangs = at_boom(lambda: time.sleep(600))
+exits = at_boom(lambda: sys.exit("no service"))
+crashes = at_boom(lambda: ctypes.string_at(0))
+killed = at_boom(lambda: os.kill(os.getpid(), 9))
+asks = at_boom(lambda: input())
+stops = at_boom(lambda: throw(KeyboardInterrupt()))
+cancelled = at_boom(lambda: throw(asyncio.CancelledError()))
+few, number, nothing = always([1.0, 1.0]), always(3), always(None)
 
 def ends(completions, **_):
     os._exit(7)
 
-def exits(completions, **_):
-    if "boom" in completions:
-        sys.exit("no service")
-    return [1] * len(completions)
+def long(completions, **_):
+    throw(ValueError("z" * 5000))
 
-def crashes(completions, **_):
-    if "boom" in completions:
-        ctypes.string_at(0)
-    return [1] * len(completions)
-
-def killed(completions, **_):
-    if "boom" in completions:
-        os.kill(os.getpid(), 9)
-    return [1] * len(completions)
-
-def digits(completions, **_):
-    return ["1.0" if text == "boom" else 1.0 for text in completions]
-
-def huge(completions, **_):
-    return [10 ** 400 if text == "boom" else 1 for text in completions]
-
-def large(completions, **_):
-    return [1e300 if text == "boom" else 1 for text in completions]
-
-def stops(completions, **_):
-    if "boom" in completions:
-        raise KeyboardInterrupt
-    return [1] * len(completions)
-
-def asks(completions, **_):
-    return [float(input()) if text == "boom" else 1 for text in completions]
+def gives(completions, value, **_):
+    return [eval(value) if text == "boom" else 1 for text in completions]
 
 def slow(completions, calls, **_):
     with open(calls, "a") as file:
         file.write("x")
     time.sleep(0.4 * len(completions))
     return [1] * len(completions)
-
-def nothing(completions, **_):
-    return None
-
-def cancelled(completions, **_):
-    if "boom" in completions:
-        raise asyncio.CancelledError
-    return [1] * len(completions)
-
-def long(completions, **_):
-    raise ValueError("z" * 5000)
 
 async def later(completions):
     return [1] * len(completions)
@@ -98,9 +69,6 @@ def unnamed(*completions):
 
 class Scorer:
     pass
-
-def number(completions, **_):
-    return 3
 
 def prints(completions, n, scale=1.0):
     print("a line of its own")
@@ -120,44 +88,55 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def scored(name: str, skip: bool = False, timeout: float = 60.0, **arguments: Any) -> Any:
+@contextlib.contextmanager
+def process_of(name: str, timeout: float = 60.0, **arguments: Any) -> Iterator[RewardProcess]:
     process = RewardProcess([Reward(f"bad_rewards:{name}", arguments=arguments)], timeout)
     try:
-        return process.score(COLUMNS, skip)
+        yield process
     finally:
         process.close()
 
 
+def scored(name: str, **given: Any) -> Any:
+    with process_of(name, **given) as process:
+        return process.score(COLUMNS)
+
+
+NO_NUMBER = "expected a finite number or None"
+VALUES = {
+    "'much'": f"returns 'much', {NO_NUMBER}",
+    "float('nan')": f"returns nan, {NO_NUMBER}",
+    "'1.0'": f"returns '1.0', {NO_NUMBER}",
+    "10 ** 400": f"returns 1{59 * '0'}, {NO_NUMBER}",
+    "1e300": "returns 1e+300, expected a number from -1e+18 to 1e+18",
+}
+FAILURES = {
+    "raises": "raises ZeroDivisionError: division by zero (bad_rewards.py:17)",
+    "stops": "raises KeyboardInterrupt (bad_rewards.py:15)",
+    "asks": "raises EOFError: EOF when reading a line (bad_rewards.py:22)",
+    "exits": "raises SystemExit: no service (bad_rewards.py:19)",
+    "cancelled": "raises CancelledError (bad_rewards.py:15)",
+    "crashes": "had its process killed by SIGSEGV",
+    "killed": "had its process killed by SIGKILL, as when memory runs out",
+}
+
+
 @pytest.mark.usefixtures("module")
-@pytest.mark.parametrize(
-    ("name", "told", "left"),
-    [
-        ("raises", "raises ZeroDivisionError: division by zero (bad_rewards.py:5)", [1, None, 1]),
-        ("words", "returns 'much', expected a finite number or None", [1, None, 1]),
-        ("nan", "returns nan, expected a finite number or None", [0.5, None, 0.5]),
-        ("digits", "returns '1.0', expected a finite number or None", [1, None, 1]),
-        ("huge", f"returns 1{59 * '0'}, expected a finite number or None", [1, None, 1]),
-        ("large", "returns 1e+300, expected a number from -1e+18 to 1e+18", [1, None, 1]),
-        ("stops", "raises KeyboardInterrupt (bad_rewards.py:50)", [1, None, 1]),
-        ("asks", "raises EOFError: EOF when reading a line (bad_rewards.py:54)", [1, None, 1]),
-        ("exits", "raises SystemExit: no service (bad_rewards.py:26)", [1, None, 1]),
-        ("cancelled", "raises CancelledError (bad_rewards.py:67)", [1, None, 1]),
-        ("crashes", "had its process killed by SIGSEGV", [1, None, 1]),
-        ("killed", "had its process killed by SIGKILL, as when memory runs out", [1, None, 1]),
-    ],
-)
-def test_a_failing_reward_is_reported_with_its_completion(
-    name: str, told: str, left: list[float | None]
-) -> None:
-    with pytest.raises(RewardFailure) as caught:
-        scored(name)
+@pytest.mark.parametrize("name", [*VALUES, *FAILURES])
+def test_a_failing_reward_is_reported_with_its_completion(name):
+    given, told = {}, FAILURES.get(name)
+    if name in VALUES:
+        name, given, told = "gives", {"value": name}, VALUES[name]
+    with process_of(name, **given) as process:
+        with pytest.raises(RewardFailure) as caught:
+            process.score(COLUMNS)
+        scores, notes = process.score(COLUMNS, skip=True)
     (problem,) = caught.value.problems
     assert problem == (
         f"reward 'bad_rewards:{name}' {told} (prompt 'two', completion 'boom'); fix the function, "
         "or set on_reward_error=skip to leave completions without a score"
     )
-    scores, notes = scored(name, skip=True)
-    assert scores == [left]
+    assert scores == [[1, None, 1]]
     assert told in notes[0]
 
 
@@ -200,46 +179,42 @@ def test_a_function_is_given_columns_and_arguments_by_their_names() -> None:
     assert scored("prints", scale=2.0) == ([[2.0, None, 6.0]], [])
 
 
+UNCALLABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("no_such_module:reward", {}, ": there is no module 'no_such_module'; install it, or put its "
+     "folder on PYTHONPATH"),
+    ("bad_rewards:rises", {}, ": bad_rewards has no 'rises'; did you mean 'raises'?"),
+    ("bad_rewards:prints", {"scal": 2}, " takes no argument 'scal' (it takes completions, n, "
+     "scale)"),
+    ("bad_rewards:raises", {"prompts": []}, ": its `arguments` have 'prompts', which is passed to "
+     "every reward; leave it out"),
+    ("bad_rewards:later", {}, " is an async function, which returns no scores; use asyncio.run "
+     "inside a plain one"),
+    ("bad_rewards:yields", {}, " is a generator, because it contains yield; return a list"),
+    ("bad_rewards:by_place", {}, " takes 'completions' only by position, but arguments are passed "
+     "by name; remove /"),
+    ("bad_rewards:unnamed", {}, " takes no named argument, such as completions; arguments are "
+     "passed by name"),
+    ("bad_rewards:Scorer", {}, " is a class; name a function, or an instance with __call__"),
+    ("builtins:max", {}, " has no signature that Python can read; wrap it in a function with named "
+     "arguments"),
+    ("bad_rewards.py:raises", {}, ": there is no module 'bad_rewards.py'; install it, or put its "
+     "folder on PYTHONPATH and leave out '.py'"),
+    ("regex", {"pattern": "("}, ": `arguments`: pattern '(' is not a regular expression: missing "
+     "), unterminated subpattern at position 0"),
+    ("exact_match", {"pattern": 3}, ": `arguments`: pattern is 3, expected a regular expression"),
+    ("length", {"target": 0}, ": `arguments`: target is 0, expected a number of tokens, 1 or more"),
+]  # fmt: skip
+
+
 @pytest.mark.usefixtures("module")
-def test_an_uncallable_reward_is_reported_before_anything_is_loaded() -> None:
-    rewards = [
-        Reward("no_such_module:reward"), Reward("bad_rewards:rises"), Reward("exact"),
-        Reward("bad_rewards:prints", arguments={"scal": 2}),
-        Reward("bad_rewards:raises", arguments={"prompts": []}), Reward("bad_rewards:later"),
-        Reward("bad_rewards:yields"), Reward("bad_rewards:by_place"), Reward("bad_rewards:unnamed"),
-        Reward("bad_rewards:Scorer"), Reward("builtins:max"), Reward("bad_rewards.py:raises"),
-        Reward("bad_rewards:"), Reward("regex", arguments={"pattern": "("}),
-        Reward("exact_match", arguments={"pattern": 3}), Reward("length", arguments={"target": 0}),
-    ]  # fmt: skip
-    assert functions.problems(rewards) == [
-        "reward_funcs: 'no_such_module:reward': there is no module 'no_such_module'; install it, "
-        "or put its folder on PYTHONPATH",
-        "reward_funcs: 'bad_rewards:rises': bad_rewards has no 'rises'; did you mean 'raises'?",
+def test_an_uncallable_reward_is_reported_before_anything_is_loaded():
+    rewards = [Reward(name, arguments=given) for name, given, _ in UNCALLABLE]
+    told = [f"reward_funcs: '{name}'{said}" for name, _, said in UNCALLABLE]
+    assert functions.problems(rewards) == told
+    assert functions.problems([Reward("exact"), Reward("bad_rewards:")]) == [
         "reward_funcs: got 'exact', expected one of exact_match, json_valid, json_fields, regex, "
         "length, or module:attribute of your own; did you mean 'exact_match'?",
-        "reward_funcs: 'bad_rewards:prints' takes no argument 'scal' (it takes completions, n, "
-        "scale)",
-        "reward_funcs: 'bad_rewards:raises': its `arguments` have 'prompts', which is passed to "
-        "every reward; leave it out",
-        "reward_funcs: 'bad_rewards:later' is an async function, which returns no scores; use "
-        "asyncio.run inside a plain one",
-        "reward_funcs: 'bad_rewards:yields' is a generator, because it contains yield; return a "
-        "list",
-        "reward_funcs: 'bad_rewards:by_place' takes 'completions' only by position, but arguments "
-        "are passed by name; remove /",
-        "reward_funcs: 'bad_rewards:unnamed' takes no named argument, such as completions; "
-        "arguments are passed by name",
-        "reward_funcs: 'bad_rewards:Scorer' is a class; name a function, or an instance with "
-        "__call__",
-        "reward_funcs: 'builtins:max' has no signature that Python can read; wrap it in a function "
-        "with named arguments",
-        "reward_funcs: 'bad_rewards.py:raises': there is no module 'bad_rewards.py'; install it, "
-        "or put its folder on PYTHONPATH and leave out '.py'",
         "reward_funcs: got 'bad_rewards:', expected module:attribute",
-        "reward_funcs: 'regex': `arguments`: pattern '(' is not a regular expression: missing ), "
-        "unterminated subpattern at position 0",
-        "reward_funcs: 'exact_match': `arguments`: pattern is 3, expected a regular expression",
-        "reward_funcs: 'length': `arguments`: target is 0, expected a number of tokens, 1 or more",
     ]
     with pytest.raises(FinetuneError, match="needs 'answer', which is neither a column"):
         functions.arguments_of(Reward("exact_match"), exact_match, ["solution", "prompt"])
@@ -253,9 +228,7 @@ def test_an_uncallable_reward_is_reported_before_anything_is_loaded() -> None:
         ("os.kill(os.getpid(), 9)", "had its process killed by SIGKILL, as when memory runs out"),
     ],
 )
-def test_a_module_that_ends_the_process_that_imports_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
-) -> None:
+def test_a_module_that_ends_the_process_that_imports_it_is_named(tmp_path, monkeypatch, text, told):
     (tmp_path / "own_ending.py").write_text(f"import os\n{text}")
     monkeypatch.syspath_prepend(str(tmp_path))
     rewards = [Reward("json_valid"), Reward("own_ending:reward"), Reward("json:loads")]
@@ -283,9 +256,7 @@ MODULES = {
 
 @pytest.mark.signals
 @pytest.mark.parametrize("text", MODULES)
-def test_a_module_that_cannot_be_imported_is_reported_as_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_module_that_cannot_be_imported_is_reported_as_an_error(tmp_path, monkeypatch, text):
     (tmp_path / "own_broken.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(extensions, "IMPORT_SECONDS", 0.2)

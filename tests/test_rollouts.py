@@ -10,12 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Finetune, Tiny, write_recipe
-from test_dpo import logp, other_model, train
+from conftest import ROOT, Tiny, copy_of, once, write_recipe
+from documents import documents_of
+from oracles import slow_but
+from preference import (
+    WORDS,
+    completions,
+    logp,
+    merged,
+    other_model,
+    sampled_fields,
+    train,
+    written,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import catalog
-from finetune.data.store import Documents, Rows
+from finetune.data.store import single_rows
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.inference.sampling import Completion
 from finetune.methods.grpo import GRPO
@@ -26,78 +37,44 @@ from finetune.training.sampled import NO_EVALUATION, Sampled, Watch, read
 from finetune.verification.proofs import sampled as of_proofs
 from finetune.verification.proofs.matrix import FP32
 
-STEPS = 4
+STEPS = 3
 EXACT = 2e-5
 """Relative, in fp32: sums of tens of log-probabilities in another order."""
-REWARDS = """
-import json
-from pathlib import Path
-
-def vowels(completions, scale, **_):
-    return [scale[0] * sum(c in "aeiou" for c in said[-1]["content"]) for said in completions]
-
-def breaks(completions, counter, **_):
-    path = Path(counter)
-    calls = int(path.read_text()) if path.exists() else 0
-    path.write_text(str(calls + 1))
-    if calls == 2:
-        raise ValueError("out of order")
-    return [float(len(said[-1]["content"])) for said in completions]
-"""
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prompts")
+@pytest.fixture(scope="session")
+def data(shared) -> Path:
     rng = random.Random(3)
-    words = "the a cat dog sees red blue house tree runs sings".split()
     rows = [
         {
-            "prompt": [{"role": "user", "content": " ".join(rng.choices(words, k=1 + n % 7))}],
+            "prompt": [{"role": "user", "content": " ".join(rng.choices(WORDS, k=1 + n % 7))}],
             "scale": 0.5,
         }
         for n in range(14)
     ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "own_rewards.py").write_text(REWARDS)
-    return folder / "prompts.jsonl"
-
-
-@pytest.fixture(autouse=True)
-def on_path(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(data.parent))
-    monkeypatch.setenv("PYTHONPATH", str(data.parent), prepend=":")
+    return once(shared / "methods/prompts.jsonl", lambda path: written(path, rows))
 
 
 def fields(tiny: Tiny, data: Path, **sections: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {
-        "method": "grpo",
-        "model": {"name": str(tiny.model)},
-        "data": [{"source": str(data), "format": "prompts"}],
-        "eval_rows": 4,
-        "batch": {"rows": 16, "micro_rows": 4, "max_length": 80},
-        "optim": {"lr": 2e-3},
-        "saving": {"every": 1, "keep": 9},
-        "evaluation": {"every": 2},
+    """Sixteen completions are sampled for two steps, and some are evaluated."""
+    base = {
+        "eval_rows": 4, "batch": {"rows": 16, "micro_rows": 4, "max_length": 80},
+        "saving": {"every": 1, "keep": 9}, "evaluation": {"every": 2},
         "reward_funcs": ["own_rewards:vowels", {"function": "json_valid", "weight": 2.0}],
-        "eval_reward_funcs": ["json_valid"],
-        "num_generations": 4,
-        "max_completion_length": 10,
-        "num_iterations": 2,
-        "max_steps": STEPS,
-    }
-    for name, value in sections.items():
-        merge = isinstance(base.get(name), dict) and isinstance(value, dict)
-        base[name] = base[name] | value if merge else value
-    return base
+        "eval_reward_funcs": ["json_valid"], "num_iterations": 2, "max_steps": STEPS,
+    }  # fmt: skip
+    return merged(sampled_fields(tiny.model, data, **base), sections)
+
+
+def unevaluated(given: dict[str, Any]) -> dict[str, Any]:
+    left_out = ("evaluation", "eval_rows", "eval_reward_funcs")
+    return {name: value for name, value in given.items() if name not in left_out}
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: Tiny, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def alone(tiny, data, tmp_path_factory) -> Run:
     """On one process, with two updates of each sampling."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(data.parent))
-        return train(tmp_path_factory.mktemp("alone") / "run", fields(tiny, data))
+    return train(tmp_path_factory.mktemp("alone") / "run", fields(tiny, data))
 
 
 def records(run: Run, kind: str) -> list[dict[str, float]]:
@@ -110,10 +87,6 @@ def records(run: Run, kind: str) -> list[dict[str, float]]:
         }
         for each in run.read_metrics(kind)
     ]
-
-
-def completions(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.completions.read_text().splitlines()]
 
 
 def assert_same(run: Run, other: Run, tolerance: float = EXACT) -> None:
@@ -169,16 +142,15 @@ CUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CUTS)
 def test_a_step_does_not_depend_on_the_micro_batches_of_completions(
-    tiny: Tiny, data: Path, tmp_path: Path, alone: Run, name: str
-) -> None:
+    tiny, data, tmp_path, alone, name
+):
     assert_same(train(tmp_path / "run", fields(tiny, data, **CUTS[name])), alone)
 
 
 def test_a_run_that_was_killed_in_a_sampling_goes_on_to_the_same_numbers(
-    tiny: Tiny, data: Path, tmp_path: Path, alone: Run
-) -> None:
-    resumed = Run(tmp_path / "resumed")
-    shutil.copytree(alone.root, resumed.root)
+    tiny, data, tmp_path, alone
+):
+    resumed = copy_of(alone, tmp_path / "resumed")
     for step in range(2, STEPS + 1):
         shutil.rmtree(resumed.checkpoint(step))
     train(resumed.root, fields(tiny, data), resume=True)
@@ -190,30 +162,24 @@ def test_a_run_that_was_killed_in_a_sampling_goes_on_to_the_same_numbers(
         train(resumed.root, fields(tiny, data), resume=True)
 
 
-def test_each_update_of_a_sampling_and_its_penalty_are_their_definitions(
-    tiny: Tiny, data: Path, tmp_path: Path
-) -> None:
+def test_each_update_of_a_sampling_and_its_penalty_are_their_definitions(tiny, data, tmp_path):
     """RLOO held to another model, on one sequence at a time: two updates of one sampling."""
     other = other_model(tiny, tmp_path / "other")
-    given = fields(
-        tiny, data, method="rloo", beta=0.1, reference=str(other), max_steps=2, eval_rows=None,
+    given = unevaluated(fields(
+        tiny, data, method="rloo", beta=0.1, reference=str(other), max_steps=2,
         optim={"max_grad_norm": None}, reward_funcs=["own_rewards:vowels"],
-    )  # fmt: skip
-    del given["evaluation"], given["eval_rows"], given["eval_reward_funcs"]
+    ))  # fmt: skip
     run = train(tmp_path / "run", given)
     sampled, _ = read(run.rollouts / "step-00000000.npz")
     policy = AutoModelForCausalLM.from_pretrained(tiny.model)
     reference = AutoModelForCausalLM.from_pretrained(other)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     rows = [json.loads(line) for line in data.read_text().splitlines()]
-    asked = [
-        tokenizer(
-            tokenizer.apply_chat_template(
-                rows[row]["prompt"], tokenize=False, add_generation_prompt=True
-            )
-        )["input_ids"]
-        for row in sampled.prompts
-    ]
+    texts = (
+        tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        for row in (rows[number] for number in sampled.prompts)
+    )
+    asked = [tokenizer(text)["input_ids"] for text in texts]
     pairs = [(a + c.ids, len(a)) for a, c in zip(asked, sampled.completions, strict=True)]
     with torch.no_grad():
         old = torch.stack([logp(policy, *pair) for pair in pairs])
@@ -270,15 +236,11 @@ def test_constant_rewards_and_endless_completions_are_warned_of_once() -> None:
     assert told.startswith("reward: no completion of a sampling got a score")
 
 
-def test_an_evaluation_without_a_score_is_warned_of_once(
-    tiny: Tiny, data: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_without_a_score_is_warned_of_once(tiny, data, tmp_path):
     """The held-out rows lack the column that the reward reads; it is the last step that tells."""
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps({"prompt": "the cat"}) + "\n")
-    with_answer = tmp_path / "with_answer.jsonl"
+    held_out = written(tmp_path / "held_out.jsonl", [{"prompt": "the cat"}])
     rows = [{"prompt": f"the dog {n}", "answer": "red"} for n in range(4)]
-    with_answer.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with_answer = written(tmp_path / "with_answer.jsonl", rows)
     given = fields(
         tiny, with_answer, eval_data=[{"source": str(held_out), "format": "prompts"}],
         eval_reward_funcs=["exact_match"], reward_funcs=["json_valid"], max_steps=2, eval_rows=None,
@@ -286,20 +248,15 @@ def test_an_evaluation_without_a_score_is_warned_of_once(
     )  # fmt: skip
     run = train(tmp_path / "run", given)
     assert [each["best"] for each in run.read_metrics("eval")] == [False, False]
-    told = [
-        (e["step"], e["told"]) for e in run.read_metrics("warning") if "evaluation" in e["told"]
-    ]
-    assert told == [(1, NO_EVALUATION)]
+    told = [(each["step"], each["told"]) for each in run.read_metrics("warning")]
+    assert [each for each in told if "evaluation" in each[1]] == [(1, NO_EVALUATION)]
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
 def test_completions_that_ran_into_the_limit_are_masked(loss: Any) -> None:
     """No token of them is trained, none counts, and their reward still is that of their group."""
-    documents = Documents(
-        np.arange(5, dtype=np.int32), np.zeros(5, dtype=bool), np.array([0, 2, 5]),
-        np.zeros((2, 2), dtype=np.int64),
-    )  # fmt: skip
-    data = Rows(documents, np.arange(2), np.arange(3), packed=False)
+    nothing = np.zeros(2, dtype=bool)
+    data = single_rows(documents_of([(np.arange(2), nothing), (np.arange(2), nothing)]))
     said = [
         Completion([7, 8], True, 0.0), Completion([7, 8, 9], False, 0.0),
         Completion([6], True, 0.0), Completion([6, 6, 6], False, 0.0),
@@ -343,46 +300,38 @@ def test_a_proof_finds_another_completion_and_another_reward(alone: Run, tmp_pat
     ]
 
 
-def test_a_reward_that_fails_ends_the_run_with_what_was_trained(
-    tiny: Tiny, data: Path, tmp_path: Path
-) -> None:
-    counter = str(tmp_path / "calls")
-    broken = {"function": "own_rewards:breaks", "arguments": {"counter": counter}}
-    given = fields(
-        tiny, data, reward_funcs=[broken], num_iterations=1, eval_rows=None, evaluation={},
-        saving={"every": 100},
-    )  # fmt: skip
-    del given["evaluation"], given["eval_rows"], given["eval_reward_funcs"]
-    with pytest.raises(TrainingFailure, match="raises ValueError: out of order") as caught:
-        train(tmp_path / "run", given)
-    assert "completion" in caught.value.problems[0]
-    assert caught.value.problems[0].endswith("; then continue with --resume: step 2 is saved")
-    run = Run(tmp_path / "run")
-    assert run.steps() == [2]
-    assert len(records(train(run.root, given, resume=True), "train")) == STEPS
-
-
-def reward_that_breaks(folder: Path, count: int) -> dict[str, Any]:
-    """The reward `own_rewards:breaks`, whose counter starts at `count`."""
+def reward_that_breaks(folder: Path, calls: int) -> dict[str, Any]:
+    """The reward `own_rewards:breaks`, as after some calls."""
     counter = folder / "calls"
-    counter.write_text(str(count))
+    counter.write_text(str(calls))
     return {"function": "own_rewards:breaks", "arguments": {"counter": str(counter)}}
 
 
-def test_a_reward_that_fails_in_the_first_step_leaves_nothing_to_resume(
-    tiny: Tiny, data: Path, tmp_path: Path
-) -> None:
-    broken = reward_that_breaks(tmp_path, 2)
+@pytest.mark.parametrize(
+    ("calls", "saved", "told"),
+    [
+        (0, [2], "; then continue with --resume: step 2 is saved"),
+        (2, [], "; then start again: no step is finished, and nothing is saved"),
+    ],
+)
+def test_a_reward_that_fails_ends_the_run_with_what_was_trained(
+    tiny, data, tmp_path, calls, saved, told
+):
+    """In the third step, or in the first one."""
+    broken = {"reward_funcs": [reward_that_breaks(tmp_path, calls)]}
+    every = {"num_iterations": 1, "saving": {"every": 100}}
+    given = unevaluated(fields(tiny, data, **broken, **every))
     with pytest.raises(TrainingFailure, match="raises ValueError: out of order") as caught:
-        train(tmp_path / "run", fields(tiny, data, reward_funcs=[broken]))
-    expected = "; then start again: no step is finished, and nothing is saved"
-    assert caught.value.problems[0].endswith(expected)
-    assert Run(tmp_path / "run").steps() == []
+        train(tmp_path / "run", given)
+    assert "completion" in caught.value.problems[0]
+    assert caught.value.problems[0].endswith(told)
+    run = Run(tmp_path / "run")
+    assert run.steps() == saved
+    if saved:
+        assert len(records(train(run.root, given, resume=True), "train")) == STEPS
 
 
-def test_an_evaluation_whose_reward_fails_is_made_up_for(
-    tiny: Tiny, data: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_whose_reward_fails_is_made_up_for(tiny, data, tmp_path):
     """The evaluation of the last step fails: the step is saved, and evaluated on resuming."""
     broken = reward_that_breaks(tmp_path, 1)
     given = fields(
@@ -421,9 +370,7 @@ def test_an_evaluation_whose_reward_fails_is_made_up_for(
         ({"format": "messages"}, r"learns from prompts without an answer \(formats: prompts\)"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    tiny: Tiny, data: Path, tmp_path: Path, changes: dict[str, Any], told: str
-) -> None:
+def test_what_cannot_work_is_refused(tiny, data, tmp_path, changes, told):
     given = fields(tiny, data, **{n: v for n, v in changes.items() if n != "format"})
     if "format" in changes:
         given["data"] = [{"source": str(tiny.data), "format": "messages"}]
@@ -431,29 +378,22 @@ def test_what_cannot_work_is_refused(
         train(tmp_path / "run", given)
 
 
+KL = {"adapter": {"r": 4}, "beta": 0.1, "steps_per_generation": 2, "num_iterations": 1}
+
+
 @pytest.mark.parametrize(
-    ("backend", "sections"),
-    [
-        pytest.param("ddp", {}, id="ddp"),
-        pytest.param(
-            "zero2",
-            {"adapter": {"r": 4}, "beta": 0.1, "steps_per_generation": 2, "num_iterations": 1},
-            id="zero2-lora-kl", marks=pytest.mark.slow,
-        ),
-        pytest.param("fsdp_full_shard", {}, id="fsdp", marks=pytest.mark.slow),
-        pytest.param("zero3", {}, id="zero3", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+    "backend", slow_but(("ddp",), ("ddp", "zero2", "fsdp_full_shard", "zero3"))
+)
 def test_processes_sample_the_same_and_take_the_same_steps(
-    tiny: Tiny, data: Path, finetune: Finetune, tmp_path: Path, alone: Run, backend: str,
-    sections: dict[str, Any],
-) -> None:  # fmt: skip
-    given = fields(tiny, data, **sections)
-    reference = train(tmp_path / "alone", given) if sections else alone
+    tiny, data, finetune, tmp_path, alone, backend
+):
+    """On ZeRO-2 with a penalty for the distance of an adapter to its base."""
+    given = fields(tiny, data, **(KL if backend == "zero2" else {}))
+    reference = train(tmp_path / "alone", given) if backend == "zero2" else alone
     done = finetune(
         "launch", write_recipe(tmp_path / "r.json", given), "--processes", "2",
         "--backend", backend, "--precision", "fp32", "--output", tmp_path / backend,
-        env={"PYTHONPATH": f"{ROOT}:{data.parent}"},
+        env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
     )  # fmt: skip
     assert done.status == 0, done.output
     assert_same(Run(tmp_path / backend), reference)

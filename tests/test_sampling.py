@@ -44,9 +44,7 @@ def sampler(model: Any, temperature: float, rows: int) -> Sampler:
         ),
     ],
 )
-def test_noise_is_that_of_philox(
-    counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
-) -> None:
+def test_noise_is_that_of_philox(counter, key, words):
     """Known answers of Random123 for philox4x32 with 10 rounds."""
     found = philox([torch.tensor([word]) for word in counter], key)
     assert tuple(int(word) for word in found) == words

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Tiny
-from test_dpo import pairs, train
+from preference import pairs, train, written
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -35,11 +35,6 @@ LARGE = LlamaConfig(
 PARAMETERS = 2 * 316 * 256 + 4 * (4 * 256**2 + 3 * 256 * 768 + 2 * 256) + 256
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "own-cache"))
-
-
 def saved(tiny: Tiny, folder: Path, kind: Any) -> Path:
     """A model of 14 MB with the tokenizer of the tiny one."""
     kind(LARGE).save_pretrained(folder)
@@ -47,36 +42,19 @@ def saved(tiny: Tiny, folder: Path, kind: Any) -> Path:
     return folder
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def of_method(tiny: Tiny, folder: Path, method: str, **own: Any) -> dict[str, Any]:
-    rows = pairs(8)
-    online = method == "grpo"
-    rows = [{"prompt": row["prompt"]} for row in rows] if online else rows
+def of_method(tiny: Tiny, folder: Path, method: str, kind: str, **own: Any) -> dict[str, Any]:
+    rows = [row if kind == "preference" else {"prompt": row["prompt"]} for row in pairs(8)]
+    source = written(folder / "rows.jsonl", rows)
     return {
-        "method": method,
-        "model": {"name": str(tiny.model)},
-        "data": [
-            {
-                "source": str(written(folder / "rows.jsonl", rows)),
-                "format": "prompts" if online else "preference",
-            }
-        ],
-        "batch": {"rows": 8, "max_length": 128},
-        "reference": str(saved(tiny, folder / "other", LlamaForCausalLM)),
-        "max_steps": 1,
-        **own,
-    }
+        "method": method, "model": {"name": str(tiny.model)}, "max_steps": 1,
+        "data": [{"source": str(source), "format": kind}], "batch": {"rows": 8, "max_length": 128},
+        "reference": str(saved(tiny, folder / "other", LlamaForCausalLM)), **own,
+    }  # fmt: skip
 
 
-def test_a_second_model_of_an_online_method_is_part_of_every_moment(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_second_model_of_an_online_method_is_part_of_every_moment(tiny, tmp_path):
     own = {"beta": 0.1, "reward_funcs": ["json_valid"], "num_generations": 4}
-    given = of_method(tiny, tmp_path, "grpo", **own, max_completion_length=16)
+    given = of_method(tiny, tmp_path, "grpo", "prompts", **own, max_completion_length=16)
     run = train(tmp_path / "run", given)
     (counted,) = run.read_metrics("memory")
     assert counted["peak"] > 4 * PARAMETERS
@@ -84,8 +62,8 @@ def test_a_second_model_of_an_online_method_is_part_of_every_moment(
 
 
 def test_a_reference_that_runs_before_the_first_step_is_a_moment_of_its_own(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny, tmp_path, monkeypatch
+):
     measured: list[int] = []
     of_documents = reference._document_logps
 
@@ -96,7 +74,7 @@ def test_a_reference_that_runs_before_the_first_step_is_a_moment_of_its_own(
         return numbers
 
     monkeypatch.setattr(reference, "_document_logps", counted)
-    given = of_method(tiny, tmp_path, "dpo")
+    given = of_method(tiny, tmp_path, "dpo", "preference")
     given["batch"] |= {"share_prompts": False}  # another model never shares them
     run = train(tmp_path / "run", given)
     settled = plan(catalog.load(run.recipe), backend.load("single"), 1, "fp32")

@@ -12,13 +12,22 @@ import torch
 from architectures import FIELDS, SIZES
 from conftest import Tiny
 from documents import documents_of
-from test_dpo import ROWS, SEED, SIZE, assert_equal, fields, pairs, sequences, steps_of
-from test_padding_free import SIDE_BY_SIDE
+from preference import (
+    ROWS,
+    SEED,
+    SIZE,
+    assert_equal,
+    fields_of,
+    pairs_file,
+    sequences,
+    steps_of,
+    train,
+    written,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import finetune as ft
 from finetune import catalog
-from finetune.backend import Precision, load
+from finetune.backend import load
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.order import rows_of_step, split_rows
 from finetune.data.shared_prompts import computed_lengths, computed_once, repeated_tokens
@@ -42,6 +51,7 @@ CLOSE = 2e-6
 EVERY_DAY = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 """Plain, with normalized heads, with a window, soft caps, sinks, and latent keys."""
 OTHERS = [kind for kind in SHOWN_EXACT if kind not in RECURRENT and kind not in EVERY_DAY]
+SIDE_BY_SIDE = "side by side without padding, each attending to itself alone"
 ONCE = "a prompt that {} share is computed once"
 COMPLETIONS: dict[str, Any] = {
     "method": "grpo", "reward_funcs": ["json_valid"], "beta": 0.0, "max_completion_length": 9,
@@ -171,7 +181,7 @@ def test_log_probabilities_and_gradients_are_those_of_repeated_prompts(kind: str
         assert (mine - theirs).norm() < CLOSE * theirs.norm()
 
 
-def test_the_loss_of_completions_is_that_of_repeated_prompts() -> None:
+def test_the_loss_of_completions_is_that_of_repeated_prompts():
     """Completions of two groups in turn, with values of each and of each of their tokens."""
     rows, rng = answers(), np.random.default_rng(1)
     documents = rows.documents
@@ -181,19 +191,18 @@ def test_the_loss_of_completions_is_that_of_repeated_prompts() -> None:
     }
     rows = dataclasses.replace(rows, columns={ADVANTAGE: rng.normal(size=5)}, token_columns=tokens)
     recipe = GRPO(reward_funcs=(Reward("json_valid"),), beta=0.1, loss_type="grpo")
-    model, found = model_of("llama"), list[tuple[float, torch.Tensor, dict[str, float]]]()
+    model, found = model_of("llama"), list[tuple[dict[str, float], torch.Tensor]]()
     for batch in batches(rows):
         loss = recipe.loss(model, batch)
         loss.sum.backward()
         metrics = {name: float(value) / count for name, (value, count) in loss.metrics.items()}
-        found.append((float(loss.sum), gradient(model), metrics))
-    (mine, grads, metrics), (wanted, others, named) = found
+        found.append(({"sum": float(loss.sum), **metrics}, gradient(model)))
+    (mine, grads), (wanted, others) = found
     assert mine == pytest.approx(wanted, rel=1e-5)
-    assert metrics == pytest.approx(named, rel=1e-5)
     assert (grads - others).norm() < 1e-5 * others.norm()
 
 
-def test_gradients_of_many_repetitions_are_summed_in_fp32() -> None:
+def test_gradients_of_many_repetitions_are_summed_in_fp32():
     """1 + 512 / 512 in bf16, where 1 + 1 / 512 is 1."""
     states = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     copies = repeated(states, torch.zeros(513, dtype=torch.int64))
@@ -202,21 +211,20 @@ def test_gradients_of_many_repetitions_are_summed_in_fp32() -> None:
     assert states.grad.item() == 2
 
 
-def test_a_model_that_does_not_pass_on_shared_prompts_is_refused() -> None:
-    states = torch.randn(1, 2, 5, 8)
-    given: dict[str, Any] = {
-        "cu_seq_lens_q": torch.tensor([0, 4, 8], dtype=torch.int32), "max_length_q": 4,
-        "document_ends": (0, 4, 8),
-    }  # fmt: skip
+def test_a_model_that_does_not_pass_on_shared_prompts_is_refused():
+    states, ends = torch.randn(1, 2, 5, 8), (0, 4, 8)
+    given = {"cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32), "document_ends": ends}
     with pytest.raises(FinetuneError, match="Module does not pass on which documents share"):
-        attend(torch.nn.Module(), states, states, states, None, **given)
+        attend(torch.nn.Module(), states, states, states, None, max_length_q=4, **given)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()))
-    return path
+@pytest.fixture(scope="session")
+def data(shared) -> Path:
+    return pairs_file(shared)
+
+
+def fields(tiny: Tiny, data: Path, **sections: Any) -> dict[str, Any]:
+    return fields_of("dpo", tiny.model, data, "preference", **{"beta": 0.3} | sections)
 
 
 def repeated_in_step(tiny: Tiny, step: int, micro_rows: int) -> int:
@@ -232,27 +240,20 @@ def repeated_in_step(tiny: Tiny, step: int, micro_rows: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("adapter", "precision", "tolerance"),
-    [(None, "fp32", 1e-5), ({"r": 4}, "bf16", 1e-2)],
+    ("adapter", "precision", "near"), [(None, "fp32", 1e-5), ({"r": 4}, "bf16", 1e-2)]
 )
 def test_pairs_train_as_with_repeated_prompts_on_fewer_tokens(
-    tiny: Tiny,
-    data: Path,
-    tmp_path: Path,
-    adapter: dict[str, Any] | None,
-    precision: Precision,
-    tolerance: float,
-) -> None:
+    tiny, data, tmp_path, adapter, precision, near
+):
     """Two micro-batches of 4 pairs in each step; numbers in bf16 have 8 bits."""
     runs = list[Run]()
     for share in ("auto", False):
         given = fields(
-            tiny, data, batch={"micro_rows": 4, "share_prompts": share}, max_steps=2,
-            adapter=adapter, kernels={"pointwise": "compiled"},
+            tiny, data, batch={"micro_rows": 4, "share_prompts": share}, adapter=adapter,
+            kernels={"pointwise": "compiled"},
         )  # fmt: skip
-        recipe = catalog.from_fields(given)
-        runs.append(ft.train(recipe, precision=precision, output=tmp_path / str(share)))
-    assert_equal(*map(steps_of, runs), tolerance)
+        runs.append(train(tmp_path / str(share), given, precision=precision))
+    assert_equal(*map(steps_of, runs), rel=near, near=10 * near)
     trained = [list(run.read_metrics("train")) for run in runs]
     for step, (once, again) in enumerate(zip(*trained, strict=True)):
         assert once["real_tokens"] == again["real_tokens"] == again["slots"]
@@ -261,67 +262,59 @@ def test_pairs_train_as_with_repeated_prompts_on_fewer_tokens(
     assert lines == [f"{SIDE_BY_SIDE}; {ONCE.format('both answers of a pair')}", SIDE_BY_SIDE]
 
 
-def test_a_memory_forecast_knows_tokens_that_only_attention_repeats(
-    tiny: Tiny, data: Path, tmp_path: Path
-) -> None:
-    given = fields(tiny, data, max_steps=2, adapter={"r": 4})
-    run = ft.train(catalog.from_fields(given), precision="fp32", output=tmp_path / "run")
+def test_a_memory_forecast_knows_tokens_that_only_attention_repeats(tiny, data, tmp_path):
+    run = train(tmp_path / "run", fields(tiny, data, adapter={"r": 4}))
     (counted,) = run.read_metrics("memory")
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.05)
 
 
 @pytest.mark.parametrize("free", [True, False])
-def test_a_start_predicts_the_peak_of_pairs(tiny: Tiny, tmp_path: Path, free: bool) -> None:
+def test_a_start_predicts_the_peak_of_pairs(tiny, tmp_path, free):
     """Pairs of one length, so that each micro-batch needs what the longest one does."""
-    data = tmp_path / "pairs.jsonl"
-    with data.open("w") as file:
-        for number in range(10, 20):
-            asked = [{"role": "user", "content": f"{number} dogs see the blue house and the tree"}]
-            answers = {
-                name: [{"role": "assistant", "content": f"under the red tree {name}"}]
-                for name in ("chosen", "rejected")
-            }
-            file.write(json.dumps({"prompt": asked, **answers}) + "\n")
+    texts = {
+        "prompt": ("user", "{} dogs see the blue house and the tree"),
+        "chosen": ("assistant", "under the red tree chosen"),
+        "rejected": ("assistant", "under the red tree rejected"),
+    }
+    rows = (
+        {name: [{"role": role, "content": text.format(n)}] for name, (role, text) in texts.items()}
+        for n in range(10, 20)
+    )
     batch = {"rows": 4, "micro_rows": 4, "padding_free": free}
-    given = fields(tiny, data, max_steps=2, adapter={"r": 4}, batch=batch, reference="base")
-    run = ft.train(catalog.from_fields(given), precision="fp32", output=tmp_path / "run")
+    source = written(tmp_path / "pairs.jsonl", rows)
+    given = fields(tiny, source, adapter={"r": 4}, batch=batch, reference="base")
+    run = train(tmp_path / "run", given)
     (counted,) = run.read_metrics("memory")
     predicted = json.loads(run.plan.read_text())["prediction"]["peak_memory"]
     assert counted["peak"] == pytest.approx(predicted, rel=0.1)
 
 
-AGAINST: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "method": ({"method": "sft"}, {}, "sft has one sequence for each prompt"),
-    "packs": ({"batch": {"packing": True}}, {}, "packed rows (batch.packing=true) repeat prompts"),
-    "padding": (
-        {"batch": {"padding_free": False}}, {}, "rows are padded (batch.padding_free=false)"
-    ),
-    "attention": (
+DIFFERS = "differs between repetitions of a token"
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4}
+AGAINST: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"method": "sft"}, {}, "sft has one sequence for each prompt"),
+    ({"batch": {"packing": True}}, {}, "packed rows (batch.packing=true) repeat prompts"),
+    ({"batch": {"padding_free": False}}, {}, "rows are padded (batch.padding_free=false)"),
+    (
         {"model": {"attention": "flash_attention_2"}}, {},
         "model.attention=flash_attention_2 does not repeat shared tokens",
     ),
-    "adapter": (
-        {"adapter": {"dropout": 0.1}}, {}, "adapter.dropout differs between repetitions of a token"
-    ),
-    "dropout": (
-        {}, {"attention_dropout": 0.1},
-        "the model's attention_dropout differs between repetitions of a token",
-    ),
-    "state": ({}, {"model_type": "qwen3_next"}, "'qwen3_next' models have layers with a state"),
-    "positions": (
+    ({"adapter": {"dropout": 0.1}}, {}, f"adapter.dropout {DIFFERS}"),
+    ({}, {"attention_dropout": 0.1}, f"the model's attention_dropout {DIFFERS}"),
+    ({}, {"model_type": "qwen3_next"}, "'qwen3_next' models have layers with a state"),
+    (
         {}, {"rope_scaling": {"type": "longrope"}},
         "'longrope' positions depend on the length of each document",
     ),
-    "experts": (
-        {"model": {"router_aux_loss": 0.01}}, {"model_type": "mixtral", "num_local_experts": 4},
+    (
+        {"model": {"router_aux_loss": 0.01}}, EXPERTS,
         "the load-balancing loss of experts counts each token of a document",
     ),
-}  # fmt: skip
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AGAINST)
-def test_prompts_are_not_shared_where_that_is_not_exact(name: str) -> None:
-    changed, config, reason = AGAINST[name]
+@pytest.mark.parametrize(("changed", "config", "reason"), AGAINST)
+def test_prompts_are_not_shared_where_that_is_not_exact(changed, config, reason):
     config = {"model_type": "llama"} | config
     base: dict[str, Any] = {"method": "dpo", "model": {"config": config, "tokenizer": "none"}}
     given = {**base, **changed, "model": base["model"] | changed.get("model", {})}
@@ -336,13 +329,11 @@ def test_prompts_are_not_shared_where_that_is_not_exact(name: str) -> None:
     ]
 
 
-def test_a_plan_and_a_start_refuse_prompts_that_cannot_be_shared(
-    tiny: Tiny, data: Path, tmp_path: Path
-) -> None:
+def test_a_plan_and_a_start_refuse_prompts_that_cannot_be_shared(tiny, data, tmp_path):
     reason = "batch.share_prompts: adapter.dropout differs between repetitions of a token"
     required = fields(tiny, data, batch={"share_prompts": True}, adapter={"dropout": 0.1})
     with pytest.raises(FinetuneError, match=reason):
-        ft.train(catalog.from_fields(required), precision="fp32", output=tmp_path / "run")
+        train(tmp_path / "run", required)
     pairs, completions = (
         plan(catalog.from_fields(fields(tiny, data) | changed), load("single"))
         for changed in ({}, COMPLETIONS)

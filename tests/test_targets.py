@@ -1,29 +1,31 @@
 """What an adapter reaches in mixtures of experts, and what is left out by name."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune
+from conftest import write_recipe
 from families import SIZES, VOCABULARY, build
 from peft import PeftModel
 from test_experts import MOE
-from test_plan import ROWS
 from transformers import AutoModelForCausalLM
 from transformers.integrations import replace_with_bnb_linear
 
+from finetune import catalog
+from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
-from finetune.models import targets
+from finetune.models import experts, targets
 from finetune.models.adapters import draw_adapter
 from finetune.models.model import as_trained
 from finetune.models.quantization import quantised_notes, quantization_config
 from finetune.planner import plan
 from finetune.planner.estimate.predict import workload_of
 from finetune.planner.shapes.read_config import read
-from finetune.recipe import LoRA, Model
+from finetune.recipe import Data, LoRA, Model
+
+ROWS = Data("rows.jsonl", "messages")
 
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
@@ -117,43 +119,51 @@ def test_gate_and_up_in_one_tensor_have_twice_the_rank_and_the_same_scale(kind: 
         assert scales == {(4, scale), (8, scale)}
 
 
-def test_a_dense_layer_of_a_mixture_is_reached_by_its_names() -> None:
-    """PEFT takes gate_proj, up_proj and down_proj for those of the experts alone."""
-    names = reached(adapted("deepseek_v3", targets=("gate_proj", "up_proj", "down_proj")))
-    ends = {name.split(".", 3)[3] for name in names}
-    dense = {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
-    shared = {f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")}
-    assert ends == dense | shared | {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+MLP = ("gate_proj", "up_proj", "down_proj")
+DENSE, SHARED, OF_ATTENTION = (
+    " ".join(f"{layer}.{part}" for part in parts)
+    for layer, parts in (("mlp", MLP), ("mlp.shared_experts", MLP), ("self_attn", ATTENTION))
+)
+DOWN = "mlp.experts.down_proj"
+EXPERTS = f"mlp.experts.gate_up_proj {DOWN}"
+ONE = {"targets": ATTENTION, "target_parameters": ("experts.down_proj",)}
 
 
-def test_older_names_of_experts_mean_their_tensors() -> None:
-    names = reached(adapted("qwen3_moe", targets=("gate_proj", "up_proj", "down_proj")))
-    assert {name.rsplit(".", 1)[-1] for name in names} == {"gate_up_proj", "down_proj"}
+@pytest.mark.parametrize(
+    ("kind", "fields", "layers", "wanted"),
+    [
+        # PEFT takes gate_proj, up_proj and down_proj for those of the experts alone.
+        ("deepseek_v3", {"targets": MLP}, "01", f"{DENSE} {SHARED} {EXPERTS}"),
+        ("qwen3_moe", {"targets": MLP}, "01", EXPERTS),  # their older names
+        # PEFT would look at the last names that an expression matches, in every layer.
+        ("qwen3_moe", {"targets": r".*\.1\.self_attn\.[qv]_proj"}, "1",
+         "self_attn.q_proj self_attn.v_proj"),
+        ("qwen3_moe", ONE, "01", f"{OF_ATTENTION} {DOWN}"),
+        ("qwen3_moe", ONE | {"target_parameters": ("down_proj",)}, "01", f"{OF_ATTENTION} {DOWN}"),
+        ("qwen3_moe", ONE | {"target_parameters": (DOWN,)}, "01", f"{OF_ATTENTION} {DOWN}"),
+        ("qwen3_moe", ONE | {"layers_to_transform": (1,)}, "1", f"{OF_ATTENTION} {DOWN}"),
+        ("qwen3_moe", {"exclude_modules": ("experts",)}, "01", OF_ATTENTION),
+        (
+            "llama", {"targets": ("q_proj",), "target_parameters": ("k_proj.weight",)}, "01",
+            "self_attn.q_proj self_attn.k_proj",
+        ),
+    ],
+)  # fmt: skip
+def test_an_adapter_reaches_what_is_named_and_no_more(kind, fields, layers, wanted):
+    names = reached(adapted(kind, build("llama") if kind == "llama" else None, **fields))
+    places = [name.removesuffix(".weight").split(".", 3) for name in names]
+    assert {place[2] for place in places} == set(layers)
+    assert {place[3] for place in places} == set(wanted.split())
+
+
+def test_half_of_a_tensor_is_refused():
     with pytest.raises(FinetuneError, match="gate_proj and up_proj of the experts are one tensor"):
         adapted("qwen3_moe", targets=("gate_proj", "down_proj"))
 
 
-def test_an_expression_reaches_what_it_matches_and_no_other_layer() -> None:
-    """PEFT would look at the last names that it matches, in every layer."""
-    names = reached(adapted("qwen3_moe", targets=r"model\.layers\.1\.self_attn\.[qv]_proj"))
-    assert names == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qv"}
-
-
-@pytest.mark.parametrize("wanted", ["experts.down_proj", "down_proj", "mlp.experts.down_proj"])
-def test_expert_tensors_are_named_with_their_ends(wanted: str) -> None:
-    model = adapted("qwen3_moe", targets=ATTENTION, target_parameters=(wanted,))
-    names = {name for name in reached(model) if "self_attn" not in name}
-    assert names == {f"model.layers.{layer}.mlp.experts.down_proj" for layer in (0, 1)}
-
-
-def test_layers_and_exclusions_hold_for_tensors_too() -> None:
-    chosen = adapted(
-        "qwen3_moe", targets=ATTENTION, target_parameters=("experts.down_proj",),
-        layers_to_transform=(1,),
-    )  # fmt: skip
-    assert {name.split(".")[2] for name in reached(chosen)} == {"1"}
-    without = adapted("qwen3_moe", exclude_modules=("experts",))
-    assert {name.split(".")[3] for name in reached(without)} == {"self_attn"}
+def test_a_router_is_adapted_where_it_is_named():
+    model = adapted("qwen2_moe", target_parameters=("mlp.gate.weight",))
+    assert {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"} <= reached(model)
 
 
 def test_adapters_that_peft_would_lose_when_it_loads_them_are_refused(tmp_path: Path) -> None:
@@ -181,17 +191,6 @@ def test_adapters_that_peft_would_lose_when_it_loads_them_are_refused(tmp_path: 
     assert torch.allclose(logits(loaded), logits(model), atol=1e-5)
 
 
-def test_a_router_is_adapted_where_it_is_named() -> None:
-    model = adapted("qwen2_moe", target_parameters=("mlp.gate.weight",))
-    assert {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"} <= reached(model)
-
-
-def test_a_matrix_of_a_dense_model_can_be_named_as_a_parameter() -> None:
-    fields: dict[str, Any] = {"targets": ("q_proj",), "target_parameters": ("k_proj.weight",)}
-    model = adapted("llama", build("llama"), **fields)
-    assert {name.split(".")[4] for name in reached(model)} == {"q_proj", "k_proj"}
-
-
 @pytest.mark.parametrize(
     ("wanted", "problem"),
     [
@@ -200,9 +199,7 @@ def test_a_matrix_of_a_dense_model_can_be_named_as_a_parameter() -> None:
         ("input_layernorm.weight", "'input_layernorm.weight' names model.layers.0.input_layernorm"),
     ],
 )
-def test_names_that_cannot_be_adapted_are_refused_with_those_that_can(
-    wanted: str, problem: str
-) -> None:
+def test_names_that_cannot_be_adapted_are_refused_with_those_that_can(wanted, problem):
     with pytest.raises(FinetuneError) as caught:
         adapted("qwen3_moe", target_parameters=(wanted, "experts.nothing"))
     first, second = caught.value.problems
@@ -220,8 +217,7 @@ def test_a_model_unknown_to_the_plan_is_refused_when_loaded() -> None:
 
 def test_a_normal_start_has_the_deviation_of_its_rank() -> None:
     """PEFT: a deviation of 1 / r, whatever the number of experts."""
-    model = adapted("mixtral", init_lora_weights="gaussian", targets=ATTENTION,
-                    target_parameters=("experts.down_proj",))  # fmt: skip
+    model = adapted("mixtral", init_lora_weights="gaussian", **ONE)
     draw_adapter(model, LoRA(r=4, init_lora_weights="gaussian"), seed=3)
     spread = {
         name: parameter.std().item()
@@ -244,14 +240,9 @@ def test_names_are_as_short_as_they_may_be() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"targets": ATTENTION},
-        {"targets": ATTENTION, "target_parameters": ("experts.down_proj",)},
+        {}, {"targets": ATTENTION}, ONE,
         {"targets": ATTENTION, "target_parameters": ("gate_up_proj", "down_proj")},
-        {
-            "targets": ATTENTION, "target_parameters": ("experts.gate_up_proj",),
-            "layers_to_transform": (1,),
-        },
+        ONE | {"target_parameters": ("experts.gate_up_proj",), "layers_to_transform": (1,)},
     ],
 )  # fmt: skip
 def test_the_plan_counts_the_adapters_of_experts(kind: str, fields: dict[str, Any]) -> None:
@@ -263,25 +254,24 @@ def test_the_plan_counts_the_adapters_of_experts(kind: str, fields: dict[str, An
     assert counted == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def test_the_plan_reports_adapted_and_quantized_shares_of_a_mixture(
-    finetune: Finetune, tmp_path: Path
-) -> None:
-    build("deepseek_v3", **KINDS["deepseek_v3"]).config.save_pretrained(tmp_path / "m")
+def test_the_plan_reports_adapted_and_quantized_shares_of_a_mixture(capsys, tmp_path):
+    build("mixtral", **KINDS["mixtral"]).config.save_pretrained(tmp_path / "m")
     fields: dict[str, Any] = {
         "method": "sft", "model": {"name": str(tmp_path / "m"), "quantization": "nf4"},
         "data": [{"source": "rows.jsonl", "format": "messages"}], "adapter": {"r": 4},
     }  # fmt: skip
-    (tmp_path / "r.json").write_text(json.dumps(fields))
-    done = finetune("plan", tmp_path / "r.json")
-    assert done.status == 0
-    lines = [line for line in done.stdout.splitlines() if line.startswith("note ")]
-    (adapter,) = [line for line in lines if "adapter.targets" in line]
-    assert "all-linear reaches" in adapter
+    assert main(["plan", str(write_recipe(tmp_path / "r.json", fields))]) == 0
+    lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith("note ")]
+    latent = SIZES | KINDS["deepseek_v3"] | {"model_type": "deepseek_v3"}
+    of_latent = experts.planned(catalog.from_fields(fields), latent)
+    for notes in (lines, of_latent):
+        (adapter,) = [each for each in notes if "adapter.targets" in each]
+        assert "all-linear reaches" in adapter
+        (packed,) = [each for each in notes if "model.quantization" in each]
+        assert "of the base's weights are in nf4; not quantised: " in packed
+        assert "mlp.experts.gate_up_proj" in packed
     # Packed in four bits they are no parameters that PEFT can add to.
     assert "mlp.shared_experts.gate_proj" in adapter
-    (packed,) = [line for line in lines if "model.quantization" in line]
-    assert "of the base's weights are in nf4; not quantised: " in packed
-    assert "mlp.experts.gate_up_proj" in packed
 
 
 def test_the_share_in_four_bits_is_that_of_linear_layers() -> None:

@@ -3,6 +3,7 @@
 The everyday tests use a small server on plain PEFT (`reference_server`); the slow ones run vLLM.
 """
 
+import dataclasses
 import math
 import os
 import shutil
@@ -15,26 +16,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import Tiny, end_tree, wait_for
+from documents import documents_of
+from preference import sampled_fields, train
 from reference_server import Served, serving
 from test_deployed import free_port, is_up
-from test_dpo import train
 from tiny_run import SIZES, byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finetune import catalog
 from finetune.data.collate import collate
-from finetune.data.store import Documents, Rows, TokenColumn
+from finetune.data.store import Rows, TokenColumn, single_rows
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.kernels.head import give_loss
 from finetune.methods.grpo import GRPO
-from finetune.methods.online import (
-    ADVANTAGE,
-    LARGEST_RATIO,
-    MEAN_RATIO,
-    OLD,
-    SAMPLER,
-    Online,
-)
+from finetune.methods.online import ADVANTAGE, LARGEST_RATIO, MEAN_RATIO, OLD, SAMPLER, Online
 from finetune.methods.rloo import RLOO
 from finetune.recipe import Batch
 from finetune.runs.run import Run
@@ -46,13 +41,11 @@ pytestmark = pytest.mark.usefixtures("prompts")
 
 
 def fields(model: Path, prompts: Path, url: str, **others: Any) -> dict[str, Any]:
-    return {
-        "method": "grpo", "model": {"name": str(model)}, "adapter": {"r": 4},
-        "data": [{"source": str(prompts), "format": "prompts"}],
-        "batch": {"rows": 8, "micro_rows": 4, "max_length": 64}, "optim": {"lr": 2e-2},
-        "saving": {"every": 1}, "reward_funcs": ["lengths:short"], "num_generations": 4,
-        "max_completion_length": 6, "max_steps": 3, "vllm_server_base_url": url, **others,
-    }  # fmt: skip
+    given = sampled_fields(
+        model, prompts, adapter={"r": 4}, batch={"max_length": 64}, optim={"lr": 2e-2},
+        reward_funcs=["lengths:short"], max_completion_length=6, max_steps=3,
+    )  # fmt: skip
+    return given | {"saving": {"every": 1}, "vllm_server_base_url": url, **others}
 
 
 def ratios(run: Run) -> list[tuple[float, float]]:
@@ -66,13 +59,14 @@ def ratios(run: Run) -> list[tuple[float, float]]:
 
 def two_completions(recipe: Online, shift: float) -> Rows:
     """Rows whose sampler was `shift` nats more certain of each token than the old policy."""
-    ids = np.arange(1, 13, dtype=np.int32)
-    trained = np.array([False] * 2 + [True] * 4 + [False] * 3 + [True] * 3)
-    documents = Documents(ids, trained, np.array([0, 6, 12]), np.zeros((2, 2), dtype=np.int64))
-    old = np.where(trained, -2.0, 0.0).astype(np.float32)
+    documents = documents_of([
+        (np.arange(1, 7, dtype=np.int32), np.arange(6) > 1),
+        (np.arange(7, 13, dtype=np.int32), np.arange(6) > 2),
+    ])  # fmt: skip
+    old = np.where(documents.trained, -2.0, 0.0).astype(np.float32)
     columns = {OLD: old, SAMPLER: old + np.float32(shift)}
-    return Rows(
-        documents, np.arange(2), np.arange(3), packed=False, padding_free=False,
+    return dataclasses.replace(
+        single_rows(documents), padding_free=False,
         columns={ADVANTAGE: np.array([0.5, -0.25], dtype=np.float32)},
         token_columns={n: TokenColumn.at_labels(documents, v) for n, v in columns.items()},
     )  # fmt: skip
@@ -81,9 +75,9 @@ def two_completions(recipe: Online, shift: float) -> Rows:
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_a_term_is_multiplied_by_the_truncated_ratio_of_policies(tiny: Tiny, loss: str) -> None:
     """Equal weights on all tokens multiply the loss and its gradient."""
-    shared: dict[str, Any] = {"num_generations": 2, "batch": Batch(rows=2, max_length=64),
-                              "max_completion_length": 8}  # fmt: skip
-    recipe: Online = RLOO(**shared) if loss == "rloo" else GRPO(loss_type=loss, **shared)  # pyright: ignore[reportArgumentType]
+    batch = Batch(rows=2, max_length=64)
+    shared: dict[str, Any] = {"num_generations": 2, "max_completion_length": 8, "batch": batch}
+    recipe: Online = RLOO(**shared) if loss == "rloo" else GRPO(loss_type=loss, **shared)
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
     give_loss(model, chunked=True)
     found: dict[float, tuple[float, float]] = {}
@@ -112,13 +106,11 @@ def test_seeds_of_completions_are_different_and_fit_in_63_bits() -> None:
 
 
 def test_models_that_a_server_cannot_have_are_refused() -> None:
-    given: dict[str, Any] = {"method": "grpo", "reward_funcs": ["json_valid"]}
+    given = {"method": "grpo", "reward_funcs": ["json_valid"]}
     url = {"vllm_server_base_url": "localhost:8000"}
-    recipe = catalog.from_fields(
-        {**given, **url, "adapter": {"use_dora": True, "init_lora_weights": "pissa"},
-         "model": {"name": "m", "quantization": "nf4"}}
-    )  # fmt: skip
-    assert recipe.problems() == [
+    adapter = {"use_dora": True, "init_lora_weights": "pissa"}
+    other: dict[str, Any] = {"adapter": adapter, "model": {"name": "m", "quantization": "nf4"}}
+    assert catalog.from_fields({**given, **url, **other}).problems() == [
         "vllm_server_base_url: got 'localhost:8000', expected a URL such as http://localhost:8000",
         "vllm_server_base_url: vLLM does not support adapter.use_dora; set it to false",
         "vllm_server_base_url: adapter.init_lora_weights=pissa changes the base, which the server "
@@ -126,9 +118,8 @@ def test_models_that_a_server_cannot_have_are_refused() -> None:
         "vllm_server_base_url: model.quantization=nf4: the server has the base without it; use "
         "none",
     ]
-    (problem,) = catalog.from_fields(
-        {**given, "vllm_server_base_url": "http://localhost:8000"}
-    ).problems()
+    url = {"vllm_server_base_url": "http://localhost:8000"}
+    (problem,) = catalog.from_fields({**given, **url}).problems()
     assert "all weights are trained" in problem
 
 
@@ -172,9 +163,7 @@ def test_a_server_with_another_base_is_refused(tiny: Tiny, prompts: Path) -> Non
     assert no.value.exit_status == 2
 
 
-def test_a_server_that_fails_ends_the_run_with_its_progress_saved(
-    tiny: Tiny, prompts: Path
-) -> None:
+def test_a_server_that_fails_ends_the_run_with_its_progress_saved(tiny, prompts):
     served = Served(tiny.model)
     served.fails_after = 3 + 8 + 3 + 4  # greedy answers and completions, up to the second sampling
     given = fields(tiny.model, prompts, "", saving={"every": 100})
