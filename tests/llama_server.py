@@ -48,14 +48,8 @@ class Client:
 
     def answer(self, ids: Sequence[int], most: int) -> tuple[list[int], bool]:
         """Ids of the greedy answer with the stop token, and whether that ended it."""
-        done = self._ask(
-            "completion",
-            prompt=list(ids),
-            n_predict=most,
-            temperature=0.0,
-            top_k=1,
-            return_tokens=True,
-        )
+        fields = {"n_predict": most, "temperature": 0.0, "top_k": 1, "return_tokens": True}
+        done = self._ask("completion", prompt=list(ids), **fields)
         return done["tokens"], done["stop_type"] == "eos"
 
     def chat(self, messages: Sequence[dict[str, Any]], most: int) -> tuple[str, str]:

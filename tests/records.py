@@ -4,17 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from finetune.runs.metrics import (
-    Ended,
-    Evaluated,
-    Listener,
-    Metrics,
-    Record,
-    Saved,
-    Start,
-    Trained,
-)
-from finetune.runs.run import Run, write_json
+from finetune import Run
+from finetune.runs.metrics import Ended, Evaluated, Listener, Metrics, Record, Saved, Start, Trained
+from finetune.runs.run import write_json
 
 BEGUN = 1_760_000_000.0
 """Unix time of the first record."""
@@ -31,55 +23,32 @@ RECIPE: dict[str, Any] = {
 }
 
 START = Start(
-    step=0,
-    time=BEGUN,
-    processes=2,
-    backend="ddp",
-    precision="bf16",
-    micro_rows=4,
-    accumulation=2,
-    rows_per_step=16,
-    steps=10,
-    trainable_parameters=12_345,
-    parameters=260_032,
-    train_rows=80,
-    eval_rows=8,
-    trained_tokens=5_432,
-)
+    step=0, time=BEGUN, processes=2, backend="ddp", precision="bf16", micro_rows=4, accumulation=2,
+    rows_per_step=16, steps=10, trainable_parameters=12_345, parameters=260_032, train_rows=80,
+    eval_rows=8, trained_tokens=5_432,
+)  # fmt: skip
 
 
 def trained(step: int, **changes: Any) -> Trained:
     """Step k: loss 4 / k, 1,000 real tokens of 1,250 slots in 2 s, made 2k s after the start."""
     values: dict[str, Any] = {
-        "time": BEGUN + 2 * step,
-        "loss": 4 / step,
-        "grad_norm": 1 / step,
-        "lr": 2e-4 * (1 - step / 10),
-        "trained_tokens": 700,
-        "real_tokens": 1_000,
-        "slots": 1_250,
-        "seconds": 2.0,
-        "tokens_per_second": 500.0,
-        "memory": 3 * 2**30,
-        "epoch": step / 5,
-    }
+        "time": BEGUN + 2 * step, "loss": 4 / step, "grad_norm": 1 / step,
+        "lr": 2e-4 * (1 - step / 10), "trained_tokens": 700, "real_tokens": 1_000, "slots": 1_250,
+        "seconds": 2.0, "tokens_per_second": 500.0, "memory": 3 * 2**30, "epoch": step / 5,
+    }  # fmt: skip
     return Trained(step=step, **(values | changes))
 
 
 def evaluated(step: int, loss: float, *, best: bool) -> Evaluated:
-    return Evaluated(
-        step=step, time=BEGUN + 2 * step, loss=loss, tokens=321, best=best, seconds=0.5
-    )
+    when = BEGUN + 2 * step
+    return Evaluated(step=step, time=when, loss=loss, tokens=321, best=best, seconds=0.5)
 
 
 def ended(step: int = 10, **changes: Any) -> Ended:
     values: dict[str, Any] = {
-        "time": BEGUN + 2 * step,
-        "seconds": 20.0,
-        "reason": "finished",
-        "peak_memory": 3 * 2**30,
-        "tokens_per_second": 500.0,
-    }
+        "time": BEGUN + 2 * step, "seconds": 20.0, "reason": "finished",
+        "peak_memory": 3 * 2**30, "tokens_per_second": 500.0,
+    }  # fmt: skip
     return Ended(step=step, **(values | changes))
 
 

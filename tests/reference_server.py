@@ -84,24 +84,37 @@ class Served:
 def serving(served: Served) -> Iterator[str]:
     """Serve in a thread; yields the URL."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(Handler):
         def do_GET(self) -> None:
-            self._reply(*served.answer(self.path, {}))
+            self.reply(*served.answer(self.path, {})[::-1])
 
         def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            self._reply(*served.answer(self.path, json.loads(self.rfile.read(length))))
+            self.reply(*served.answer(self.path, json.loads(self.body()))[::-1])
 
-        def _reply(self, status: int, answer: Any) -> None:
-            body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    with listening(Answering) as url:
+        yield url
 
-        def log_message(self, *args: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+class Handler(BaseHTTPRequestHandler):
+    """Replies with JSON, and writes no log."""
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def reply(self, answer: Any, status: int = 200) -> None:
+        body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Answer requests in a thread; yields the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:

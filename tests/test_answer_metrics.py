@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finetune import FinetuneError
 from finetune.data.samples import Completion, Conversation
-from finetune.errors import FinetuneError
 from finetune.evaluation.answers import Answer
 from finetune.evaluation.gate import bounds, judge
 from finetune.evaluation.measures import Measure, difference, of_scores, rows_needed, wilson
@@ -29,14 +29,12 @@ def rows(*pairs: tuple[str, str], **columns: Any) -> list[tuple[Asked, tuple[Ans
     ]
 
 
-def totals(name: str, *pairs: tuple[str, str], **columns: Any) -> dict[str, float]:
-    return {
-        each.name: each.total
-        for each in find(name).measure(rows(*pairs, **columns), Settings())
-    }  # fmt: skip
+def measured(name: str, *pairs: tuple[str, str], **columns: Any) -> Any:
+    return find(name).measure(rows(*pairs, **columns), Settings())
 
 
-# --- intervals ---------------------------------------------------------------------------------
+def totals(name: str, *pairs: tuple[str, str]) -> dict[str, float]:
+    return {each.name: each.total for each in measured(name, *pairs)}
 
 
 def test_intervals_are_those_of_the_literature():
@@ -56,8 +54,7 @@ def test_intervals_are_those_of_the_literature():
 def test_a_bootstrap_draws_pairs_and_ratios_of_sums():
     rng = np.random.default_rng(1)
     noise = rng.normal(0, 5, 400)
-    before = of_scores("length", noise)
-    after = of_scores("length", noise + 1)
+    before, after = (of_scores("length", noise + shift) for shift in (0, 1))
     change, interval = difference(after, before)
     assert change == pytest.approx(1.0)
     assert interval == pytest.approx((1.0, 1.0))  # what both share leaves nothing uncertain
@@ -79,9 +76,6 @@ def test_a_bound_is_held_by_the_interval_and_not_by_the_mean():
     assert "at least 381 rows, all correct" in few.said
 
 
-# --- metrics -----------------------------------------------------------------------------------
-
-
 def test_words_are_compared_as_squad_and_gsm8k_do():
     assert totals("exact", ("Yes", "Yes"), ("the  cat.", "Cat"), ("no", "yes")) == {
         "exact": pytest.approx(1 / 3), "exact_normalised": pytest.approx(2 / 3),
@@ -95,18 +89,16 @@ def test_words_are_compared_as_squad_and_gsm8k_do():
 
 def test_macro_f1_is_the_mean_over_labels_with_its_confusion_table():
     pairs = [("up", "up"), ("up", "down"), ("sideways", "down"), ("down", "down")]
-    (measure,) = find("labels").measure(rows(*pairs), Settings())
+    (measure,) = measured("labels", *pairs)
     # up: 2 / (2 + 1 + 0); down: 2 / (2 + 0 + 2).
     assert measure.total == pytest.approx((2 / 3 + 1 / 2) / 2)
-    assert measure.detail["confusion"] == {
-        "labels": ["down", "up"],
-        "columns": ["down", "up", "(other)"],
-        "confusion": [[1, 1, 1], [0, 1, 0]],
-    }
+    columns, table = ["down", "up", "(other)"], [[1, 1, 1], [0, 1, 0]]
+    confusion = {"labels": ["down", "up"], "columns": columns, "confusion": table}
+    assert measure.detail["confusion"] == confusion
     assert measure.of_rows.tolist() == [1, 0, 0, 1]
 
 
-def test_a_library_without_one_that_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_one_that_it_needs_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rouge_score.rouge_scorer", raising=False)
     monkeypatch.setitem(sys.modules, "nltk", None)
     overlap._reason_against.cache_clear()
@@ -129,7 +121,7 @@ def test_rouge_bleu_and_chrf_are_those_of_their_libraries():
     mean = sum(scorer.score(w, s)["rougeL"].fmeasure for s, w in pairs) / 2
     assert totals("rouge", *pairs)["rougeL"] == pytest.approx(mean)
     for name, library in (("bleu", BLEU()), ("chrf", CHRF())):
-        (measure,) = find(name).measure(rows(*pairs), Settings())
+        (measure,) = measured(name, *pairs)
         assert measure.total == pytest.approx(library.corpus_score(said, [wanted]).score)
         assert measure.detail["signature"].endswith("version:2.6.0")
         low, high = measure.interval()
@@ -145,7 +137,7 @@ def test_json_is_parsed_checked_and_scored_by_field():
         ('{"a": "1"}', wanted),
         ("sorry", wanted),
     ]
-    valid, fields = find("json").measure(rows(*pairs, schema=schema), Settings())
+    valid, fields = measured("json", *pairs, schema=schema)
     assert valid.of_rows.tolist() == [1, 1, 0, 0]
     assert fields.of_rows.tolist() == pytest.approx([1, 1 / 3, 0, 0])
     assert fields.detail["fields"] == {"a": 0.25, "b.c[0]": 0.25, "b.c[1]": 0.5}
@@ -166,7 +158,7 @@ def test_tool_calls_need_the_function_and_equal_arguments():
         (asked, Answer("3", False, 1)),
         (asked, Answer("", False, 1, ({"function": taken},))),
         (silent, Answer("It is 3.", False, 1)),
-    ]  # fmt: skip
+    ]
     calls, names = find("tools").measure([(a, (b,)) for a, b in given], Settings())
     assert calls.of_rows.tolist() == [1, 0, 0, 1, 1]
     assert names.of_rows.tolist() == [1, 1, 0, 1, 1]
@@ -190,7 +182,7 @@ def test_sql_has_the_same_result_and_changes_nothing(tmp_path, monkeypatch):
         ("with recursive c(n) as (select 1 union all select n + 1 from c) select count(*) from c",
          wanted),
     ]  # fmt: skip
-    (measure,) = find("sql").measure(rows(*pairs, database=str(path)), Settings())
+    (measure,) = measured("sql", *pairs, database=str(path))
     assert measure.of_rows.tolist() == [1, 1, 0, 1, 0, 0, 0]
     assert "no such column: missing" in measure.detail["errors"]
     assert "takes longer than 0.5 s" in measure.detail["errors"]
@@ -215,9 +207,6 @@ def test_metrics_are_chosen_by_the_rows():
     assert all(find(name).measures for name in METRICS)
 
 
-# --- code --------------------------------------------------------------------------------------
-
-
 def test_pass_at_k_is_the_unbiased_estimate():
     # 1 - C(3, 2) / C(5, 2)
     assert pass_at(2, 5, 2) == pytest.approx(0.7)
@@ -228,13 +217,15 @@ def test_code_of_answers_is_run_with_its_tests():
     asked = Asked(Completion("Write f.", "x"), row={"test_list": ["assert f(1) == 2"]})
     head = {"test": "def check(g):\n    assert g(1) == 2", "entry_point": "f"}
     completed = Asked(Completion("def f(x):\n", "    return x + 1"), row=head)
-    fenced = Answer("Here:\n```python\ndef f(x):\n    return x + 1\n```\nDone.", False, 1)
-    wrong = Answer("def f(x):\n    return x", False, 1)
-    given = [
-        (asked, (fenced,)),
-        (asked, (wrong,)),
-        (completed, (Answer("    return x + 1", False, 1),)),
-    ]
+    fenced, wrong, rest = (
+        Answer(text, False, 1)
+        for text in (
+            "Here:\n```python\ndef f(x):\n    return x + 1\n```\nDone.",
+            "def f(x):\n    return x",
+            "    return x + 1",
+        )
+    )
+    given = [(asked, (fenced,)), (asked, (wrong,)), (completed, (rest,))]
     (measure,) = find("code").measure(given, Settings(run_code=True))
     assert measure.of_rows.tolist() == [1, 0, 1]
     assert measure.detail["outcomes"] == {"passed": 2, "AssertionError": 1}
@@ -270,14 +261,14 @@ def test_code_of_answers_is_run_with_its_tests():
         ("import os\nwhile True: os.mkdir('d'); os.chdir('d')", "writes too many files"),
         ("n = 0\nwhile True: n += 1; open(str(n), 'w')", "writes too many files"),
         (
-            "import os; assert set(os.environ) <= {'LC_CTYPE', 'TMPDIR'}; assert not os.listdir()",
+            "import os; assert set(os.environ) <= {'LC_CTYPE', 'TMPDIR'} and not os.listdir()",
             "passed",
         ),
         ("input()", "EOFError"),
         ("def f(", "SyntaxError"),
     ],
 )
-def test_code_that_goes_wrong_is_stopped_and_named(code: str, said: str) -> None:
+def test_code_that_goes_wrong_is_stopped_and_named(code, said):
     outcome = sandbox.run(code, QUICK)
     assert said in outcome.said or (said == "1 s" and "2 s" in outcome.said)
     assert outcome.passed == (said == "passed")

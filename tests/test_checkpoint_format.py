@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Finetune
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import finetune as ft
+from finetune import FinetuneError, Options, Run
 from finetune.distributed.boxes import Box, boxes_of
 from finetune.distributed.reader import Reader
-from finetune.errors import FinetuneError
-from finetune.runs.run import Run
 
 STORED = Path(__file__).parent / "format1"
 """Two steps of a tiny model on three processes of DDP, its data, and what four steps gave."""
@@ -31,7 +30,7 @@ def losses(run: Run) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in run.read_metrics("train")}
 
 
-def test_a_checkpoint_of_format_1_is_continued(place: Path, finetune: Finetune) -> None:
+def test_a_checkpoint_of_format_1_is_continued(place, finetune):
     run = Run(place / "run")
     expected = losses(run)
     assert sorted(expected) == [1, 2, 3, 4]
@@ -54,9 +53,7 @@ def test_a_checkpoint_of_format_1_is_continued(place: Path, finetune: Finetune) 
 
 
 @pytest.mark.parametrize("harm", ["flipped", "missing", "cut"])
-def test_a_damaged_checkpoint_of_format_1_is_named(
-    place: Path, finetune: Finetune, harm: str
-) -> None:
+def test_a_damaged_checkpoint_of_format_1_is_named(place, monkeypatch, harm):
     file = Run(place / "run").checkpoint(2) / "state" / "rank-00001-of-00003.safetensors"
     content = bytearray(file.read_bytes())
     content[-9] ^= 1
@@ -64,17 +61,17 @@ def test_a_damaged_checkpoint_of_format_1_is_named(
         file.unlink()
     else:
         file.write_bytes(content if harm == "flipped" else content[:-100])
-    done = finetune(
-        "train", "recipe.json", "--precision", "fp32", "--output", "run", "--resume", cwd=place
-    )
-    assert done.status == 2, done.output
-    assert "step-00000002" in done.stderr
-    assert file.name in done.stderr
-    assert "Traceback" not in done.output
+    monkeypatch.chdir(place)
+    options = Options(Path("run"), resume=True, plot=False)
+    with pytest.raises(FinetuneError) as caught:
+        ft.train(ft.load_recipe("recipe.json"), precision="fp32", options=options)
+    told = "; ".join(caught.value.problems)
+    assert "step-00000002" in told
+    assert file.name in told
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 7)])
-def test_a_range_is_boxes_in_its_order(shape: tuple[int, ...]) -> None:
+def test_a_range_is_boxes_in_its_order(shape):
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     origin = tuple(0 for _ in shape)
     for start in range(whole.numel() + 1):
@@ -84,9 +81,7 @@ def test_a_range_is_boxes_in_its_order(shape: tuple[int, ...]) -> None:
             assert [n for part in found for n in part.tolist()] == list(range(start, end))
 
 
-def test_a_reader_pastes_columns_and_refuses_what_is_missing_or_there_twice(
-    tmp_path: Path,
-) -> None:
+def test_a_reader_pastes_columns_and_refuses_what_is_missing_or_there_twice(tmp_path):
     whole = torch.arange(12.0).reshape(3, 4)
     columns = [Box((0, 0), (3, 3)), Box((0, 3), (3, 1))]
 

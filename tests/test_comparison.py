@@ -7,19 +7,15 @@ from typing import Any
 import pytest
 from records import RECIPE, evaluated, trained, whole_run, write_run
 
+from finetune import Run
 from finetune.cli import main as cli
 from finetune.runs.metrics import Evaluated
-from finetune.runs.run import Run, write_json
+from finetune.runs.run import write_json
 
 
 def measures(exact: float) -> dict[str, Any]:
-    return {
-        "rows": {"digest": "same"},
-        "measures": {
-            "exact": {"after": exact, "unit": "share"},
-            "loss": {"after": 0.5, "unit": "nats"},
-        },
-    }  # fmt: skip
+    found = {"exact": {"after": exact, "unit": "share"}, "loss": {"after": 0.5, "unit": "nats"}}
+    return {"rows": {"digest": "same"}, "measures": found}
 
 
 @pytest.fixture
@@ -39,9 +35,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     return found
 
 
-def test_runs_are_compared_side_by_side(
-    runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_compared_side_by_side_and_answers_to_other_rows_are_marked(
+    runs, tmp_path, capsys
+):
     assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [line.split() for line in lines]
@@ -58,11 +54,13 @@ def test_runs_are_compared_side_by_side(
     for look in ("smooth colour-0", "smooth colour-1", "dots colour-0", "dots colour-1"):
         assert f'<polyline class="{look}"' in page
     assert "other rows" not in page
+    path = runs[1].evaluations / "held-out" / "results.json"
+    write_json(path, json.loads(path.read_text()) | {"rows": {"digest": "another"}})
+    assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0
+    assert "Evaluation held-out, on different rows" in capsys.readouterr().out
 
 
-def test_rewards_of_online_runs_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rewards_of_online_runs_are_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     start = whole_run()[0]
     for name, rewards in (("one", (0.125, 0.25)), ("two", (0.5, 0.0)), ("tuned", ())):
@@ -78,18 +76,7 @@ def test_rewards_of_online_runs_are_compared(
     ]
 
 
-def test_answers_to_other_rows_are_marked(
-    runs: list[Run], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = runs[1].evaluations / "held-out" / "results.json"
-    write_json(path, json.loads(path.read_text()) | {"rows": {"digest": "another"}})
-    assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0
-    assert "Evaluation held-out, on different rows" in capsys.readouterr().out
-
-
-def test_what_cannot_be_compared_is_named(
-    runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_compared_is_named(runs, tmp_path, capsys):
     one = str(runs[0].root)
     for words, told in (
         ([one], "compare: got 1 runs, expected 2 to 8"),

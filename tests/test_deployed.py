@@ -1,9 +1,10 @@
 """What is deployed answers as what was trained: 50 rows, greedily, by every way to the model."""
 
+import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,16 @@ import llama_server
 import pytest
 import torch
 from conftest import end_tree, start, wait_for
+from llama_run import furthest, rows, trained_run
 from peft import PeftModel
-from test_gguf import furthest, rows, trained_run
-from test_serving import running
+from served import running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune import Run, export, generate, load
 from finetune.data.chat.render import load_chat
 from finetune.data.samples import Conversation
-from finetune.exporters.export import export
 from finetune.inference.chat import stream
-from finetune.inference.generate import generate, load
-from finetune.runs.run import Run, write_json
+from finetune.runs.run import write_json
 
 ROWS = 50
 TOKENS = 8
@@ -68,7 +68,7 @@ def served_answers(run: Run, conversations: Conversations, folder: Path) -> list
         return list(pool.map(ask, conversations))
 
 
-def test_chat_server_adapter_and_merged_model_give_equal_answers(tmp_path: Path) -> None:
+def test_chat_server_adapter_and_merged_model_give_equal_answers(tmp_path):
     run, _ = trained_run(tmp_path)
     conversations = asked()
     loaded = load(run)
@@ -106,19 +106,30 @@ def why_not() -> str | None:
     return None if shutil.which("llama-server") else "llama-server is not on PATH"
 
 
+@contextlib.contextmanager
+def engine(name: str, folder: Path, seconds: float, *words: str, **env: str) -> Iterator[str]:
+    """`finetune serve --engine NAME` of a folder, at this URL."""
+    port = free_port()
+    words = ("serve", str(folder), "--engine", name, "--port", str(port), *words)
+    process = start(list(words), folder.parent, PATH=os.environ["PATH"], **env)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: is_up(url), process, seconds)
+        yield url
+    finally:
+        end_tree(process.pid)
+        process.communicate()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_llama_cpp_answers_as_the_trained_model_does(tmp_path: Path) -> None:
+def test_llama_cpp_answers_as_the_trained_model_does(tmp_path):
     """`finetune serve --engine llama.cpp` with an F16 file; other answers begin at a tie."""
     run, tokenizer = trained_run(tmp_path)
     checkout = Path(str(llama_server.checkout()))
     folder = export(run, tmp_path / "f16", format="gguf", gguf_type="f16", llama_cpp=checkout)
-    port = free_port()
-    words = ["serve", str(folder), "--engine", "llama.cpp", "--port", str(port)]
-    process = start(words, tmp_path, PATH=os.environ["PATH"])
-    try:
-        wait_for(lambda: is_up(f"http://127.0.0.1:{port}"), process, 60)
-        client = llama_server.Client(f"http://127.0.0.1:{port}")
+    with engine("llama.cpp", folder, 60) as url:
+        client = llama_server.Client(url)
         chat, model = load_chat(tokenizer, None), load(run).model
         for messages in asked():
             prompt = chat.prompt(Conversation(tuple(messages)))
@@ -129,37 +140,24 @@ def test_llama_cpp_answers_as_the_trained_model_does(tmp_path: Path) -> None:
             text, _ = client.chat(messages, TOKENS)
             whole = texts_of(tokenizer, [said])[0]
             assert text.strip() == whole or "\ufffd" in whole  # each shows broken bytes its way
-    finally:
-        end_tree(process.pid)
-        process.communicate()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("vllm") is None, reason="vllm is not on PATH")
 @pytest.mark.parametrize("format", ["vllm", "merged"])
-def test_vllm_reads_and_answers_as_the_trained_model_does(tmp_path: Path, format: str) -> None:
+def test_vllm_reads_and_answers_as_the_trained_model_does(tmp_path, format):
     """`finetune serve --engine vllm`, which has attention on CPUs for heads of 32."""
     run, tokenizer = trained_run(tmp_path, num_attention_heads=2)
     write_json(run.realised, {"mixed_precision": "no"})
     folder = export(run, tmp_path / "out", format=format, check_rows=0)
     chat, conversations = load_chat(tokenizer, None), asked()
     wanted = [text.strip() for text in generate(load(run), conversations, TOKENS)]
-    port = free_port()
-    words = ["serve", str(folder), "--engine", "vllm", "--name", "tuned", "--port", str(port)]
-    process = start(
-        words, tmp_path, PATH=os.environ["PATH"], VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1",
-    )  # fmt: skip
-    try:
-        wait_for(lambda: is_up(f"http://127.0.0.1:{port}"), process, 300)
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with engine("vllm", folder, 300, "--name", "tuned", VLLM_LOGGING_LEVEL="WARNING", **cpu) as url:
         for messages, text in zip(conversations, wanted, strict=True):
-            body = {"model": "tuned", "messages": messages, "max_tokens": TOKENS,
-                    "temperature": 0, "return_token_ids": True}  # fmt: skip
-            url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            reply = httpx.post(url, json=body, timeout=300).json()
+            body = {"model": "tuned", "messages": messages, "max_tokens": TOKENS}
+            body |= {"temperature": 0, "return_token_ids": True}
+            reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
             assert reply["prompt_token_ids"] == chat.prompt(Conversation(tuple(messages)))
             said = texts_of(tokenizer, [reply["choices"][0]["token_ids"]])[0]
             assert said == text
-    finally:
-        end_tree(process.pid)
-        process.communicate()

@@ -4,36 +4,37 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import copy_of
 from peft import LoraConfig, get_peft_model
 from tiny_run import SIZES, save_base, start_run, tiny_llama
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import finetune as ft
-from finetune import catalog
+from finetune import FinetuneError, Options, Run, catalog, export, load, load_base
 from finetune.cli import main as cli
-from finetune.errors import FinetuneError
 from finetune.evaluation.overlap import Overlap, overlap
 from finetune.evaluation.questions import of_run, of_source, spread
 from finetune.evaluation.subject import can_switch_off, switched_off
-from finetune.exporters.export import export
-from finetune.inference.generate import load, load_base
-from finetune.runs.run import Run, write_json
+from finetune.runs.run import write_json
 
 QUESTIONS = [f"question {number}" for number in range(8)]
 
 
-def write_rows(path: Path, questions: list[str], answer: str = "ok.") -> Path:
-    rows = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": answer}]}
-        for q in questions
-    ]
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_rows(path: Path, questions: list[str], answer: str = "ok.") -> Path:
+    said = {"role": "assistant", "content": answer}
+    asked = [{"role": "user", "content": each} for each in questions]
+    return write_lines(path, ({"messages": [each, said]} for each in asked))
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +42,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """An adapter that learnt to say "ok.", with three rows held out of two files."""
     tmp = tmp_path_factory.mktemp("evaluated")
     base = save_base(tiny_llama(), tmp / "base")
-    files = [
-        write_rows(tmp / f"{name}.jsonl", part)
-        for name, part in (("one", QUESTIONS[:4]), ("two", QUESTIONS[4:]))
-    ]
+    parts = {"one": QUESTIONS[:4], "two": QUESTIONS[4:]}
+    files = [write_rows(tmp / f"{name}.jsonl", part) for name, part in parts.items()]
     recipe = catalog.from_fields({
-        "method": "sft",
-        "model": {"name": str(base)},
-        "adapter": {"r": 8},
+        "method": "sft", "model": {"name": str(base)}, "adapter": {"r": 8},
         "data": [{"source": str(file), "format": "messages"} for file in files],
-        "eval_rows": 3,
-        "batch": {"rows": 2, "micro_rows": 1, "max_length": 64},
-        "optim": {"lr": 1e-2, "schedule": "constant", "warmup": 0},
-        "max_steps": 30,
+        "batch": {"rows": 2, "micro_rows": 1, "max_length": 64}, "eval_rows": 3,
+        "optim": {"lr": 1e-2, "schedule": "constant", "warmup": 0}, "max_steps": 30,
     })  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FINETUNE_CACHE", str(tmp / "cache"))
-        return ft.train(recipe, precision="fp32", output=tmp / "run")
+    return ft.train(recipe, precision="fp32", options=Options(tmp / "run", plot=False))
 
 
 @pytest.fixture(autouse=True)
-def place(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(run.root.parent / "cache"))
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -151,24 +143,17 @@ def test_an_adapter_that_changed_its_base_is_not_switched_off(run, tmp_path):
 
 
 def test_a_run_of_preferences_has_the_rewards_of_its_training(run, capsys, tmp_path):
-    pairs = [
-        {"prompt": question, "chosen": f"ok {question}", "rejected": "no, never"}
-        for question in QUESTIONS
-    ]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    pairs = [{"prompt": q, "chosen": f"ok {q}", "rejected": "no, never"} for q in QUESTIONS]
+    path = write_lines(tmp_path / "pairs.jsonl", pairs)
     data = [{"source": str(path), "format": "preference"}]
     recipe = catalog.from_fields({
         "method": "dpo",
         "model": {"name": str(run.root.parent / "base")},
         "adapter": {"r": 4},
-        "data": data,
-        "eval_data": data,
+        **{"data": data, "eval_data": data, "optim": {"lr": 1e-3}, "max_steps": 4},
         "batch": {"rows": 4, "micro_rows": 2, "max_length": 64},
-        "optim": {"lr": 1e-3},
-        "max_steps": 4,
     })  # fmt: skip
-    trained = ft.train(recipe, precision="fp32", output=tmp_path / "dpo")
+    trained = ft.train(recipe, precision="fp32", options=Options(tmp_path / "dpo", plot=False))
     (record,) = trained.read_metrics("eval")
     capsys.readouterr()
     found = measured(capsys, trained.root, "--max-new-tokens", "4")
@@ -181,11 +166,21 @@ def test_a_run_of_preferences_has_the_rewards_of_its_training(run, capsys, tmp_p
     assert found["rows"]["also_trained"]["rows"] == len(pairs)
 
 
-def test_answers_that_the_limit_cut_are_counted(run, capsys):
+def test_answers_that_a_limit_cut_are_counted_and_a_limit_of_rows_is_spread(run, capsys):
     lines = evaluate(capsys, run.root, "--max-new-tokens", "2", "--against", "none").splitlines()
     assert lines[1].split() == ["value", "95%", "interval"]
     assert [line.split()[-1] for line in lines if line.startswith("cut by the limit")] == ["3"]
     assert lines.count("  answer   ok [cut]") == 3
+    assert spread(list("abcdefgh"), 4) == list("aceg")  # a limit takes rows of the whole length
+    assert spread(list("abc"), 4) == list("abc")
+
+
+def other_run(folder: Path, method: str, source: Path, format: str, **fields: Any) -> Run:
+    """The recipe of another run, on these rows."""
+    run = Run(folder)
+    data = [{"source": str(source), "format": format}]
+    write_json(run.recipe, {"method": method, "data": data, **fields})
+    return run
 
 
 def test_every_source_of_eval_data_is_asked_and_trained_rows_are_counted(run, capsys, tmp_path):
@@ -205,18 +200,15 @@ def test_every_source_of_eval_data_is_asked_and_trained_rows_are_counted(run, ca
 
 
 def test_prompts_are_asked_with_their_answers_and_labels_are_not(tmp_path):
-    path, labels = tmp_path / "prompts.jsonl", tmp_path / "labels.jsonl"
     asked = [{"role": "user", "content": "2+2="}]
     rows = [
         {"prompt": asked, "answer": "4"}, {"prompt": "3+3=", "answer": 6}, {"prompt": "5+5="},
     ]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    labels.write_text('{"text": "a", "label": "sad"}\n')
+    path = write_lines(tmp_path / "prompts.jsonl", rows)
+    labels = write_lines(tmp_path / "labels.jsonl", [{"text": "a", "label": "sad"}])
     found = of_source(ft.Data(str(path), "prompts", first=2))
     assert [(each.prompt, each.expected) for each in found] == [("2+2=", "4"), ("3+3=", "6")]
-    other = Run(tmp_path / "run")
-    source = {"source": str(path), "format": "prompts"}
-    write_json(other.recipe, {"method": "grpo", "data": [source], "reward_funcs": ["exact_match"]})
+    other = other_run(tmp_path / "run", "grpo", path, "prompts", reward_funcs=["exact_match"])
     assert overlap(other, found) == Overlap(rows=2, prompts=2, first="prompts.jsonl row 1")
     with pytest.raises(FinetuneError, match="row 3: column 'answer' is null, expected a text to"):
         of_source(ft.Data(str(path), "prompts"))
@@ -225,44 +217,29 @@ def test_prompts_are_asked_with_their_answers_and_labels_are_not(tmp_path):
 
 
 def test_every_instance_and_pair_of_a_row_is_asked_or_counted_as_trained(tmp_path):
-    tasks, ranked = tmp_path / "tasks.jsonl", tmp_path / "ranked.jsonl"
     instances = [{"input": "2 2", "output": "4"}, {"input": "3 3", "output": "6"}]
-    tasks.write_text(json.dumps({"instruction": "Add", "instances": instances}) + "\n")
-    row = {"prompt": "2+2=", "responses": ["5", "4", "3"], "ranks": [1, 0, 2]}
-    ranked.write_text(json.dumps(row) + "\n")
-    found = of_source(ft.Data(str(tasks), "self_instruct", first=1))
-    assert [each.expected for each in found] == ["4", "6"]
-    other = Run(tmp_path / "run")
-    source = {"source": str(tasks), "format": "self_instruct"}
-    write_json(other.recipe, {"method": "sft", "data": [source]})
-    assert overlap(other, found) == Overlap(rows=2, prompts=2, first="tasks.jsonl row 1")
-    asked = of_source(ft.Data(str(ranked), "ranked_all"))
-    assert [each.expected for each in asked] == ["4"]
-    source = {"source": str(ranked), "format": "ranked_all"}
-    write_json(other.recipe, {"method": "dpo", "data": [source]})
-    assert overlap(other, asked) == Overlap(rows=1, prompts=1, first="ranked.jsonl row 1")
+    tasks = [{"instruction": "Add", "instances": instances}]
+    ranked = [{"prompt": "2+2=", "responses": ["5", "4", "3"], "ranks": [1, 0, 2]}]
+    for rows, method, format, first, wanted, prompts in (
+        (tasks, "sft", "self_instruct", 1, ["4", "6"], 2),
+        (ranked, "dpo", "ranked_all", None, ["4"], 1),
+    ):
+        path = write_lines(tmp_path / f"{format}.jsonl", rows)
+        found = of_source(ft.Data(str(path), format, first=first))
+        assert [each.expected for each in found] == wanted
+        other = other_run(tmp_path / method, method, path, format)
+        assert overlap(other, found) == Overlap(prompts, prompts, f"{format}.jsonl row 1")
 
 
-def test_a_limit_takes_rows_of_the_whole_length():
-    assert spread(list("abcdefgh"), 4) == list("aceg")
-    assert spread(list("abc"), 4) == list("abc")
-
-
-def test_other_data_than_the_run_had_is_refused(run, tmp_path):
+def test_other_data_than_the_run_had_and_a_run_without_held_out_rows_are_refused(run, tmp_path):
     fields = json.loads(run.recipe.read_text())
     other = write_rows(tmp_path / "one.jsonl", ["something else", *QUESTIONS[:4]])
     fields["data"][0]["source"] = str(other)
-    kept = run.recipe.read_text()
-    write_json(run.recipe, fields)
-    try:
-        with pytest.raises(FinetuneError, match="the data is not that of the run"):
-            of_run(run)
-    finally:
-        run.recipe.write_text(kept)
-
-
-def test_without_held_out_rows_the_error_names_the_options(tmp_path):
-    empty = start_run(tmp_path / "run", None)
+    changed = copy_of(run, tmp_path / "run")
+    write_json(changed.recipe, fields)
+    with pytest.raises(FinetuneError, match="the data is not that of the run"):
+        of_run(changed)
+    empty = start_run(tmp_path / "empty", None)
     with pytest.raises(FinetuneError, match="no eval_data and no eval_rows; give --data and"):
         of_run(empty)
 
@@ -310,9 +287,6 @@ def test_what_cannot_be_evaluated_is_named_and_leaves_nothing(run, capsys, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-# Rewards.
-
-
 def test_rewards_score_the_answers_of_both_models(run, capsys, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(
         "def letters(prompts, completions, answer):\n"
@@ -354,23 +328,18 @@ def own_modules(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.delitem(sys.modules, "own", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("reward", "told"),
-    [
-        ("exakt", "--rewards: got 'exakt', expected one of exact_match, "),
-        (
-            "./nowhere",
-            "--rewards: './nowhere': the folder does not exist; name the run of a reward",
-        ),
-        ("own:needs", "--rewards: 'own:needs' needs 'hint', which is neither a column"),
-        ("own:fails", "--rewards: reward 'own:fails' raises ValueError: no (own.py:2) (prompt "),
-    ],
-)
-def test_rewards_that_cannot_score_are_named(run, capsys, tmp_path, monkeypatch, reward, told):
+def test_rewards_that_cannot_score_are_named(run, capsys, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(
         "def needs(completions, hint): ...\ndef fails(completions): raise ValueError('no')\n"
     )
     own_modules(tmp_path, monkeypatch)
-    words = ["--rewards", reward, "--max-new-tokens", "2", "--limit", "1", "--against", "none"]
-    assert told in evaluate(capsys, run.root, *words, "--output", "out", status=2)
-    assert not (tmp_path / "out").exists()
+    nowhere = "'./nowhere': the folder does not exist; name the run of a reward"
+    for reward, told in (
+        ("exakt", "--rewards: got 'exakt', expected one of exact_match, "),
+        ("./nowhere", f"--rewards: {nowhere}"),
+        ("own:needs", "--rewards: 'own:needs' needs 'hint', which is neither a column"),
+        ("own:fails", "--rewards: reward 'own:fails' raises ValueError: no (own.py:2) (prompt "),
+    ):
+        words = ["--rewards", reward, "--max-new-tokens", "2", "--limit", "1", "--against", "none"]
+        assert told in evaluate(capsys, run.root, *words, "--output", "out", status=2)
+        assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import (
+    Trained,
     byte_tokenizer,
     disturb,
     logits,
     lora_run,
+    plain_model,
     relative,
     save_base,
     save_checkpoint,
@@ -24,17 +27,11 @@ from tiny_run import (
     tiny_tied_qwen,
     trained_adapter,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
-import finetune as ft
-from finetune import catalog
+from finetune import FinetuneError, LoRA, Run, TrainingFailure, export, load
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import read_row
-from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporters.export import export
-from finetune.inference.generate import load
-from finetune.recipe import LoRA
-from finetune.runs.run import Run
 
 # Logits in fp32 where sums are in another order: 1e-6 of the largest was measured.
 ROUNDING = 1e-5
@@ -48,42 +45,33 @@ VARIANTS = {
     "pissa": {"init_lora_weights": "pissa"},
     "olora": {"init_lora_weights": "olora"},
     "pissa with rslora and ranks": {
-        "init_lora_weights": "pissa",
-        "use_rslora": True,
-        "rank_pattern": {"q_proj": 2},
-        "alpha_pattern": {"v_proj": 3},
+        **{"init_lora_weights": "pissa", "use_rslora": True},
+        **{"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
     },
     "dora with olora": {"init_lora_weights": "olora", "use_dora": True},
     "whole modules": {"modules_to_save": ["lm_head", "norm"]},
 }
 
 
-def plain_model(folder: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def plain_adapter(base: Path, folder: Path) -> torch.nn.Module:
     return PeftModel.from_pretrained(plain_model(base), str(folder)).eval()
 
 
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_an_exported_adapter_in_plain_peft_gives_the_logits_of_training(tmp_path, fields):
-    trained = lora_run(tmp_path, **fields)
-    folder = export(trained.run, tmp_path / "out")
-    assert relative(logits(plain_adapter(trained.base, folder)), trained.logits) < ROUNDING
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return lora_run(tmp_path)
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_merged_export_in_plain_transformers_gives_the_logits_of_training(tmp_path, fields):
+def test_a_run_its_adapter_in_plain_peft_and_its_merge_give_the_logits_of_training(
+    tmp_path, fields
+):
     trained = lora_run(tmp_path, **fields)
-    folder = export(trained.run, tmp_path / "out", merge=True)
-    assert relative(logits(plain_model(folder)), trained.logits) < ROUNDING
-
-
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_loading_a_run_gives_the_logits_of_training(tmp_path, fields):
-    trained = lora_run(tmp_path, **fields)
-    assert relative(logits(load(trained.run).model), trained.logits) < ROUNDING
+    adapter = export(trained.run, tmp_path / "adapter")
+    merged = export(trained.run, tmp_path / "merged", merge=True)
+    loaded = load(trained.run).model
+    for model in (loaded, plain_adapter(trained.base, adapter), plain_model(merged)):
+        assert relative(logits(model), trained.logits) < ROUNDING
 
 
 TIED = {
@@ -101,20 +89,15 @@ TIED = {
 
 
 @pytest.mark.parametrize(("fields", "stays"), TIED.values(), ids=TIED.keys())
-def test_a_merge_of_a_tied_model_keeps_embedding_and_head_as_trained(tmp_path, fields, stays):
+def test_exports_of_a_tied_model_keep_embedding_and_head_as_trained(tmp_path, fields, stays):
     trained = lora_run(tmp_path, tiny_tied_qwen(), **fields)
+    adapter = export(trained.run, tmp_path / "adapter")
+    assert relative(logits(plain_adapter(trained.base, adapter)), trained.logits) < ROUNDING
     folder = export(trained.run, tmp_path / "out", merge=True)
     model = plain_model(folder)
     assert relative(logits(model), trained.logits) < ROUNDING
     assert model.config.tie_word_embeddings is stays
     assert ("lm_head.weight" in load_file(folder / "model.safetensors")) is not stays
-
-
-@pytest.mark.parametrize(("fields", "stays"), TIED.values(), ids=TIED.keys())
-def test_an_adapter_of_a_tied_model_loads_in_plain_peft(tmp_path, fields, stays):
-    trained = lora_run(tmp_path, tiny_tied_qwen(), **fields)
-    folder = export(trained.run, tmp_path / "out")
-    assert relative(logits(plain_adapter(trained.base, folder)), trained.logits) < ROUNDING
 
 
 @pytest.mark.parametrize("base", [tiny_llama, tiny_tied_qwen])
@@ -128,73 +111,37 @@ def test_a_whole_model_is_exported_bit_for_bit_in_shards(tmp_path, base):
     assert torch.equal(logits(plain_model(folder)), logits(model))
 
 
-def test_merged_weights_have_the_dtype_of_the_base_and_are_rounded_once(tmp_path):
-    base = tiny_llama(torch.bfloat16)
-    folder = save_base(base, tmp_path / "base")
-    run = start_run(tmp_path / "run", folder, LoRA(r=4))
-    save_checkpoint(run, 10, trained_adapter(base))
-    exact = load_file(export(run, tmp_path / "a", True, dtype=torch.float32) / "model.safetensors")
-    stored = load_file(export(run, tmp_path / "b", True) / "model.safetensors")
-    assert {name: tensor.dtype for name, tensor in stored.items()} == dict.fromkeys(
-        exact, torch.bfloat16
-    )
-    assert all(torch.equal(stored[name], exact[name].bfloat16()) for name in exact)
-
-
-def test_the_tokenizer_is_exported_with_its_template_and_answers_end_with_the_turn(tmp_path):
-    trained = lora_run(tmp_path)
-    for merge in (False, True):
-        folder = export(trained.run, tmp_path / str(merge), merge)
-        saved = AutoTokenizer.from_pretrained(trained.run.checkpoint(10) / "tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        assert tokenizer.chat_template == saved.chat_template
-        generation = GenerationConfig.from_pretrained(folder)
-        ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|im_end|>"])
-        assert (generation.eos_token_id, generation.pad_token_id) == (ends, 257)
-
-
-def test_the_sampling_settings_of_the_base_are_kept(tmp_path):
-    trained = lora_run(tmp_path)
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_export_has_the_settings_of_its_base_and_run_and_its_readme_runs(
+    trained, tmp_path, merge, monkeypatch
+):
     path = trained.base / "generation_config.json"
     shipped = {"temperature": 0.6, "top_p": 0.9}  # without do_sample, as some models ship them
     path.write_text(json.dumps({**json.loads(path.read_text()), **shipped}))
-    for merge in (False, True):
-        folder = export(trained.run, tmp_path / str(merge), merge)
-        generation = GenerationConfig.from_pretrained(folder)
-        kept = (generation.do_sample, generation.temperature, generation.top_p)
-        assert kept == (True, 0.6, 0.9)
-
-
-@pytest.mark.parametrize("merge", [False, True])
-def test_the_python_in_the_readme_of_an_export_runs(tmp_path, merge, monkeypatch):
-    trained = lora_run(tmp_path)
-    monkeypatch.chdir(export(trained.run, tmp_path / "out", merge))
+    folder = export(trained.run, tmp_path / "out", merge)
+    saved = AutoTokenizer.from_pretrained(trained.run.checkpoint(10) / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == saved.chat_template
+    generation = GenerationConfig.from_pretrained(folder)
+    ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|im_end|>"])  # and that of the turn
+    assert (generation.eos_token_id, generation.pad_token_id) == (ends, 257)
+    kept = (generation.do_sample, generation.temperature, generation.top_p)
+    assert kept == (True, 0.6, 0.9)
+    (path,) = folder.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    assert len(shapes) > 20
+    assert all(0 not in shape for shape in shapes)
+    if not merge:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(trained.base)
+        assert config["inference_mode"] is True
+    monkeypatch.chdir(folder)
     _, code, *_ = Path("README.md").read_text().split("```")
     names: dict[str, Any] = {}
     exec(code.removeprefix("python"), names)
     assert relative(logits(names["model"].eval()), trained.logits) < ROUNDING
     assert names["tokenizer"].chat_template == byte_tokenizer().chat_template
-
-
-def test_an_adapter_names_the_base_that_it_belongs_to(tmp_path):
-    trained = lora_run(tmp_path)
-    config = json.loads((export(trained.run, tmp_path / "out") / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(trained.base)
-    assert config["inference_mode"] is True
-
-
-def test_the_card_of_a_merged_quantised_run_states_the_unquantised_base(tmp_path):
-    base = tiny_llama()
-    run = start_run(
-        tmp_path / "run", save_base(base, tmp_path / "base"), LoRA(r=4), quantization="nf4"
-    )
-    model = trained_adapter(base)
-    save_checkpoint(run, 10, model)
-    folder = export(run, tmp_path / "out", merge=True)
-    assert "trained on the base in nf4 and is merged into the unquantized base" in " ".join(
-        (folder / "README.md").read_text().split()
-    )
-    assert relative(logits(plain_model(folder)), logits(model)) < ROUNDING
 
 
 def test_a_random_initialisation_is_exported_from_the_stored_initial_adapter(tmp_path):
@@ -224,27 +171,26 @@ def disturb_back(model: torch.nn.Module) -> None:
             parameter.data -= 0.05 * torch.randn_like(parameter)
 
 
-# --- after real training ---------------------------------------------------------------------
+def slow(section: dict[str, Any], name: str) -> Any:
+    return pytest.param(section, id=name, marks=pytest.mark.slow)
 
 
-TRAINED = {
-    "lora": {"adapter": {"r": 4}},
-    "dora over rslora": {"adapter": {"r": 4, "use_dora": True, "use_rslora": True}},
-    "pissa": {"adapter": {"r": 4, "init_lora_weights": "pissa"}},
-    "random pissa": {"adapter": {"r": 4, "init_lora_weights": "pissa_niter_2"}},
-    "whole embedding": {"adapter": {"r": 4, "modules_to_save": ["embed_tokens"]}},
-    "nf4": {"model": {"quantization": "nf4"}, "adapter": {"r": 4}},
-    "full": {},
-}
-
-
-@pytest.mark.parametrize("sections", TRAINED.values(), ids=TRAINED.keys())
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"adapter": {"r": 4}}, id="lora"),
+        pytest.param({"adapter": {"r": 4, "init_lora_weights": "pissa_niter_2"}}, id="random"),
+        pytest.param({"model": {"quantization": "nf4"}, "adapter": {"r": 4}}, id="nf4"),
+        pytest.param({}, id="full"),
+        slow({"adapter": {"r": 4, "use_dora": True, "use_rslora": True}}, "dora over rslora"),
+        slow({"adapter": {"r": 4, "init_lora_weights": "pissa"}}, "pissa"),
+        slow({"adapter": {"r": 4, "modules_to_save": ["embed_tokens"]}}, "whole embedding"),
+    ],
+)
 def test_what_was_trained_has_its_recorded_loss_wherever_it_is_loaded(
-    tiny, tmp_path, monkeypatch, sections
+    tiny, train, tmp_path, sections
 ):
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    fields = tiny.fields(**sections, optim={"lr": 1e-2}, max_steps=4, evaluation={"every": 4})
-    run = ft.train(catalog.from_fields(fields), precision="fp32", output=tmp_path / "run")
+    run = train(**sections, optim={"lr": 1e-2}, max_steps=4, evaluation={"every": 4})
     (recorded,) = (record["loss"] for record in run.read_metrics("eval"))
     places = [load(run).model]
     if "model" not in sections:  # NF4 is merged onto another base: the unquantised one
@@ -271,27 +217,27 @@ def evaluation_loss(model: torch.nn.Module, data: Path, run: Run) -> float:
     return float(total) / count
 
 
-# --- refusals ----------------------------------------------------------------------------------
+NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 
 
-def rewrite(checkpoint: Path, change) -> None:
-    """Change the adapter's tensors and sign the checkpoint again."""
-    path = checkpoint / "adapter" / "adapter_model.safetensors"
+def rewrite(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint and sign it again."""
+    (path,) = checkpoint.glob("*/*.safetensors")
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
     sign(checkpoint, 10)
 
 
-NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
-
-
 @pytest.mark.parametrize("merge", [False, True])
-def test_an_adapter_without_its_tensors_is_refused_by_name(tmp_path, merge):
-    trained = lora_run(tmp_path)
-    rewrite(trained.run.checkpoint(10), lambda tensors: tensors.pop(NAME))
-    with pytest.raises(FinetuneError, match=f"{NAME} is missing"):
-        export(trained.run, tmp_path / "out", merge)
+def test_an_adapter_with_empty_or_without_its_tensors_is_refused_by_name(trained, tmp_path, merge):
+    for change, told in (
+        (lambda tensors: tensors.update({NAME: torch.empty(0)}), NAME),
+        (lambda tensors: tensors.pop(NAME), f"{NAME} is missing"),
+    ):
+        rewrite(trained.run.checkpoint(10), change)
+        with pytest.raises(FinetuneError, match=told):
+            export(trained.run, tmp_path / "out", merge)
     rewrite(trained.run.checkpoint(10), dict.clear)
     with pytest.raises(FinetuneError) as caught:
         export(trained.run, tmp_path / "out", merge)
@@ -299,29 +245,16 @@ def test_an_adapter_without_its_tensors_is_refused_by_name(tmp_path, merge):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_an_empty_tensor_is_refused(tmp_path, merge):
-    trained = lora_run(tmp_path)
-    rewrite(trained.run.checkpoint(10), lambda tensors: tensors.update({NAME: torch.empty(0)}))
-    with pytest.raises(FinetuneError, match=NAME):
-        export(trained.run, tmp_path / "out", merge)
-
-
 def test_a_whole_model_that_lacks_a_tensor_is_refused(tmp_path):
     model = tiny_llama()
     run = start_run(tmp_path / "run", save_base(model, tmp_path / "base"))
-    checkpoint = save_checkpoint(run, 10, model)
-    path = checkpoint / "model" / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    sign(checkpoint, 10)
-    with pytest.raises(FinetuneError, match=r"model.layers.0.mlp.up_proj.weight is missing"):
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(save_checkpoint(run, 10, model), lambda tensors: tensors.pop(name))
+    with pytest.raises(FinetuneError, match=f"{name} is missing"):
         export(run, tmp_path / "out")
 
 
-def test_a_damaged_file_is_named_with_the_checkpoint_to_use_instead(tmp_path):
-    trained = lora_run(tmp_path)
+def test_a_damaged_file_is_named_with_the_checkpoint_to_use_instead(trained, tmp_path):
     for step in (20, 30):
         save_checkpoint(trained.run, step, trained_adapter(tiny_llama()))
         path = trained.run.checkpoint(step) / "adapter" / "adapter_model.safetensors"
@@ -336,24 +269,8 @@ def test_a_damaged_file_is_named_with_the_checkpoint_to_use_instead(tmp_path):
     assert export(trained.run, tmp_path / "out", step=10) == tmp_path / "out"
 
 
-def test_a_file_that_is_gone_or_cut_is_named(tmp_path):
-    trained = lora_run(tmp_path)
+def test_files_and_a_manifest_that_are_gone_or_cut_are_named(trained, tmp_path):
     checkpoint = trained.run.checkpoint(10)
-    (checkpoint / "tokenizer" / "tokenizer.json").unlink()
-    weights = checkpoint / "adapter" / "adapter_model.safetensors"
-    size = weights.stat().st_size
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(FinetuneError) as caught:
-        export(trained.run, tmp_path / "out")
-    assert sorted(caught.value.problems) == [
-        f"{weights}: damaged, 1000 bytes instead of {size}; no older intact checkpoint",
-        f"{checkpoint}/tokenizer/tokenizer.json: missing, though the manifest lists it; "
-        "no older intact checkpoint",
-    ]
-
-
-def test_a_torn_manifest_is_reported_with_an_older_checkpoint(tmp_path):
-    trained = lora_run(tmp_path)
     newer = save_checkpoint(trained.run, 20, trained_adapter(tiny_llama())) / "manifest.json"
     newer.write_bytes(newer.read_bytes()[:100])
     with pytest.raises(FinetuneError) as caught:
@@ -361,60 +278,52 @@ def test_a_torn_manifest_is_reported_with_an_older_checkpoint(tmp_path):
     (told,) = caught.value.problems
     assert told.startswith(f"{newer}: cannot be read: ")
     assert told.endswith("; use step 10 instead")
+    (checkpoint / "tokenizer" / "tokenizer.json").unlink()
+    weights = checkpoint / "adapter" / "adapter_model.safetensors"
+    size = weights.stat().st_size
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(FinetuneError) as caught:
+        export(trained.run, tmp_path / "out", step=10)
+    assert sorted(caught.value.problems) == [
+        f"{weights}: damaged, 1000 bytes instead of {size}; no older intact checkpoint",
+        f"{checkpoint}/tokenizer/tokenizer.json: missing, though the manifest lists it; "
+        "no older intact checkpoint",
+    ]
 
 
-def test_a_folder_with_other_files_is_never_touched(tmp_path):
-    trained = lora_run(tmp_path)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "thesis.txt").write_text("mine")
-    with pytest.raises(FinetuneError, match=r"not written by an export \(thesis.txt\)"):
-        export(trained.run, out)
-    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
-
-
-def test_an_earlier_export_is_replaced_unless_something_was_added_to_it(tmp_path):
-    trained = lora_run(tmp_path)
+def test_only_an_earlier_export_is_replaced_and_no_folder_with_other_files(trained, tmp_path):
     out = export(trained.run, tmp_path / "out")
     export(trained.run, out, merge=True)
     assert (out / "model.safetensors").exists()
     assert not (out / "adapter_config.json").exists()
     (out / "model.gguf").write_text("mine")
-    with pytest.raises(FinetuneError, match=r"not written by an export \(model.gguf\)"):
-        export(trained.run, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("mine")
+    for folder, name in ((out, "model.gguf"), (other, "thesis.txt")):
+        with pytest.raises(FinetuneError, match=rf"not written by an export \({name}\)"):
+            export(trained.run, folder)
+    assert [path.name for path in other.iterdir()] == ["thesis.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "other", "out", "run"]
 
 
-@pytest.mark.parametrize("size", ["x", "0", "-5GB", ""])
-def test_a_shard_size_that_is_none_is_refused(tmp_path, size):
-    trained = lora_run(tmp_path)
-    with pytest.raises(FinetuneError, match=f"--shard-size: got '{size}', expected a size"):
-        export(trained.run, tmp_path / "out", shard_size=size)
+def test_a_shard_size_that_is_none_is_refused(trained, tmp_path):
+    for size in ("x", "0", "-5GB", ""):
+        with pytest.raises(FinetuneError, match=f"--shard-size: got '{size}', expected a size"):
+            export(trained.run, tmp_path / "out", shard_size=size)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_disk_that_fills_up_leaves_the_earlier_export_as_it_was(tmp_path, merge):
-    trained = lora_run(tmp_path)
+def test_a_disk_that_fills_up_leaves_the_earlier_export_as_it_was(trained, tmp_path):
     out = export(trained.run, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # bytes: less than the weights
-    try:
-        with pytest.raises(TrainingFailure, match=f"{out}: could not be written"):
-            export(trained.run, out, merge)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]
-
-
-def test_no_tensor_of_an_export_is_empty(tmp_path):
-    trained = lora_run(tmp_path)
     for merge in (False, True):
-        folder = export(trained.run, tmp_path / str(merge), merge)
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-            assert len(shapes) > 20
-            assert all(0 not in shape for shape in shapes)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # bytes: less than the weights
+        try:
+            with pytest.raises(TrainingFailure, match=f"{out}: could not be written"):
+                export(trained.run, out, merge)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]

@@ -2,107 +2,25 @@
 
 import dataclasses
 import json
-import random
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import llama_server
 import pytest
-import torch
-from tiny_run import SIZES, lora_run, save_checkpoint, sign, start_run, trained_adapter
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from llama_run import INSTRUCT, MARKED, furthest, llama_tokenizer, rows, sentences, trained_run
+from tiny_run import lora_run
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from finetune import catalog
-from finetune.errors import FinetuneError
+from finetune import Data, FinetuneError, catalog, export, load
 from finetune.exporters import gguf, gguf_tokens, ollama
-from finetune.exporters.export import export
 from finetune.exporters.source import open_source
-from finetune.inference.generate import load
-from finetune.recipe import Data, LoRA
-from finetune.runs.run import Run
 
-INSTRUCT = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}"
-    "{{ eos_token }}{% else %}[{{ m.role }}] {{ m.content }} [/{{ m.role }}]{% endif %}{% endfor %}"
-)
-MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
-    "{% else %}<|ask|>{{ m.content }}<|say|>{% endif %}{% endfor %}"
-)
-"""Special tokens that no role of the tokenizer names, and no BOS."""
-WORDS = (
-    "the cat and dog ran over a blue hill while rain fell on naïve houses in Zürich together they "
-    "understand everything wonderful beautiful something another whatever remembered"
-).split()
-SPECIAL = ["<unk>", "<s>", "</s>", "<|ask|>", "<|say|>"]
 ANSWER = 24
 """Tokens of a compared answer at most."""
 TIES = 0.01
 """Between logits of tokens that llama.cpp may swap: its cache of keys and values is in fp16."""
-
-
-def sentences(count: int) -> Iterator[str]:
-    rng = random.Random(5)
-    for number in range(count):
-        words = rng.choices(WORDS, k=rng.randint(1, 12))
-        yield f"{' '.join(words).capitalize()}:  {number}{rng.choice(['.', '?', ' 鳥', chr(10)])}"
-
-
-def llama_tokenizer(template: str | None = INSTRUCT) -> PreTrainedTokenizerFast:
-    """BPE over characters with bytes for the unknown ones, as Llama 2's and Mistral's."""
-    space = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    learned = Tokenizer(models.BPE())
-    learned.normalizer = normalizers.Sequence(space)
-    learned.train_from_iterator(
-        [text for text in sentences(300) if text.isascii()],
-        trainers.BpeTrainer(vocab_size=150, show_progress=False),
-    )
-    model = json.loads(learned.to_str())["model"]
-    words = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    first = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocabulary = {word: id for id, word in enumerate([*first, *words])}
-    merges = [tuple(merge) for merge in model["merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence(space)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-    wrapped.chat_template = template
-    return wrapped
-
-
-# --- with the package gguf alone -----------------------------------------------------------------
 
 
 def converted(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
@@ -149,9 +67,7 @@ def first_alone(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
         pytest.param("mistral-v3", True, marks=pytest.mark.slow),  # the package gguf needs seconds
     ],
 )
-def test_a_gguf_file_reads_the_ids_of_training(
-    tmp_path, request: pytest.FixtureRequest, name: str, opens: bool
-):
+def test_a_gguf_file_reads_the_ids_of_training(tmp_path, request, name, opens):
     """Special tokens that no role names, spaces after them, and prompts without a BOS."""
     if name in ("made", "first alone"):
         tokenizer: Any = llama_tokenizer(None)
@@ -192,40 +108,40 @@ def test_without_a_checkout_the_gguf_error_names_how_to_get_one(tmp_path):
 
 
 WRITE = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write({})"
-CONVERTERS = {
-    "another version": (
-        "import argparse; argparse.ArgumentParser().parse_args()",
+CONVERTERS = [
+    (
+        "import argparse; argparse.ArgumentParser().parse_args()",  # of another version
         "unrecognized arguments: .* --vocab-only",
     ),
-    "an unknown tokenizer": (
+    (
         "raise NotImplementedError('BPE pre-tokenizer was not recognized')",
         "NotImplementedError: BPE pre-tokenizer was not recognized",
     ),
-    "one that writes nothing": ("pass", "it did not write vocabulary.gguf"),
-    "one that writes an empty file": (WRITE.format(b""), "the package gguf cannot read"),
-    "a later format": (
+    ("pass", "it did not write vocabulary.gguf"),
+    (WRITE.format(b""), "the package gguf cannot read"),
+    (
         WRITE.format(b"GGUF" + struct.pack("<IQQ", 99, 0, 0)),
         "version 99 which we cannot handle.* --format merged needs no llama.cpp",
     ),
-    "no tokenizer": (WRITE.format(b"GGUF" + struct.pack("<IQQ", 3, 0, 0)), "without a tokenizer"),
-}
+    (WRITE.format(b"GGUF" + struct.pack("<IQQ", 3, 0, 0)), "without a tokenizer"),
+]
 
 
 def unreachable(step: int) -> None:
     raise AssertionError(f"step {step} is evaluated before everything else is checked")
 
 
-@pytest.mark.parametrize(("text", "told"), CONVERTERS.values(), ids=CONVERTERS.keys())
-def test_what_a_checkout_cannot_convert_is_refused_first(tmp_path, text, told):
+def test_what_a_checkout_cannot_convert_is_refused_first(tmp_path):
     """A merge would fail on the missing base; neither it nor the gate is reached."""
     trained = lora_run(tmp_path)
     (trained.base / "model.safetensors").unlink()
-    checkout = tmp_path / "llama.cpp"
+    checkout, out = tmp_path / "llama.cpp", tmp_path / "out"
     checkout.mkdir()
-    (checkout / gguf.CONVERTER).write_text(text)
-    with pytest.raises(FinetuneError, match=told):
-        export(trained.run, tmp_path / "out", format="gguf", llama_cpp=checkout, gate=unreachable)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "llama.cpp", "run"]
+    for text, told in CONVERTERS:
+        (checkout / gguf.CONVERTER).write_text(text)
+        with pytest.raises(FinetuneError, match=told):
+            export(trained.run, out, format="gguf", llama_cpp=checkout, gate=unreachable)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "llama.cpp", "run"]
 
 
 def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(tmp_path):
@@ -244,48 +160,6 @@ def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(tmp_path):
         FinetuneError, match=r"would tokenize differently than training: from token \d+"
     ):
         gguf.check_ids(source, path)
-
-
-# --- with llama.cpp ------------------------------------------------------------------------------
-
-
-def trained_run(
-    tmp: Path, template: str = INSTRUCT, **sizes: Any
-) -> tuple[Run, PreTrainedTokenizerBase]:
-    """A run on a Llama whose answers often end."""
-    tokenizer = llama_tokenizer(template)
-    torch.manual_seed(1)
-    ends = {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
-    fields = {**SIZES, **ends, **sizes}
-    base = LlamaForCausalLM(LlamaConfig(**{**fields, "max_position_embeddings": 512})).eval()
-    base.lm_head.weight.data[2] *= 1.5
-    base.save_pretrained(tmp / "base")
-    tokenizer.save_pretrained(tmp / "base")
-    run = start_run(tmp / "run", tmp / "base", LoRA(r=4))
-    checkpoint = save_checkpoint(run, 10, trained_adapter(base))
-    tokenizer.save_pretrained(checkpoint / "tokenizer")
-    sign(checkpoint, 10)
-    return run, tokenizer
-
-
-def rows() -> Iterator[list[dict[str, str]]]:
-    """Conversations of one and of several turns."""
-    texts = list(sentences(400))
-    for number in range(100):
-        turns = [{"role": "system", "content": texts[number]}] * (number % 3 == 0)
-        for turn in range(1 + number % 2):
-            asked, said = texts[100 + 2 * number + turn], texts[200 + number + turn]
-            turns.append({"role": "user", "content": asked})
-            turns.append({"role": "assistant", "content": said})
-        yield turns
-
-
-def furthest(model: torch.nn.Module, prompt: list[int], said: list[int]) -> float:
-    """How far a token of an answer is from the most likely one, relative to the largest logit."""
-    with torch.inference_mode():
-        found = model(input_ids=torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
-    chosen = found.gather(1, torch.tensor(said)[:, None])[:, 0]
-    return ((found.max(1).values - chosen).max() / found.abs().max()).item()
 
 
 @pytest.mark.slow

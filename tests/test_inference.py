@@ -2,49 +2,49 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tiny_run import (
     CHATML,
     byte_tokenizer,
-    disturb,
     logits,
     lora_run,
+    nf4_config,
     relative,
     sample_ids,
     save_base,
     save_checkpoint,
     start_run,
+    tiny_experts,
+    tiny_gpt2,
     tiny_llama,
     tiny_tied_qwen,
     trained_adapter,
 )
 from tokenizers import decoders
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import catalog
+from finetune import (
+    SFT,
+    FinetuneError,
+    Loaded,
+    LoRA,
+    Model,
+    catalog,
+    exact_match,
+    export,
+    generate,
+    load,
+    load_base,
+)
 from finetune.data.formats import Completion, Conversation
-from finetune.errors import FinetuneError
-from finetune.evaluation.exact_match import answers, exact_match, samples
-from finetune.exporters.export import export
+from finetune.evaluation.exact_match import answers, samples
 from finetune.inference.chat import chat, stream
-from finetune.inference.generate import Loaded, generate, load, load_base, load_folder, turn
-from finetune.methods.sft import SFT
+from finetune.inference.generate import load_folder, turn
 from finetune.models.load_checks import within_memory
-from finetune.recipe import LoRA, Model
 from finetune.runs.run import write_json
 
 ROUNDING = 1e-5
@@ -69,43 +69,29 @@ def tiny(tmp: Path, template: str | None = CHATML) -> Loaded:
 QUESTIONS = [user(text) for text in ("hi", "what is the sea?", "", "a" * 40, "tell me more", "x")]
 
 
-# --- generating --------------------------------------------------------------------------------
-
-
-def test_the_greedy_text_of_a_real_model_is_its_reference(assets):
+def test_the_greedy_text_of_a_real_model_is_its_reference_wherever_the_prompt_ends(assets):
     folder = assets / "models" / "stories260K"
     reference = (folder / "greedy_reference.txt").read_text().rstrip("\n")
     loaded = load_folder(folder)
     assert loaded.stops == (1, 2)  # bos ends a document too
     assert generate(loaded, [""], max_new_tokens=256) == [reference]
-
-
-def test_the_text_of_a_real_model_goes_on_where_the_prompt_ends(assets):
-    loaded = load_folder(assets / "models" / "stories260K")
-    reference = (assets / "models" / "stories260K" / "greedy_reference.txt").read_text()
     (text,) = generate(loaded, ["Once upon a time"], max_new_tokens=40)
     assert text.startswith(", there was a little girl named Lily.")
-    assert ("Once upon a time" + text) == reference[: len("Once upon a time" + text)]
+    assert reference.startswith(f"Once upon a time{text}")
     (text,) = generate(loaded, ["Once upon a time, there was a"], max_new_tokens=4)
     assert text.startswith(" little")  # with the space that its tokens alone would lose
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_tied_qwen])
-def test_a_padded_batch_answers_as_each_question_alone(tmp_path, build):
+def test_a_padded_batch_answers_as_each_question_alone_whatever_pads_it(tmp_path, build):
     loaded = load_folder(save_base(build(), tmp_path / "tiny"))
     alone = [generate(loaded, [question], 24)[0] for question in QUESTIONS]
     assert len(set(alone)) > 1
     assert generate(loaded, QUESTIONS, 24, batch_rows=4) == alone
     assert generate(loaded, QUESTIONS, 24, batch_rows=1) == alone
-
-
-def test_a_pad_token_that_is_also_eos_changes_no_answer(tmp_path):
-    loaded = tiny(tmp_path)
-    expected = generate(loaded, QUESTIONS, 24)
-    loaded.tokenizer.pad_token = "<|end|>"
-    assert generate(loaded, QUESTIONS, 24) == expected
-    loaded.tokenizer.pad_token = None
-    assert generate(loaded, QUESTIONS, 24) == expected
+    for pad in ("<|end|>", None):  # eos too
+        loaded.tokenizer.pad_token = pad
+        assert generate(loaded, QUESTIONS, 24) == alone
 
 
 def say(model: torch.nn.Module, script: dict[int, int]) -> None:
@@ -134,11 +120,11 @@ def saying(tmp: Path, last: int) -> Loaded:
     return load_folder(save_base(model, tmp / "saying"))
 
 
-@pytest.mark.parametrize("last", [END, TURN_END])
-def test_an_answer_ends_at_eos_and_at_the_end_of_a_turn(tmp_path, last):
-    loaded = saying(tmp_path, last)
-    assert loaded.stops == (END, TURN_END)
-    assert generate(loaded, QUESTIONS, 20) == ["yes"] * len(QUESTIONS)
+def test_an_answer_ends_at_eos_and_at_the_end_of_a_turn(tmp_path):
+    for last in (END, TURN_END):
+        loaded = saying(tmp_path / str(last), last)
+        assert loaded.stops == (END, TURN_END)
+        assert generate(loaded, QUESTIONS, 20) == ["yes"] * len(QUESTIONS)
 
 
 def test_an_answer_stops_where_the_context_is_full_and_no_prompt_may_fill_it(tmp_path):
@@ -156,18 +142,14 @@ def test_an_answer_stops_where_the_context_is_full_and_no_prompt_may_fill_it(tmp
     )
 
 
-def test_greedy_ignores_the_penalties_that_a_model_ships(tmp_path):
+def test_greedy_ignores_the_penalties_that_a_model_ships_and_sampling_follows_the_seed(tmp_path):
     folder = save_base(tiny_llama(), tmp_path / "tiny")
-    plain = generate(load_folder(folder), QUESTIONS, 24)
+    loaded = load_folder(folder)
     path = folder / "generation_config.json"
     fields = json.loads(path.read_text())
     shipped = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "temperature": 0.1}
     path.write_text(json.dumps({**fields, **shipped, "do_sample": True}))
-    assert generate(load_folder(folder), QUESTIONS, 24) == plain
-
-
-def test_sampling_follows_the_seed(tmp_path):
-    loaded = tiny(tmp_path)
+    assert generate(load_folder(folder), QUESTIONS, 24) == generate(loaded, QUESTIONS, 24)
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -192,23 +174,17 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "end"), ENDS.items())
-def test_the_end_of_a_turn_is_found_in_real_templates(assets, name, end):
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": [end]})
-    template = assets / "configs" / "chat_templates" / f"{name}.jinja"
-    tokenizer.chat_template = template.read_text()
-    assert turn(tokenizer).end == tokenizer.convert_tokens_to_ids(end)
-    assert turn(tokenizer).scaffold == ""
-
-
-def test_the_empty_thought_of_a_real_template_is_not_part_of_an_answer(assets):
+def test_the_end_of_a_turn_and_an_empty_thought_are_found_in_real_templates(assets):
+    for name, end in ENDS.items():
+        tokenizer = byte_tokenizer()
+        tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": [end]})
+        template = assets / "configs" / "chat_templates" / f"{name}.jinja"
+        tokenizer.chat_template = template.read_text()
+        assert turn(tokenizer).end == tokenizer.convert_tokens_to_ids(end)
+        assert turn(tokenizer).scaffold == ""
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / "qwen3")
-    assert turn(tokenizer).scaffold == "<think>\n\n</think>\n\n"
+    assert turn(tokenizer).scaffold == "<think>\n\n</think>\n\n"  # not part of an answer
     assert tokenizer.convert_ids_to_tokens(turn(tokenizer).end) == "<|im_end|>"
-
-
-# --- loading -----------------------------------------------------------------------------------
 
 
 def test_a_run_is_loaded_at_a_step_the_last_or_the_best(tmp_path):
@@ -237,23 +213,16 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path):
         load(run, "best")
     with pytest.raises(FinetuneError, match="not a run directory"):
         load(tmp_path)
+    with pytest.raises(FinetuneError, match="neither a model"):
+        load_folder(tmp_path)
 
 
 def test_a_quantised_run_is_loaded_on_the_quantised_base(tmp_path):
     folder = save_base(tiny_llama(), tmp_path / "base")
     run = start_run(tmp_path / "run", folder, LoRA(r=4), quantization="nf4")
     write_json(run.realised, {"mixed_precision": "bf16"})
-    quantised = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        ),
-        device_map={"": "cpu"},
-    )
+    nf4 = {"quantization_config": nf4_config(torch.bfloat16), "device_map": {"": "cpu"}}
+    quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **nf4)
     model = trained_adapter(quantised)
     save_checkpoint(run, 10, model)
     loaded = load(run)
@@ -285,63 +254,42 @@ def test_bitsandbytes_still_loses_gradients_after_an_evaluation_on_some_cpus():
         torch.testing.assert_close(gradient(), before)
 
 
-def test_the_base_is_what_training_started_from(tmp_path):
-    base = tiny_llama()
-    trained = lora_run(tmp_path, base)
+def test_the_base_is_what_training_started_from_or_has_the_weights_of_its_seed(tmp_path):
+    trained = lora_run(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(trained.base)
     before = load_base(catalog.load(trained.run.recipe))
     assert torch.equal(logits(before.model), logits(plain))
+    recipe = SFT(model=Model(config=tiny_llama().config.to_dict()), seed=5)
+    first, second, other = (
+        logits(load_base(dataclasses.replace(recipe, seed=seed), byte_tokenizer()).model)
+        for seed in (5, 5, 6)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
 
 
-def test_a_base_from_scratch_has_the_weights_of_its_seed(tmp_path):
-    fields = tiny_llama().config.to_dict()
-    recipe = SFT(model=Model(config=fields), seed=5)
-    first, second = (load_base(recipe, byte_tokenizer()) for _ in range(2))
-    assert torch.equal(logits(first.model), logits(second.model))
-    other = load_base(dataclasses.replace(recipe, seed=6), byte_tokenizer())
-    assert not torch.equal(logits(first.model), logits(other.model))
-
-
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_base_that_is_gone_is_named(tmp_path, merge):
+def test_a_base_that_is_gone_is_named(tmp_path):
     trained = lora_run(tmp_path)
     trained.base.rename(tmp_path / "moved")
-    with pytest.raises(FinetuneError, match=f"model.name: '{trained.base}' could not be loaded"):
-        load(trained.run)
-    with pytest.raises(FinetuneError, match=f"model.name: '{trained.base}' could not be loaded"):
-        export(trained.run, tmp_path / "out", merge)
+    for use in (
+        lambda: load(trained.run),
+        lambda: export(trained.run, tmp_path / "out"),
+        lambda: export(trained.run, tmp_path / "out", True),
+    ):
+        with pytest.raises(FinetuneError, match=f"name: '{trained.base}' could not be loaded"):
+            use()
 
 
-def test_an_exported_folder_answers_as_the_run_does(tmp_path):
-    trained = lora_run(tmp_path)
-    expected = generate(load(trained.run), QUESTIONS, 24)
-    for merge in (False, True):
-        folder = export(trained.run, tmp_path / str(merge), merge)
-        assert generate(load_folder(folder), QUESTIONS, 24) == expected
-    with pytest.raises(FinetuneError, match="neither a model"):
-        load_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"architectures": [1.5, None]}, None),
-        ({"architectures": 7}, None),
-        (
-            {"num_hidden_layers": 10**400},
-            "num_hidden_layers is beyond 10**12, and no model",
-        ),
-    ],
-)
-def test_a_config_of_any_values_is_read_or_refused(tmp_path, changed, told):
+def test_a_config_of_any_values_is_read_or_refused(tmp_path):
     folder = save_base(tiny_llama(), tmp_path / "tiny")
     fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | changed))
-    if told is None:
+    for changed in ({"architectures": [1.5, None]}, {"architectures": 7}):
+        (folder / "config.json").write_text(json.dumps(fields | changed))
         load_folder(folder)
-    else:
-        with pytest.raises(FinetuneError, match=re.escape(told)):
-            load_folder(folder)
+    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 10**400}))
+    told = r"num_hidden_layers is beyond 10\*\*12, and no model"
+    with pytest.raises(FinetuneError, match=told):
+        load_folder(folder)
 
 
 def test_running_out_of_memory_is_reported_in_one_line():
@@ -350,22 +298,6 @@ def test_running_out_of_memory_is_reported_in_one_line():
         torch.empty(2**50, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="another"), within_memory("m"):
         raise RuntimeError("another")
-
-
-def tiny_gpt2() -> PreTrainedModel:
-    torch.manual_seed(5)
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 260}
-    return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).eval()
-
-
-def tiny_experts() -> PreTrainedModel:
-    torch.manual_seed(6)
-    sizes = tiny_tied_qwen().config.to_dict()
-    known = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
-    known |= {"vocab_size", "max_position_embeddings", "head_dim", "eos_token_id"}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    fields = {key: sizes[key] for key in known}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields, **experts, initializer_range=0.2)).eval()
 
 
 @pytest.mark.parametrize("init", [True, "pissa"])
@@ -384,30 +316,20 @@ def test_other_architectures_are_loaded_and_exported_as_trained(tmp_path, build,
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_tied_qwen])
 def test_an_adapter_with_added_tokens_brings_its_vocabulary(tmp_path, build):
-    folder = save_base(build(), tmp_path / "base")
-    run = start_run(tmp_path / "run", folder, LoRA(r=4))
+    run = start_run(tmp_path / "run", save_base(build(), tmp_path / "base"), LoRA(r=4))
     model = build()
     model.resize_token_embeddings(264)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        target_modules=["q_proj"],
-        modules_to_save=["embed_tokens", "lm_head"],
-    )
-    adapted = get_peft_model(model, config).eval()
-    disturb(adapted)
+    whole = ["embed_tokens", "lm_head"]
+    adapted = trained_adapter(model, r=8, target_modules=["q_proj"], modules_to_save=whole)
     save_checkpoint(run, 10, adapted)
-    assert relative(logits(load(run).model), logits(adapted)) < ROUNDING
-    merged = load_folder(export(run, tmp_path / "merged", merge=True))
-    assert logits(merged.model).shape == (*sample_ids().shape, 264)
-    assert relative(logits(merged.model), logits(adapted)) < ROUNDING
-    again = load_folder(export(run, tmp_path / "adapter"))
-    assert relative(logits(again.model), logits(adapted)) < ROUNDING
+    folders = (export(run, tmp_path / "merged", merge=True), export(run, tmp_path / "adapter"))
+    for loaded in (load(run), *map(load_folder, folders)):
+        found = logits(loaded.model)
+        assert found.shape == (*sample_ids().shape, 264)
+        assert relative(found, logits(adapted)) < ROUNDING
 
 
-# --- scoring -----------------------------------------------------------------------------------
-
-
-def test_exact_match_counts_answers_that_are_the_reference(tmp_path):
+def test_exact_match_counts_answers_that_are_the_reference_and_samples_hold_both(tmp_path):
     loaded = saying(tmp_path, TURN_END)
     rows = [asked("a", "yes"), asked("b", "no"), asked("c", " yes\n"), asked("d", "Yes")]
     score = exact_match(loaded, rows, max_new_tokens=20)
@@ -415,12 +337,7 @@ def test_exact_match_counts_answers_that_are_the_reference(tmp_path):
     assert [example.matched for example in score.examples] == [True, False, True, False]
     assert (score.examples[1].prompt, score.examples[1].answer) == ("b", "yes")
     assert exact_match(loaded, rows, limit=1).share == 1.0
-
-
-def test_samples_hold_both_answers_and_the_reference(tmp_path):
-    loaded = saying(tmp_path, TURN_END)
-    rows = [asked("a", "yes"), asked("b", "no")]
-    assert samples(rows, ["?", "!"], answers(loaded, rows, 20)) == [
+    assert samples(rows[:2], ["?", "!"], answers(loaded, rows[:2], 20)) == [
         {"prompt": "a", "before": "?", "after": "yes", "expected": "yes"},
         {"prompt": "b", "before": "!", "after": "yes", "expected": "no"},
     ]
@@ -466,9 +383,6 @@ def test_every_row_that_cannot_be_scored_is_named(tmp_path):
         exact_match(loaded, [])
 
 
-# --- talking -----------------------------------------------------------------------------------
-
-
 class Script:
     """Lines that a person types; then Ctrl-D, or what is raised instead."""
 
@@ -490,60 +404,55 @@ def test_a_streamed_answer_arrives_in_pieces_and_is_that_of_generate(tmp_path):
     assert stream(saying(tmp_path, TURN_END), user("a"), pieces.append, 24) == "yes"
 
 
-def test_no_half_character_is_ever_written(tmp_path):
+def test_text_that_the_next_token_changes_is_not_written_before_it(tmp_path):
+    """Half a character, or a decoder that joins tokens."""
     model = tiny_llama()
     sea = byte_tokenizer()("é☂.")["input_ids"]
     say(model, dict(zip([NEWLINE, *sea], [*sea, TURN_END], strict=True)))
-    loaded = load_folder(save_base(model, tmp_path / "saying"))
+    loaded = load_folder(save_base(model, tmp_path / "sea"))
     pieces: list[str] = []
     assert stream(loaded, user("a"), pieces.append, 24) == "é☂."
     assert [piece for piece in pieces if piece] == ["é", "☂", "."]
-
-
-def test_text_that_the_next_token_changes_is_not_written_before_it(tmp_path):
     loaded = saying(tmp_path, TURN_END)
     joined = [decoders.ByteLevel(), decoders.Replace("ye", "Y")]
     loaded.tokenizer.backend_tokenizer.decoder = decoders.Sequence(joined)
-    pieces: list[str] = []
+    pieces.clear()
     assert stream(loaded, user("a"), pieces.append, 24) == "Ys"
     assert "".join(pieces) == "Ys"
+
+
+INTRO = "/reset clears the conversation, /exit ends it\n"
+
+
+def written(loaded: Loaded, script: Script, **fields: Any) -> str:
+    """What a chat writes."""
+    text: list[str] = []
+    chat(loaded, script, text.append, 8, **fields)
+    return "".join(text)
 
 
 @pytest.mark.parametrize("then", [EOFError, KeyboardInterrupt])
 def test_a_chat_remembers_until_reset_and_ends_quietly(tmp_path, then):
     loaded = tiny(tmp_path)
-    written: list[str] = []
-    chat(loaded, Script("hi", "and?", "", "/reset", "hi", then=then), written.append, 8)
     (first,) = generate(loaded, [user("hi")], 8)
     history = [*qa("hi", first), *user("and?")]
     (second,) = generate(loaded, [history], 8)
-    intro = "/reset clears the conversation, /exit ends it\n"
-    assert "".join(written) == f"{intro}{first}\n{second}\n{first}\n\n"
-    before = len(written)
-    chat(loaded, Script("/exit", "never read"), written.append, 8)
-    assert written[before:] == [intro]
+    script = Script("hi", "and?", "", "/reset", "hi", then=then)
+    assert written(loaded, script) == f"{INTRO}{first}\n{second}\n{first}\n\n"
+    assert written(loaded, Script("/exit", "never read")) == INTRO
 
 
-def test_a_chat_from_a_pipe_writes_the_answers_alone(tmp_path):
+def test_a_chat_from_a_pipe_writes_the_answers_alone_and_one_beyond_the_context_goes_on(tmp_path):
     loaded = tiny(tmp_path)
-    written: list[str] = []
-    chat(loaded, Script("hi", "/reset", "hi"), written.append, 8, typed=False)
     (answer,) = generate(loaded, [user("hi")], 8)
-    assert "".join(written) == f"{answer}\n{answer}\n"
-
-
-def test_a_chat_beyond_the_context_is_reported_and_continues(tmp_path):
-    loaded = tiny(tmp_path)
-    written: list[str] = []
-    chat(loaded, Script("a" * 130, "hi"), written.append, 8)
-    text = "".join(written)
+    piped = written(loaded, Script("hi", "/reset", "hi"), typed=False)
+    assert piped == f"{answer}\n{answer}\n"
+    text = written(loaded, Script("a" * 130, "hi"))
     assert "leave no room in a context of 128; /reset starts over\n" in text
-    assert text.endswith(generate(loaded, [user("hi")], 8)[0] + "\n\n")
+    assert text.endswith(f"{answer}\n\n")
 
 
 def test_a_model_without_a_template_continues_each_line(tmp_path):
     loaded = tiny(tmp_path, template=None)
-    written: list[str] = []
-    chat(loaded, Script("once", "once"), written.append, 8)
     (text,) = generate(loaded, ["once"], 8)
-    assert "".join(written).endswith(f"it\n{text}\n{text}\n\n")
+    assert written(loaded, Script("once", "once")).endswith(f"it\n{text}\n{text}\n\n")

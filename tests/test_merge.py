@@ -13,92 +13,45 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from tiny_run import (
-    SIZES,
     disturb,
     save_base,
     save_checkpoint,
     sign,
     start_run,
+    tiny_experts,
+    tiny_gpt2,
     tiny_llama,
     tiny_tied_qwen,
 )
 from torch.profiler import ProfilerActivity, profile
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.merge import plan
-from finetune.errors import TrainingFailure
+from finetune import LoRA, Run, TrainingFailure, export
 from finetune.exporters import low_rank
-from finetune.exporters.export import export
 from finetune.exporters.merge import ADAPTER
 from finetune.exporters.source import open_source
 from finetune.kernels import cpu
 from finetune.models.vocabulary import grow
-from finetune.recipe import LoRA
-from finetune.runs.run import Run
-
-
-def tiny_gpt2() -> PreTrainedModel:
-    torch.manual_seed(5)
-    return GPT2LMHeadModel(
-        GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=260, n_positions=128)
-    ).eval()
-
-
-def tiny_experts() -> PreTrainedModel:
-    torch.manual_seed(6)
-    config = Qwen3MoeConfig(
-        **SIZES,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        tie_word_embeddings=False,
-    )
-    return Qwen3MoeForCausalLM(config).eval()
-
 
 LINEAR = {"target_modules": "all-linear"}
+CONV1D = {"fan_in_fan_out": True}
 CASES: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
     "lora": (tiny_llama, LINEAR),
-    "rslora and ranks": (
-        tiny_llama,
-        {
-            **LINEAR,
-            "use_rslora": True,
-            "rank_pattern": {"q_proj": 2},
-            "alpha_pattern": {"k_proj": 3},
-        },
-    ),
-    "dora": (tiny_llama, {**LINEAR, "use_dora": True}),
-    "whole modules": (tiny_llama, {**LINEAR, "modules_to_save": ["lm_head", "norm"]}),
-    "bias": (tiny_gpt2, {"target_modules": ["c_attn"], "lora_bias": True, "fan_in_fan_out": True}),
-    "Conv1D": (tiny_gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
-    "Conv1D with dora": (
-        tiny_gpt2,
-        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True},
-    ),
+    "rslora and ranks": (tiny_llama, LINEAR | {
+        "use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"k_proj": 3}}),
+    "dora": (tiny_llama, LINEAR | {"use_dora": True}),
+    "whole modules": (tiny_llama, LINEAR | {"modules_to_save": ["lm_head", "norm"]}),
+    "bias": (tiny_gpt2, CONV1D | {"target_modules": ["c_attn"], "lora_bias": True}),
+    "Conv1D": (tiny_gpt2, CONV1D | {"target_modules": ["c_attn", "c_proj"]}),
+    "Conv1D with dora": (tiny_gpt2, CONV1D | {"target_modules": ["c_attn"], "use_dora": True}),
     "tied": (tiny_tied_qwen, LINEAR),
     "experts untouched": (tiny_experts, {"target_modules": ["q_proj", "o_proj"]}),
-    "experts": (
-        tiny_experts,
-        {
-            "target_modules": ["v_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
-    ),
+    "experts": (tiny_experts, {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
     "trained tokens": (
-        tiny_tied_qwen,
-        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]},
-    ),
+        tiny_tied_qwen, {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]}),
 }  # fmt: skip
 
 
@@ -137,31 +90,36 @@ def same(folder: Path, wanted: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(("base", "fields"), CASES.values(), ids=CASES.keys())
 def test_a_merge_is_that_of_peft_in_fp32_rounded_once(tmp_path, base, fields):
     run, folder = adapter_run(tmp_path, base(), **fields)
-    assert same(export(run, tmp_path / "out", merge=True), merged_by_peft(run, folder))
+    merged = export(run, tmp_path / "out", merge=True)
+    assert same(merged, merged_by_peft(run, folder))
+    if fields is LINEAR:
+        exact = export(run, tmp_path / "exact", merge=True, dtype=torch.float32)
+        stored, whole = (load_file(each / "model.safetensors") for each in (merged, exact))
+        assert {each.dtype for each in whole.values()} == {torch.float32}
+        assert all(torch.equal(stored[name], whole[name].bfloat16()) for name in whole)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "plain"), [(2048, 1024, True), (1088, 1600, True), (70, 64, False)]
-)
-def test_a_product_in_pieces_is_that_of_peft_bit_for_bit(rows, columns, plain):
-    torch.manual_seed(1)
-    base = torch.nn.Linear(columns, rows, bias=False)
-    stored = base.weight.data.bfloat16()
-    base.weight.data = stored.float()
-    config = LoraConfig(r=12, lora_alpha=7)
-    layer = Linear(base, ADAPTER, config=config, r=12, lora_alpha=7)
-    torch.nn.init.normal_(layer.lora_B[ADAPTER].weight)
-    assert low_rank.is_plain(layer, ADAPTER) is plain
-    if plain:
-        exact = low_rank.add_product(stored, layer, ADAPTER, torch.float32)
-        half = low_rank.add_product(stored, layer, ADAPTER, torch.bfloat16)
-        layer.merge()
-        assert torch.equal(exact, base.weight.data)
-        assert torch.equal(half, base.weight.data.bfloat16())
+def test_a_product_in_pieces_is_that_of_peft_bit_for_bit():
+    for rows, columns, plain in ((2048, 1024, True), (1088, 1600, True), (70, 64, False)):
+        torch.manual_seed(1)
+        base = torch.nn.Linear(columns, rows, bias=False)
+        stored = base.weight.data.bfloat16()
+        base.weight.data = stored.float()
+        config = LoraConfig(r=12, lora_alpha=7)
+        layer = Linear(base, ADAPTER, config=config, r=12, lora_alpha=7)
+        torch.nn.init.normal_(layer.lora_B[ADAPTER].weight)
+        assert low_rank.is_plain(layer, ADAPTER) is plain
+        if plain:
+            exact = low_rank.add_product(stored, layer, ADAPTER, torch.float32)
+            half = low_rank.add_product(stored, layer, ADAPTER, torch.bfloat16)
+            layer.merge()
+            assert torch.equal(exact, base.weight.data)
+            assert torch.equal(half, base.weight.data.bfloat16())
 
 
 def test_files_of_the_base_and_of_the_result_may_be_cut_anywhere(tmp_path):
-    run, folder = adapter_run(tmp_path, tiny_experts(), shards="50KB", **LINEAR)
+    base = tiny_experts(moe_intermediate_size=48)
+    run, folder = adapter_run(tmp_path, base, shards="50KB", **LINEAR)
     assert len(list(folder.glob("model-*.safetensors"))) > 5
     out = export(run, tmp_path / "out", merge=True, shard_size="80KB")
     parts = list(out.glob("model-*.safetensors"))
@@ -183,8 +141,7 @@ def test_a_merge_has_rows_for_added_tokens(tmp_path, fields):
 
 def test_a_merge_allocates_what_is_planned_and_no_more(tmp_path):
     """The largest matrix and two buffers of rows; the base and a fp32 adapter are only mapped."""
-    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 1024}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    model = tiny_llama(hidden_size=256, intermediate_size=1024)
     run, folder = adapter_run(tmp_path, model, **LINEAR)
     merge = open_source(run, None, None, "5GB").merge
     adapter = run.checkpoint(10) / "adapter" / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""The notebook is executed from its first cell to its last, in a folder that holds nothing else."""
+"""The notebooks are executed from the first cell to the last, beside what the quickstart leaves."""
 
 import json
 import os
@@ -6,13 +6,15 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, Finetune, environment
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from peft import AutoPeftModelForCausalLM
+from quickstarted import quickstarted
+from safetensors.torch import load_file
 
-from finetune import catalog
-from finetune.runs.run import Run, open_run
+from finetune import Run, catalog, open_run
 
 pytestmark = pytest.mark.slow
 
@@ -24,22 +26,18 @@ CELL_SECONDS = 600
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the notebook runs; nothing lies beside it either."""
-    place = tmp_path_factory.mktemp("notebook") / "notebooks"
-    place.mkdir()
+def folder(shared: Path, finetune: Finetune) -> Path:
+    """Where the notebooks run, as in a clone after `make quickstart`."""
+    place = quickstarted(shared, finetune) / "notebooks"
+    place.mkdir(exist_ok=True)
     return place
 
 
-def run_through(notebook: Path, folder: Path, cache: Path) -> NotebookNode:
+def run_through(notebook: NotebookNode, folder: Path, cache: Path) -> NotebookNode:
     """A notebook after every cell ran in a fresh kernel; an error in one raises."""
     kernels = AsyncKernelManager()  # its default kernel is the python of this process
-    client = NotebookClient(
-        nbformat.read(notebook, as_version=4),
-        km=kernels,
-        timeout=CELL_SECONDS,
-        resources={"metadata": {"path": str(folder)}},
-    )
+    place = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, km=kernels, timeout=CELL_SECONDS, resources=place)
     with pytest.MonkeyPatch.context() as patch:
         for name in set(os.environ) - set(variables := environment(cache)):
             patch.delenv(name)
@@ -50,21 +48,22 @@ def run_through(notebook: Path, folder: Path, cache: Path) -> NotebookNode:
 
 
 @pytest.fixture(scope="module")
-def executed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
-    return run_through(NOTEBOOK, folder, tmp_path_factory.mktemp("c"))
+def executed(folder: Path, session_cache: Path) -> NotebookNode:
+    return run_through(nbformat.read(NOTEBOOK, as_version=4), folder, session_cache)
 
 
 @pytest.fixture(scope="module")
-def methods(
-    executed: NotebookNode, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> NotebookNode:
-    """With the base that the first notebook trained."""
-    return run_through(METHODS, folder, tmp_path_factory.mktemp("c"))
+def methods(folder: Path, session_cache: Path) -> NotebookNode:
+    return run_through(nbformat.read(METHODS, as_version=4), folder, session_cache)
+
+
+def code_of(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def cell(notebook: NotebookNode, words: str) -> NotebookNode:
     """The one code cell with these words."""
-    (found,) = (c for c in notebook.cells if c.cell_type == "code" and words in c.source)
+    (found,) = (each for each in code_of(notebook) if words in each.source)
     return found
 
 
@@ -72,18 +71,12 @@ def printed(code: NotebookNode) -> str:
     return "".join(output.text for output in code.outputs if output.output_type == "stream")
 
 
-def test_no_cell_fails_and_every_cell_ran(executed: NotebookNode) -> None:
-    code = [cell for cell in executed.cells if cell.cell_type == "code"]
+def test_every_cell_ran_and_the_launch_trained_every_step_on_two_processes(executed, folder):
+    code = code_of(executed)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not [o for cell in code for o in cell.outputs if o.output_type == "error"]
-
-
-def test_the_launch_trained_every_step_on_two_processes(
-    executed: NotebookNode, folder: Path
-) -> None:
     run = open_run(folder / "runs" / "notebook")
-    steps = catalog.load(run.recipe).max_steps
-    assert steps is not None
+    steps = catalog.load(run.recipe).max_steps or 0
     assert [record["step"] for record in run.read_metrics("train")] == [*range(1, steps + 1)]
     realised = json.loads(run.realised.read_text())
     assert realised["distributed_type"] == "FSDP"
@@ -91,7 +84,22 @@ def test_the_launch_trained_every_step_on_two_processes(
     assert f"{steps}/{steps}" in printed(cell(executed, "run = ft.launch("))
 
 
-def test_the_plan_the_picture_and_the_answers_are_shown(executed: NotebookNode) -> None:
+def test_without_a_quickstart_the_notebook_trains_a_base(tmp_path, session_cache):
+    """On fewer of its rows here; in a folder that holds nothing else."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    last = next(n for n, each in enumerate(notebook.cells) if "quickstart_base" in each.source)
+    notebook.cells = notebook.cells[: last + 1]
+    rows = "first=22_400"
+    assert rows in notebook.cells[last].source
+    notebook.cells[last].source = notebook.cells[last].source.replace(rows, "first=320")
+    run_through(notebook, tmp_path, session_cache)
+    base = open_run(tmp_path / "quickstart" / "base")
+    assert [each["reason"] for each in base.read_metrics("end")] == ["finished"]
+    for file in ("base/final/model.safetensors", "data/train.jsonl", "data/held_out.jsonl"):
+        assert (tmp_path / "quickstart" / file).is_file()
+
+
+def test_the_plan_the_picture_and_the_answers_are_shown(executed):
     assert "fsdp_full_shard: fsdp, sharded: params" in printed(cell(executed, "plan.explain()"))
     (picture,) = cell(executed, "ft.plot_loss").outputs
     assert "image/png" in picture.data
@@ -104,18 +112,12 @@ def test_the_plan_the_picture_and_the_answers_are_shown(executed: NotebookNode) 
         assert list(json.loads(answer)) == ["name", "item", "count", "day", "city"]
 
 
-def test_the_exported_adapter_is_what_plain_peft_loads(
-    executed: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from peft import AutoPeftModelForCausalLM
-    from safetensors.torch import load_file
-
+def test_the_exported_adapter_is_what_plain_peft_loads(executed, folder, monkeypatch):
     monkeypatch.chdir(folder)  # the base is named by its relative path
     adapter = folder / "runs" / "notebook-adapter"
     loaded = AutoPeftModelForCausalLM.from_pretrained(adapter)
     run = Run(folder / "runs" / "notebook")
-    step = run.best_step() or run.newest()
-    assert step is not None
+    step = run.best_step() or run.newest() or 0
     trained = load_file(run.checkpoint(step) / "adapter" / "adapter_model.safetensors")
     held = {name.replace(".default.", "."): value for name, value in loaded.state_dict().items()}
     assert trained
@@ -123,9 +125,7 @@ def test_the_exported_adapter_is_what_plain_peft_loads(
         assert held[name].equal(value.to(held[name].dtype))
 
 
-def test_the_same_start_learns_by_pairs_and_by_a_reward(
-    methods: NotebookNode, folder: Path
-) -> None:
+def test_the_same_start_learns_by_pairs_and_by_a_reward(methods, folder):
     assert not [o for cell in methods.cells for o in cell.get("outputs", ()) if "ename" in o]
     lines = printed(cell(methods, "shares = {}")).splitlines()
     shares, answers = {}, {}
@@ -139,14 +139,15 @@ def test_the_same_start_learns_by_pairs_and_by_a_reward(
     assert min(shares["DPO"], shares["GRPO"]) > 90
     pictures = [o for c in methods.cells for o in c.get("outputs", ()) if "data" in o]
     assert ["image/png" in each.data for each in pictures] == [True] * 4
-    rewards = [each["metrics"]["reward"] for each in Run(folder / GRPO_RUN).read_metrics("train")]
+    run = Run(folder.parent / GRPO_RUN)
+    rewards = [each["metrics"]["reward"] for each in run.read_metrics("train")]
     assert rewards[-1] > 3 * rewards[0] > 0
 
 
 @pytest.mark.parametrize("path", [NOTEBOOK, METHODS], ids=lambda path: path.stem)
-def test_what_is_committed_holds_no_outputs(path: Path) -> None:
+def test_what_is_committed_holds_no_outputs(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not [cell for cell in code if cell.outputs or cell.execution_count is not None]
+    run = [cell for cell in code_of(notebook) if cell.outputs or cell.execution_count is not None]
+    assert run == []
     assert path.stat().st_size < 20_000

@@ -12,10 +12,12 @@ from tiny_run import (
     SIZES,
     byte_tokenizer,
     logits,
+    plain_model,
     relative,
     save_base,
     save_checkpoint,
     start_run,
+    tiny_experts,
     tiny_llama,
     trained_adapter,
 )
@@ -25,22 +27,16 @@ from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import finetune as ft
-from finetune import backend as backends
+from finetune import FinetuneError, LoRA, Options, Recipe, export, load
 from finetune.checkpoints.base_weights import codes_in
-from finetune.errors import FinetuneError
-from finetune.exporters.export import export
-from finetune.inference.generate import load
 from finetune.inference.load import base_model
 from finetune.models.load_checks import unread
 from finetune.models.quantization import keep_unpacked
 from finetune.models.starting_adapter import complete_adapter
 from finetune.planner import plan
-from finetune.recipe import LoRA, Recipe
 from finetune.training.preflight import missing_files
 
 BITSANDBYTES = {
@@ -89,24 +85,19 @@ def test_a_plan_names_how_the_weights_are_stored_and_what_to_do(tmp_path, kind):
     stored, asked, told = REFUSED[kind]
     folder = config_only(tmp_path / "model", **stored)
     with pytest.raises(FinetuneError) as caught:
-        plan(recipe(folder, asked), backends.load("single"), 1)
+        plan(recipe(folder, asked), "single", 1)
     whole = f"model.name: the weights of '{folder}' are stored in {told}"
     assert caught.value.problems == (whole,)
 
 
 def test_fsdp_refuses_bits_packed_in_integers(tmp_path):
     stored, _, _ = REFUSED["nf4"]
-    folder = config_only(tmp_path / "model", **stored)
-    plan(recipe(folder, "nf4"), backends.load("ddp"), 2)
+    packed = recipe(config_only(tmp_path / "model", **stored), "nf4")
+    plan(packed, "ddp", 2)
     with pytest.raises(FinetuneError, match="packed in uint8, and fsdp_full_shard shards"):
-        plan(recipe(folder, "nf4"), backends.load("fsdp_full_shard"), 2)
-    (folder / "config.json").write_text(
-        json.dumps({
-            "model_type": "llama",
-            "quantization_config": {**stored, "bnb_4bit_quant_storage": "bfloat16"},
-        })
-    )  # fmt: skip
-    plan(recipe(folder, "nf4"), backends.load("fsdp_full_shard"), 2)
+        plan(packed, "fsdp_full_shard", 2)
+    floats = config_only(tmp_path / "floats", **stored, bnb_4bit_quant_storage="bfloat16")
+    plan(recipe(floats, "nf4"), "fsdp_full_shard", 2)
 
 
 CODES = {
@@ -170,18 +161,19 @@ def test_an_adapter_in_codes_is_refused(tmp_path):
         complete_adapter(dataclasses.replace(asked, model=model))
 
 
-# --- bitsandbytes ------------------------------------------------------------------------------
+def quantised_base(tmp: Path, kind: str) -> tuple[Path, Path, PreTrainedModel]:
+    """A plain folder, one quantised by bitsandbytes, and the model that was saved there."""
+    plain = save_base(tiny_llama(), tmp / "plain")
+    quantised = plain_model(plain, quantization_config=BITSANDBYTES[kind])
+    keep_unpacked(quantised)  # repacked weights of these sizes cannot be multiplied
+    quantised.save_pretrained(tmp / kind)
+    byte_tokenizer().save_pretrained(tmp / kind)
+    return plain, tmp / kind, quantised
 
 
 @pytest.mark.parametrize("kind", BITSANDBYTES)
 def test_a_bitsandbytes_folder_is_read_trained_on_and_merged(tmp_path, kind):
-    plain = save_base(tiny_llama(), tmp_path / "plain")
-    folder = tmp_path / kind
-    quantised = AutoModelForCausalLM.from_pretrained(
-        plain, quantization_config=BITSANDBYTES[kind], dtype=torch.float32
-    )
-    keep_unpacked(quantised)  # repacked weights of these sizes cannot be multiplied
-    quantised.save_pretrained(folder)
+    plain, folder, quantised = quantised_base(tmp_path, kind)
     run = start_run(tmp_path / "run", folder, LoRA(r=4), quantization=kind)
     assert relative(logits(base_model(recipe(folder, kind), torch.float32)),
                     logits(quantised)) == 0  # fmt: skip
@@ -205,20 +197,13 @@ def test_a_bitsandbytes_folder_is_read_trained_on_and_merged(tmp_path, kind):
     assert relative(logits(merged), logits(tiny_llama())) > 0.1  # the adapter is in it
 
 
-def test_training_from_a_bitsandbytes_folder_begins_with_its_own_loss(tmp_path, monkeypatch):
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    plain = save_base(tiny_llama(), tmp_path / "plain")
-    quantised = AutoModelForCausalLM.from_pretrained(
-        plain, quantization_config=BITSANDBYTES["nf4"], dtype=torch.float32
-    )
-    keep_unpacked(quantised)
-    quantised.save_pretrained(tmp_path / "nf4")
-    byte_tokenizer().save_pretrained(tmp_path / "nf4")
+def test_training_from_a_bitsandbytes_folder_begins_with_its_own_loss(tmp_path):
+    _, folder, quantised = quantised_base(tmp_path, "nf4")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "a", "completion": "bc"}) + "\n")
-    made = recipe(tmp_path / "nf4", "nf4").with_data(ft.Data(str(rows), "prompt_completion"))
+    made = recipe(folder, "nf4").with_data(ft.Data(str(rows), "prompt_completion"))
     made = dataclasses.replace(made.with_batch(rows=1, max_length=32), max_steps=1)
-    run = ft.train(made, precision="fp32", output=tmp_path / "run")
+    run = ft.train(made, precision="fp32", options=Options(tmp_path / "run", plot=False))
     (first,) = run.read_metrics("train")
     ids = torch.tensor([[*byte_tokenizer()("abc")["input_ids"], 256]])
     with torch.inference_mode():
@@ -226,8 +211,6 @@ def test_training_from_a_bitsandbytes_folder_begins_with_its_own_loss(tmp_path, 
     wanted = torch.nn.functional.cross_entropy(given, ids[0, 1:])
     assert first["loss"] == pytest.approx(float(wanted), rel=1e-5)
 
-
-# --- FP8 ---------------------------------------------------------------------------------------
 
 BLOCK = 32
 E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
@@ -258,12 +241,6 @@ def write_fp8(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return meant
-
-
-def tiny_experts() -> PreTrainedModel:
-    torch.manual_seed(1)
-    fields = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **fields)).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -320,31 +297,23 @@ def test_what_was_trained_from_fp8_is_exported_as_plain_weights(tmp_path):
     save_checkpoint(run, 10, model)
     merged = export(run, tmp_path / "merged", merge=True)
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
-    found = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    found = plain_model(merged)
     assert relative(logits(found), logits(model)) < ROUNDING
 
 
-# --- tensors that no module takes --------------------------------------------------------------
-
-
 def test_tensors_that_no_module_takes_are_errors_or_notes_by_what_they_belong_to():
-    wrong, notes = unread(
-        {
-            "unexpected_keys": {
-                "model.layers.0.self_attn.q_proj.bias",  # config.json says: no bias
-                "model.layers.2.mlp.up_proj.weight",  # config.json says: two layers
-                "model.layers.0.mlp.up_proj.qweight",
-                "model.vision_tower.patch.weight",
-                "model.vision_tower.patch.bias",
-                "mtp.norm.weight",
-            }
-        },
-        tiny_llama(),
-    )
+    unexpected = {
+        "model.layers.0.self_attn.q_proj.bias",  # config.json says: no bias
+        "model.layers.2.mlp.up_proj.weight",  # config.json says: two layers
+        "model.layers.0.mlp.up_proj.qweight",
+        *("model.vision_tower.patch.weight", "model.vision_tower.patch.bias", "mtp.norm.weight"),
+    }
+    wrong, notes = unread({"unexpected_keys": unexpected}, tiny_llama())
+    none = "no module takes the tensor model.layers"
     assert wrong == [
-        "no module takes the tensor model.layers.0.mlp.up_proj.qweight: the weights are quantised",
-        "no module takes the tensor model.layers.0.self_attn.q_proj.bias",
-        "no module takes the tensor model.layers.2.mlp.up_proj.weight",
+        f"{none}.0.mlp.up_proj.qweight: the weights are quantised",
+        f"{none}.0.self_attn.q_proj.bias",
+        f"{none}.2.mlp.up_proj.weight",
     ]
     assert notes == [
         "model.name: 2 tensors of model.vision_tower are not used",

@@ -7,48 +7,44 @@ from pathlib import Path
 
 import pytest
 from conftest import Finetune
+from quickstarted import quickstarted
 from safetensors import safe_open
 
-from finetune.errors import TrainingFailure
+from finetune import Run, TrainingFailure
 from finetune.quickstart.job import refuse_miss
-from finetune.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both quickstarts use the base that the first of them trains."""
-    return tmp_path_factory.mktemp("quickstart")
+@pytest.fixture
+def folder(shared: Path, finetune: Finetune) -> Path:
+    """All quickstarts use the base that the first of them trains."""
+    return quickstarted(shared, finetune)
 
 
-def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
-    finetune: Finetune, folder: Path
-):
-    finished = finetune("quickstart", cwd=folder)
-    assert finished.status == 0, finished.stderr
-    (run,) = (folder / "runs").iterdir()
+def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(finetune, folder):
+    said, run = (folder / "said").read_text(), folder / "runs" / "quickstart"
     samples = json.loads((run / "samples.json").read_text())
     assert len(samples) == 200
     before = sum(row["before"] == row["expected"] for row in samples) / len(samples)
     after = sum(row["after"] == row["expected"] for row in samples) / len(samples)
     assert before < 0.05
     assert after > 0.90
-    shown = re.sub(r"\s+", " ", finished.stdout)
+    shown = re.sub(r"\s+", " ", said)
     assert f"{before:.1%} of 200 held-out rows" in shown
     assert f"{after:.1%} of 200 held-out rows" in shown
-    assert "tokens/s" in shown
-    assert "peak memory" in shown
-    assert f"runs/{run.name}" in shown
+    assert all(each in shown for each in ("tokens/s", "peak memory", "runs/quickstart"))
 
-    train = [json.loads(line) for line in (folder / "quickstart/data/train.jsonl").open()]
-    held_out = [json.loads(line) for line in (folder / "quickstart/data/held_out.jsonl").open()]
+    train, held_out = (
+        [json.loads(line) for line in (folder / f"quickstart/data/{name}.jsonl").open()]
+        for name in ("train", "held_out")
+    )
     assert len(train) >= 2_000
     assert len(held_out) == 200
     seen = {row["messages"][0]["content"] for row in train}
     assert not seen & {row["messages"][0]["content"] for row in held_out}
 
-    named = [shlex.split(words) for words in re.findall(r"next: \S*finetune (.*)", finished.stdout)]
+    named = [shlex.split(words) for words in re.findall(r"next: \S*finetune (.*)", said)]
     assert [words[0] for words in named] == ["eval", "chat", "report", "export"]
     (measure, chat, report, export) = named
     measured = finetune(*measure, "--limit", "20", "--json", cwd=folder)
@@ -68,9 +64,7 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(
         assert all(0 not in file.get_slice(name).get_shape() for name in file.keys())  # noqa: SIM118
 
 
-def test_the_quickstart_of_rewards_learns_what_is_rewarded_and_nothing_else(
-    finetune: Finetune, folder: Path
-):
+def test_the_quickstart_of_rewards_learns_what_is_rewarded_and_nothing_else(finetune, folder):
     """On the base that the first quickstart trained."""
     finished = finetune("quickstart", "--method", "grpo", cwd=folder)
     assert finished.status == 0, finished.stderr
@@ -92,8 +86,8 @@ def test_the_quickstart_of_rewards_learns_what_is_rewarded_and_nothing_else(
 
 
 def test_a_quickstart_that_misses_its_goal_fails_and_names_its_starting_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name, step, loss in (("base", 700, 0.91), ("start", 60, 0.4567)):
         run = Run(Path("quickstart") / name)
@@ -112,9 +106,7 @@ def test_a_quickstart_that_misses_its_goal_fails_and_names_its_starting_models(
     )
 
 
-def test_the_quickstart_of_preferences_changes_the_answers_and_keeps_them_valid(
-    finetune: Finetune, folder: Path
-):
+def test_the_quickstart_of_preferences_changes_the_answers_and_keeps_them_valid(finetune, folder):
     finished = finetune("quickstart", "--method", "dpo", cwd=folder)
     assert finished.status == 0, finished.stderr
     shown = re.findall(

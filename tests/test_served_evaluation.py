@@ -2,28 +2,31 @@
 
 import contextlib
 import dataclasses
-import http.server
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from reference_server import Handler, listening
 from tiny_run import save_base, tiny_llama
 
+from finetune import FinetuneError
 from finetune.cli import main as cli
 from finetune.cli.eval import _line
-from finetune.errors import FinetuneError
 from finetune.evaluation.judge import Judge, win_rate
 from finetune.inference.endpoint import open_endpoint
 
 ROWS = [("a", "right"), ("b", "right"), ("c", "other"), ("d", "right")]
+SAID: dict[str, Any] = {
+    **{"knows": "right", "cut": "rig", "nonsense": "I like both of them!"},
+    **{"parts": [{"type": "text"}], "surrogate": "\ud83d"},
+}
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Models(Handler):
     """Models by name: `knows` says "right", `cut` is cut, `judge` prefers "right", others fail."""
 
     seen: ClassVar[list[dict[str, Any]]] = []
@@ -32,31 +35,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply({"data": [{"id": "knows"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         self.seen.append({"path": self.path, "key": self.headers["Authorization"], **body})
         match body["model"]:
-            case "knows":
-                self.complete("right", "stop")
-            case "cut":
-                self.complete("rig", "length")
             case "judge":
-                self.complete(self.verdict(body["messages"][-1]["content"]), "stop")
-            case "nonsense":
-                self.complete("I like both of them!", "stop")
+                self.complete(self.verdict(body["messages"][-1]["content"]))
             case "odd":
                 self.reply({"error": None})
-            case "parts":
-                self.complete([{"type": "text"}], "stop")
-            case "surrogate":
-                self.complete("\ud83d", "stop")
-            case "html":
-                self.send(b"<html>Bad gateway</html>")
-            case "deep":
-                self.send(b"[" * 100_000)
             case "closes":
                 self.connection.shutdown(socket.SHUT_RDWR)
             case "drips":
                 self.send(b" " * 40, 0.05)
+            case "html" | "deep" as name:
+                self.send(b"<html>Bad gateway</html>" if name == "html" else b"[" * 100_000)
+            case str(name) if name in SAID:
+                self.complete(SAID[name], "length" if name == "cut" else "stop")
             case _:
                 self.send_error(404, "no such model")
 
@@ -66,13 +59,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         second = text.split("[Answer B]\n")[1].split("\n")[0]
         return f"Verdict: {'B' if second == 'right' != first else 'A'}"
 
-    def complete(self, text: Any, finish: str) -> None:
+    def complete(self, text: Any, finish: str = "stop") -> None:
         message = {"role": "assistant", "content": text}
         choice = {"message": message, "finish_reason": finish}
         self.reply({"choices": [choice], "usage": {"completion_tokens": len(text)}})
-
-    def reply(self, value: Any) -> None:
-        self.send(json.dumps(value).encode())
 
     def send(self, data: bytes, pause: float = 0.0) -> None:
         """Send a reply; with `pause` seconds after each byte."""
@@ -85,20 +75,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(data[place : place + step])
                 time.sleep(pause)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    Handler.seen.clear()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    Models.seen.clear()
+    with listening(Models) as url:
+        yield url
 
 
 @pytest.fixture
@@ -121,7 +103,7 @@ def test_served_models_are_asked_and_judged(url, data, capsys):
     assert found["measures"]["exact"]["after"] == 0.75
     assert "loss" not in found["measures"]
     assert found["notes"] == [f"{url}: a server cannot give the loss of a reference answer"]
-    first = Handler.seen[0]
+    first = Models.seen[0]
     assert (first["path"], first["key"], first["temperature"], first["max_tokens"]) == (
         "/v1/chat/completions", "Bearer secret", 0.0, 256,
     )  # fmt: skip
@@ -146,7 +128,7 @@ def test_two_models_at_one_url_are_compared(url, data, capsys):
     assert cli.main(["eval", url, "--against", url, *words]) == 0
     exact = json.loads(capsys.readouterr().out)["measures"]["exact"]
     assert (exact["before"], exact["after"]) == (0.0, 0.75)
-    assert {body["model"] for body in Handler.seen} == {"knows", "cut"}
+    assert {body["model"] for body in Models.seen} == {"knows", "cut"}
 
 
 def test_half_characters_of_a_server_are_replaced_and_control_codes_are_not_printed(
@@ -160,16 +142,13 @@ def test_half_characters_of_a_server_are_replaced_and_control_codes_are_not_prin
     assert _line("\x1b[31mred\nblue") == r"\x1b[31mred\nblue"
 
 
-def test_a_reply_that_drips_times_out(url):
+def test_a_reply_that_drips_times_out_and_what_is_no_url_is_named(url):
     slow = dataclasses.replace(open_endpoint(url, "drips"), timeout=0.2)
     with pytest.raises(FinetuneError, match=r"no answer \(timed out after \d+ bytes\)"):
         slow.chat([{"role": "user", "content": "a"}])
-
-
-@pytest.mark.parametrize("name", ["x", "http://", "http://[::1", "ftp://host/v1"])
-def test_what_is_no_url_is_named(name):
-    with pytest.raises(FinetuneError, match="expected a URL such as"):
-        open_endpoint(name)
+    for name in ("x", "http://", "http://[::1", "ftp://host/v1"):
+        with pytest.raises(FinetuneError, match="expected a URL such as"):
+            open_endpoint(name)
 
 
 def test_a_judge_is_asked_in_both_orders(url):
@@ -177,7 +156,7 @@ def test_a_judge_is_asked_in_both_orders(url):
     found = win_rate(Judge(open_endpoint(url, "judge")), compared)
     assert found.of_rows.tolist() == [1.0, 0.0, 0.5]
     assert (found.detail["wins"], found.detail["losses"], found.detail["ties"]) == (1, 1, 1)
-    assert len(Handler.seen) == 2 * len(compared)
+    assert len(Models.seen) == 2 * len(compared)
     assert "{question}" in found.detail["prompt"]
 
 

@@ -1,23 +1,20 @@
 """The server answers as the model that was trained does, to OpenAI's own client."""
 
-import contextlib
 import http.client
 import json
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import torch
-from conftest import Finetune, end_tree, start
+from served import ASKED, TOOL, running
 from tiny_run import (
     CHATML,
     Trained,
@@ -29,19 +26,15 @@ from tiny_run import (
     trained_adapter,
 )
 
-from finetune import catalog
+from finetune import LoRA, Run, catalog, export, generate, load, load_base
+from finetune.cli import main as cli
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import read_row
-from finetune.exporters.export import export
-from finetune.inference.generate import generate, load, load_base, load_folder
-from finetune.recipe import LoRA
-from finetune.runs.run import Run
+from finetune.inference.generate import load_folder
 
-ASKED = [{"role": "user", "content": "What is kept?"}]
 IS_JSON = {"content-type": "application/json"}
 NINES = b"9" * 5000
 """More digits than Python converts."""
-TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 @dataclass(frozen=True)
@@ -50,25 +43,15 @@ class Server:
     url: str
     client: openai.OpenAI
 
+    def chat(self, model: str, messages: Any = ASKED, most: int = 24, **fields: Any) -> Any:
+        return self.client.chat.completions.create(
+            model=model, messages=messages, max_tokens=most, **fields
+        )
 
-@contextlib.contextmanager
-def running(folder: Path, *words: str, **env: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server on a free port, and its process."""
-    process = start(["serve", *words, "--port", "0"], folder, warm=True, **env)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if "serving" not in line:
-            raise AssertionError(line + process.communicate()[1])
-        yield line.split(" at ")[1].split("/v1")[0], process
-        end_tree(process.pid)
-        said = process.communicate()[1]
-        assert "Traceback" not in said, said
-        assert "Task was destroyed" not in said, said
-    finally:
-        if process.poll() is None:
-            end_tree(process.pid)
-        process.wait()
+    def complete(self, prompt: Any, most: int = 24, **fields: Any) -> Any:
+        return self.client.completions.create(
+            model="tuned", prompt=prompt, max_tokens=most, **fields
+        )
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +95,10 @@ def wanted(server: Server, base: bool = False, most: int = 24) -> str:
 
 def test_answers_are_those_of_the_trained_model_and_of_its_base(server):
     for name in ("tuned", "tuned-base"):
-        reply = server.client.chat.completions.create(model=name, messages=ASKED, max_tokens=24)
+        reply = server.chat(name)
         expected = wanted(server, base=name.endswith("base"))
         assert reply.choices[0].message.content == expected
-        parts = server.client.chat.completions.create(
-            model=name, messages=ASKED, max_tokens=24, stream=True,
-            stream_options={"include_usage": True},
-        )  # fmt: skip
-        chunks = list(parts)
+        chunks = list(server.chat(name, stream=True, stream_options={"include_usage": True}))
         text = "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
         assert text == expected
         assert chunks[-1].usage == reply.usage
@@ -130,25 +109,19 @@ def test_answers_are_those_of_the_trained_model_and_of_its_base(server):
 def test_the_ids_of_a_request_are_those_of_training(server):
     row = {"messages": [*ASKED, {"role": "assistant", "content": "x"}]}
     chat = load_chat(load(server.trained.run).tokenizer, None)
-    ids, trained = (
-        getattr(chat.render(read_row("messages", row), "assistant"), n) for n in ("ids", "trained")
-    )
-    prompt = ids[: trained.index(True)]
+    rendered = chat.render(read_row("messages", row), "assistant")
+    prompt = rendered.ids[: rendered.trained.index(True)]
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is kept?"}]}]
     for messages in (ASKED, parts):
-        reply = server.client.chat.completions.create(
-            model="tuned", messages=messages, max_tokens=3
-        )
-        assert reply.usage.prompt_tokens == len(prompt)
-    by_ids = server.client.completions.create(model="tuned", prompt=prompt, max_tokens=24)
-    assert by_ids.choices[0].text == wanted(server)
+        assert server.chat("tuned", messages, 3).usage.prompt_tokens == len(prompt)
+    assert server.complete(prompt).choices[0].text == wanted(server)
 
 
 def test_log_probabilities_do_not_depend_on_the_temperature(server):
-    asked = {"model": "tuned", "messages": ASKED, "max_tokens": 6}
-    asked |= {"logprobs": True, "top_logprobs": 3}
-    greedy = server.client.chat.completions.create(**asked)
-    warm = server.client.chat.completions.create(**asked, temperature=3.0, seed=1)
+    greedy, warm = (
+        server.chat("tuned", most=6, logprobs=True, top_logprobs=3, **fields)
+        for fields in ({}, {"temperature": 3.0, "seed": 1})
+    )
     loaded = load(server.trained.run)
     ids = load_chat(loaded.tokenizer, None).prompt(read_row("messages", {"messages": ASKED}))
     with torch.inference_mode():
@@ -157,20 +130,17 @@ def test_log_probabilities_do_not_depend_on_the_temperature(server):
     for reply in (greedy, warm):
         first = reply.choices[0].logprobs.content[0]
         assert [each.logprob for each in first.top_logprobs] == pytest.approx(best, abs=1e-4)
-    old = server.client.completions.create(model="tuned", prompt=ids, max_tokens=6, logprobs=3)
+    old = server.complete(ids, 6, logprobs=3)
     assert old.choices[0].logprobs.token_logprobs == pytest.approx(
         [each.logprob for each in greedy.choices[0].logprobs.content], abs=1e-4
     )
 
 
 def test_a_seed_repeats_an_answer_and_another_gives_another(server):
-    def sampled(seed: int) -> str:
-        reply = server.client.completions.create(
-            model="tuned", prompt="Once", max_tokens=24, temperature=2.0, seed=seed
-        )
-        return reply.choices[0].text
-
-    assert sampled(1) == sampled(1) != sampled(2)
+    first, second, other = (
+        server.complete("Once", temperature=2.0, seed=seed).choices[0].text for seed in (1, 1, 2)
+    )
+    assert first == second != other
 
 
 def test_answers_do_not_depend_on_what_else_is_answered(server):
@@ -212,26 +182,20 @@ def test_an_answer_ends_before_a_stop_text(server):
         assert (text, reason) == (whole[: whole.index(stop)], "stop")
 
 
+def said_by(role: str, content: Any = "x") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
+
+
 BAD = {
     "an unknown field": ({"min_p": 0.1}, "min_p: this server has no such field"),
     "two answers": ({"n": 2}, "n: "),
     "a grammar": ({"response_format": {"type": "json_object"}}, "response_format"),
     "an empty message": ({"messages": [{}]}, "messages[0] has no 'role'"),
     "no message": ({"messages": []}, "messages: "),
-    "an unknown role": ({"messages": [{"role": "asistant", "content": "x"}]}, "did you mean"),
-    "the assistant last": (
-        {"messages": [{"role": "assistant", "content": "x"}]},
-        "the last one is",
-    ),
-    "an image": (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-            ]
-        },
-        "image_url",
-    ),
-    "a long prompt": ({"messages": [{"role": "user", "content": "x" * 500}]}, "leave no room"),
+    "an unknown role": (said_by("asistant"), "did you mean"),
+    "the assistant last": (said_by("assistant"), "the last one is"),
+    "an image": (said_by("user", [{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
+    "a long prompt": (said_by("user", "x" * 500), "leave no room"),
     "a variable": ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
     "a temperature": ({"temperature": "hot"}, "temperature: "),
     "a misspelt variable": (
@@ -242,8 +206,8 @@ BAD = {
     "a yes for a number": ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
     "many stop texts": ({"stop": ["x"] * 10_000}, "stop: List should have at most 16 items"),
     "an empty stop text": ({"stop": ""}, 'stop.0: String should have at least 1 character, got ""'),
-    "half a character": ({"messages": [{"role": "user", "content": "\ud83d"}]}, "surrogate"),
-    "a nested body": ({"messages": [{"role": "user", "content": [[[]]]}]}, "messages[0]"),
+    "half a character": (said_by("user", "\ud83d"), "surrogate"),
+    "a nested body": (said_by("user", [[[]]]), "messages[0]"),
 }
 
 
@@ -254,7 +218,9 @@ def test_a_request_that_cannot_be_honoured_is_refused_by_name(server, fields, to
     assert told in message_of(reply)
 
 
-def test_errors_of_routes_have_the_shape_of_the_api(server):
+def test_errors_have_the_shape_of_the_api_and_the_server_outlives_bodies_that_are_no_requests(
+    server,
+):
     for method, path, status in (
         ("PUT", "chat/completions", 405), ("POST", "models", 405), ("GET", "embeddings", 404),
     ):  # fmt: skip
@@ -262,17 +228,8 @@ def test_errors_of_routes_have_the_shape_of_the_api(server):
         assert (reply.status_code, message_of(reply)) == (
             status, f"{method} /v1/{path}: this route does not exist",
         )  # fmt: skip
-
-
-def test_the_server_outlives_bodies_that_are_not_requests(server):
-    for body in (
-        b'{"messages": [',
-        b"\xff\xfe",
-        b"null",
-        b"[" * 100_000,
-        b"",
-        b'{"seed": %s}' % NINES,
-    ):
+    bodies = (b'{"messages": [', b"\xff\xfe", b"null", b"[" * 100_000, b"", b'{"seed": %s}' % NINES)
+    for body in bodies:
         reply = sent(server, body)
         assert reply.status_code == 400
         assert "the body" in message_of(reply), body[:20]
@@ -306,15 +263,14 @@ def test_a_full_queue_refuses_and_clients_that_hang_up_free_it(server):
     assert post(server, {"messages": ASKED, "max_tokens": 2}).status_code == 200
 
 
-def test_a_port_in_use_and_an_open_host_are_refused_before_loading(server, finetune: Finetune):
-    run = server.trained.run.root
+def test_a_port_in_use_and_an_open_host_are_refused_before_loading(server, capsys):
+    run = str(server.trained.run.root)
     port = server.url.rpartition(":")[2]
-    taken = finetune("serve", run, "--port", port)
-    assert taken.status == 2
-    assert f"127.0.0.1:{port} cannot be used: Address already in use" in taken.stderr
-    opened = finetune("serve", run, "--host", "0.0.0.0")
-    assert opened.status == 2
-    assert "set a key in FINETUNE_API_KEY" in opened.stderr
+    assert cli.main(["serve", run, "--port", port]) == 2
+    told = f"127.0.0.1:{port} cannot be used: Address already in use"
+    assert told in capsys.readouterr().err
+    assert cli.main(["serve", run, "--host", "0.0.0.0"]) == 2
+    assert "set a key in FINETUNE_API_KEY" in capsys.readouterr().err
 
 
 TOOLS = CHATML.replace(
@@ -417,8 +373,6 @@ def test_the_page_compares_base_and_tuned_answers(server, tmp_path):
             assert page.evaluate(inside % ("Height", "Height")), width
             assert page.evaluate(inside % ("Width", "Width")), width
         browser.close()
-    assert [text.strip() for text in shown] == [
-        wanted(server, True).strip(),
-        wanted(server).strip(),
-    ]
+    both = [wanted(server, base).strip() for base in (True, False)]
+    assert [text.strip() for text in shown] == both
     assert errors == []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from fastapi.testclient import TestClient
 from openai.types.chat import ChatCompletion
-from test_serving import ASKED, TOOL
+from served import ASKED, TOOL
 from tiny_run import save_base, tiny_llama
 
 from finetune.data.chat.written_calls import HERMES

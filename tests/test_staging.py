@@ -6,19 +6,15 @@ import pytest
 import torch
 from conftest import Tiny
 from safetensors.torch import save
-from test_training import LORA, own_cache
 
-from finetune import catalog
+from finetune import Options, Run, catalog
 from finetune.checkpoints.checkpoint import State, take
 from finetune.checkpoints.staging import ALIGNMENT, Staging
 from finetune.distributed.base import Engine
 from finetune.distributed.build import build
 from finetune.planner import plan
-from finetune.runs.run import Run
-from finetune.training.options import Options
 from finetune.training.worker import Worker
 
-__all__ = ["own_cache"]
 CPU = torch.device("cpu")
 
 
@@ -44,7 +40,7 @@ class Late(Staging):
 def engine(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """The engine of a training with an adapter and trained embeddings, after two steps."""
     place = tmp_path_factory.mktemp("trained")
-    adapter = LORA["adapter"] | {"modules_to_save": ["embed_tokens"]}
+    adapter = {"r": 8, "modules_to_save": ["embed_tokens"]}
     recipe = catalog.from_fields(tiny.fields(adapter=adapter, max_steps=2))
     settled = plan(recipe, "single", 1, "fp32")
     made = build(settled, place / "offload", datetime.timedelta(minutes=5))
@@ -56,7 +52,7 @@ def as_bytes(state: State) -> bytes:
     return save(state.tensors)
 
 
-def test_states_in_memory_that_is_kept_are_those_in_memory_of_their_own(engine: Engine) -> None:
+def test_states_in_memory_that_is_kept_are_those_in_memory_of_their_own(engine):
     expected = take(engine, Staging(CPU))
     assert {key.split("|")[1] for key in expected.tensors} == {"weight", "exp_avg", "exp_avg_sq"}
     assert {tuple(each) for each in expected.scalars.values()} == {("step",)}
@@ -81,13 +77,13 @@ def test_states_in_memory_that_is_kept_are_those_in_memory_of_their_own(engine: 
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_no_copy_is_read_before_all_are_waited_for(engine: Engine, keep: bool) -> None:
+def test_no_copy_is_read_before_all_are_waited_for(engine, keep):
     expected, late = as_bytes(take(engine, Staging(CPU))), Late(CPU, keep)
     for _ in range(2):
         assert as_bytes(take(engine, late)) == expected
 
 
-def test_a_state_that_grew_has_memory_of_its_own_and_then_a_larger_buffer() -> None:
+def test_a_state_that_grew_has_memory_of_its_own_and_then_a_larger_buffer():
     staging, sizes = Staging(CPU, keep=True), [3, 3, 5, 5]
     held: list[int] = []
     for size in sizes:

@@ -19,7 +19,7 @@ from finetune.process.cores import usable_cores
 from finetune.process.start import collecting_later, compiling_later
 
 
-def test_what_is_compiled_while_importing_is_compiled_when_it_is_called() -> None:
+def test_what_is_compiled_while_importing_is_compiled_when_it_is_called():
     compile_now = torch.compile
     with compiling_later():
 
@@ -35,7 +35,8 @@ def test_what_is_compiled_while_importing_is_compiled_when_it_is_called() -> Non
     assert torch.equal(halved(torch.ones(2)), torch.full((2,), 0.5))
 
 
-def test_libraries_are_imported_without_a_compiler() -> None:
+@pytest.mark.slow  # every library is imported
+def test_libraries_are_imported_without_a_compiler():
     """bitsandbytes and DeepSpeed's Muon would load it; should that change, the context may go."""
     script = (
         "import sys; from finetune.process.start import compiling_later\n"
@@ -55,7 +56,7 @@ def last_line(script: str, **env: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="binds a process to cores")
-def test_a_process_counts_the_cores_that_it_may_use() -> None:
+def test_a_process_counts_the_cores_that_it_may_use():
     first = min(os.sched_getaffinity(0))
     script = (
         f"import os; os.sched_setaffinity(0, [{first}])\n"
@@ -65,7 +66,7 @@ def test_a_process_counts_the_cores_that_it_may_use() -> None:
     assert usable_cores() == len(os.sched_getaffinity(0))
 
 
-def test_models_are_listed_once() -> None:
+def test_models_are_listed_once():
     script = (
         "import sys; from finetune.process.start import read_models_once; read_models_once()\n"
         "opened = 0\n"
@@ -80,7 +81,7 @@ def test_models_are_listed_once() -> None:
     assert last_line(script) == "True True True"
 
 
-def test_garbage_is_looked_for_after_an_import_as_before_it() -> None:
+def test_garbage_is_looked_for_after_an_import_as_before_it():
     with collecting_later():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -94,16 +95,14 @@ def test_garbage_is_looked_for_after_an_import_as_before_it() -> None:
         gc.unfreeze()
 
 
-def test_a_parameter_is_described_without_its_values_while_an_engine_is_built() -> None:
+def test_a_parameter_is_described_without_its_values_while_an_engine_is_built():
     parameter = torch.nn.Parameter(torch.full((2,), 0.625))
     with without_values():
         assert "0.625" not in f"{parameter} {[parameter]}"
     assert "0.625" in f"{parameter}"
 
 
-def test_an_operator_that_lean_headers_cannot_build_is_built_with_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operator_that_lean_headers_cannot_build_is_built_with_all(tmp_path, monkeypatch):
     """The builder is DeepSpeed's; what it would compile is not."""
     op_builder = pytest.importorskip("deepspeed.ops.op_builder")
     if not Path("/usr/include/libaio.h").exists():
@@ -136,15 +135,11 @@ def test_an_operator_that_lean_headers_cannot_build_is_built_with_all(
     assert whole == again == (["-O0"], ["/aio"])
 
 
-def test_compiled_code_is_cached_unless_the_user_sets_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_is_cached_unless_the_user_sets_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    for named, kept in (
-        (None, str(tmp_path / "compiled")),
-        (usual_folder(), str(tmp_path / "compiled")),  # by PyTorch itself, as it was imported
-        ("/a", "/a"),
-    ):
+    ours = str(tmp_path / "compiled")
+    # The second is set by PyTorch itself, as it was imported.
+    for named, kept in ((None, ours), (usual_folder(), ours), ("/a", "/a")):
         monkeypatch.delenv(COMPILED, raising=False)
         if named is not None:
             monkeypatch.setenv(COMPILED, named)

@@ -10,18 +10,23 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-from finetune.methods.sft import SFT
-from finetune.recipe import LoRA, Model, Recipe
+from finetune import SFT, LoRA, Model, Recipe, Run
 from finetune.runs.manifest import FORMAT, sealed
-from finetune.runs.run import Run, write_json
+from finetune.runs.run import write_json
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -30,16 +35,10 @@ CHATML = (
 SPECIAL = ["<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 256 + len(SPECIAL)
 SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": 256,
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"vocab_size": VOCABULARY, "initializer_range": 0.2},
+    **{"bos_token_id": None, "eos_token_id": 256},
 }
 
 
@@ -57,15 +56,30 @@ def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def tiny_llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_llama(dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
     torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).to(dtype).eval()
+    config = LlamaConfig(**{**SIZES, **sizes}, tie_word_embeddings=False)
+    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 def tiny_tied_qwen() -> PreTrainedModel:
     torch.manual_seed(2)
     config = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
     return Qwen3ForCausalLM(config).eval()
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    """Its weights are transposed."""
+    torch.manual_seed(5)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 260}
+    return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).eval()
+
+
+def tiny_experts(**sizes: Any) -> PreTrainedModel:
+    torch.manual_seed(6)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(**SIZES, **(experts | sizes), head_dim=16, tie_word_embeddings=False)
+    return Qwen3MoeForCausalLM(config).eval()
 
 
 def trained_adapter(base: PreTrainedModel, **fields: Any) -> PeftModel:
@@ -83,6 +97,17 @@ def disturb(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
+
+
+def plain_model(folder: Path, **fields: Any) -> PreTrainedModel:
+    """What plain transformers loads, in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **fields).eval()
+
+
+def nf4_config(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """As training quantizes a base."""
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    return BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=dtype)
 
 
 def sample_ids() -> torch.Tensor:
@@ -154,10 +179,12 @@ class Trained:
     logits: torch.Tensor
 
 
-def lora_run(tmp: Path, base: PreTrainedModel | None = None, **fields: Any) -> Trained:
+def lora_run(
+    tmp: Path, base: PreTrainedModel | None = None, quantization: Any = "none", **fields: Any
+) -> Trained:
     base = base or tiny_llama()
     folder = save_base(base, tmp / "base")
-    run = start_run(tmp / "run", folder, LoRA(r=4))
+    run = start_run(tmp / "run", folder, LoRA(r=4), quantization=quantization)
     model = trained_adapter(base, **fields)
     save_checkpoint(run, 10, model)
     return Trained(run, folder, logits(model))
