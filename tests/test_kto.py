@@ -249,20 +249,6 @@ def test_backends_train_as_one_process_does(
     assert mine["metrics"]["kl"] == pytest.approx(theirs["metrics"]["kl"], abs=1e-4)
 
 
-def test_the_kl_of_two_ranks_is_that_of_the_step(
-    tiny: Tiny, data: Path, finetune: Finetune, tmp_path: Path
-) -> None:
-    """Held out are three answers, so that one rank has two of them and the other one."""
-    given = fields(tiny, data, batch={"micro_rows": 1}, eval_rows=3, max_steps=2)
-    alone = train(tmp_path / "alone", given)
-    launch(finetune, write_recipe(tmp_path / "r.json", given), "ddp", tmp_path / "ddp")
-    spread = Run(tmp_path / "ddp")
-    assert_equal(steps_of(spread), steps_of(alone))
-    assert steps_of(alone)[-1]["kl"] > 0.1
-    (mine,), (theirs,) = spread.read_metrics("eval"), alone.read_metrics("eval")
-    assert mine["metrics"]["kl"] == pytest.approx(theirs["metrics"]["kl"], abs=1e-4)
-
-
 def test_a_plan_has_the_time_of_the_reference_and_of_the_kl() -> None:
     """With frozen weights a step is two passes forward and back; the KL is one more forward."""
     common: dict[str, Any] = {"model": ft.Model("Qwen/Qwen3-0.6B"), "epochs": 2}

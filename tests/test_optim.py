@@ -184,3 +184,11 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
     assert losses(shorter) == straight[:3]
     again = train("short", fields=fields, resume=True)
     assert losses(again) == straight
+
+
+def test_an_evaluation_drops_nothing(dropping: Fields, train: Train) -> None:
+    """Equal rows and weights that stay: each evaluation is that of training without dropping."""
+    run = train("run", fields=dropping(1))
+    evaluated = [record["loss"] for record in run.read_metrics("eval")]
+    assert len(set(evaluated)) == 1
+    assert len(evaluated) == 2
