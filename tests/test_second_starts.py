@@ -39,6 +39,7 @@ def test_patience_goes_on_counting_where_it_was(train: Train) -> None:
     }
     run = train("run", **sections)
     straight, best = losses(run, "eval"), run.best_step()
+    assert best == straight.index(min(straight)) + 1
     assert len(straight) == best + 4
     cut(run, best + 3)
     train("run", resume=True, **sections)
