@@ -123,9 +123,9 @@ FAULTS = [
     Fault("best-is-the-worst", "training/stages.py", "judged < best)", "judged > best)",
           "second_starts"),
     Fault("best-checkpoint-removed", "checkpoints/saver.py", "if step != best:", "if True:",
-          "training"),
+          "second_starts"),
     Fault("one-checkpoint-too-many", "checkpoints/saver.py", "run.steps()[:-keep]",
-          "run.steps()[: -keep - 1]", "training"),
+          "run.steps()[: -keep - 1]", "second_starts"),
     Fault("digest-not-verified", "runs/manifest.py", 'elif sha256(path) != known["sha256"]:',
           "elif False:", "damage"),
     # --- the data ---
@@ -187,7 +187,7 @@ FAULTS = [
           "online rollouts"),
     # --- results ---
     Fault("alpha-ignored", "models/adapters.py", "lora_alpha=adapter.scale_alpha",
-          "lora_alpha=2 * adapter.r", "targets starting_adapter"),
+          "lora_alpha=2 * adapter.r", "adapters"),
     Fault("merge-without-scale", "exporters/low_rank.py", "part.mul_(scale)", "part.mul_(1.0)",
           "merge"),
     Fault("added-rows-are-zero", "exporters/merge.py", "mean.expand(wanted[0] - len(value)",

@@ -34,13 +34,14 @@ def test_patience_goes_on_counting_where_it_was(train: Train) -> None:
     sections: dict[str, Any] = {
         "optim": {"lr": 0.3, "warmup": 0, "schedule": "constant"},  # gets worse from step 2 on
         "evaluation": {"every": 1, "patience": 4},
-        "saving": {"every": 1, "keep": 20},
+        "saving": {"every": 1, "keep": 2},
         "max_steps": 20,
     }
     run = train("run", **sections)
     straight, best = losses(run, "eval"), run.best_step()
     assert best == straight.index(min(straight)) + 1
     assert len(straight) == best + 4
+    assert run.steps() == [best, best + 3, best + 4]
     cut(run, best + 3)
     train("run", resume=True, **sections)
     assert losses(run, "eval") == straight
