@@ -49,21 +49,6 @@ def test_patience_goes_on_counting_where_it_was(train: Train) -> None:
     assert run.best_step() == best
 
 
-def test_both_moments_of_zero2_are_there_after_a_resume(
-    run_of: Train, tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
-    straight = run_of("zero2")
-    resumed = cut(copy_of(straight, tmp_path / "run"), 3)
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
-    done = finetune(
-        "launch", recipe, "--processes", "2", "--backend", "zero2", "--precision", "fp32",
-        "--output", resumed.root, "--resume",
-    )  # fmt: skip
-    assert done.status == 0, done.output
-    assert losses(resumed) == losses(straight)
-    assert equal_state(straight.checkpoint(6), resumed.checkpoint(6))
-
-
 # The cache.
 
 
@@ -112,3 +97,21 @@ def test_a_reference_in_another_storage_is_computed_anew(
 
     assert rewards(first) == pytest.approx((0, 0), abs=1e-6)
     assert rewards("none" if first == "nf4" else "nf4") == pytest.approx((0, 0), abs=1e-6)
+
+
+# Several processes.
+
+
+def test_both_moments_of_zero2_are_there_after_a_resume(
+    run_of: Train, tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    straight = run_of("zero2")
+    resumed = cut(copy_of(straight, tmp_path / "run"), 3)
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
+    done = finetune(
+        "launch", recipe, "--processes", "2", "--backend", "zero2", "--precision", "fp32",
+        "--output", resumed.root, "--resume",
+    )  # fmt: skip
+    assert done.status == 0, done.output
+    assert losses(resumed) == losses(straight)
+    assert equal_state(straight.checkpoint(6), resumed.checkpoint(6))
