@@ -42,6 +42,15 @@ def test_losses_in_fp16_are_near_those_of_fp32(
     assert largest(losses(narrow), losses(wide)) < FP16
 
 
+def test_the_recorded_norm_is_that_of_the_gradient_without_the_scale(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Adam and clipping hide a scale that stays; the record of the norm does not."""
+    runs = [train(tiny, tmp_path / each, each, max_steps=2) for each in ("fp16", "fp32")]
+    narrow, wide = ([step["grad_norm"] for step in run.read_metrics("train")] for run in runs)
+    assert narrow == pytest.approx(wide, rel=FP16)
+
+
 def test_an_overflow_takes_the_same_step_again(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

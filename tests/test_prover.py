@@ -14,7 +14,7 @@ import method_matrix
 import psutil
 import pytest
 import torch
-from conftest import ROOT, Finetune, Finished, Tiny, copy_of, start, wait_for, write_recipe
+from conftest import ROOT, Finetune, Finished, Tiny, Train, copy_of, start, wait_for, write_recipe
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,7 +26,7 @@ from finetune.planner import plan
 from finetune.runs.run import write_json
 from finetune.verification.proofs import checks, packing
 from finetune.verification.proofs.exports import Delivery, check_deliveries
-from finetune.verification.proofs.matrix import FP32, Request, accepted_pairs, crossings_of
+from finetune.verification.proofs.matrix import BF16, FP32, Request, accepted_pairs, crossings_of
 from finetune.verification.proofs.proof import Check, Proof, Refused
 from finetune.verification.proofs.prove import named_backends
 from finetune.verification.proofs.runs import Trial, family_of
@@ -130,6 +130,19 @@ def test_the_real_model_is_proved_in_the_recipes_own_precision_and_batch(tiny, f
 
 def equality(proved: Proved, run: Run) -> Check:
     return checks.check_equal("own", "mine", proved.reference, run, FP32, 10)
+
+
+def test_a_check_reads_every_step_and_the_trained_weights(train: Train, tmp_path: Path) -> None:
+    """The same on runs of one process, each changed in one place."""
+    run = train("run", **LORA)
+    loss, weights = (copy_of(run, tmp_path / name) for name in ("loss", "weights"))
+    change(loss.metrics, step=6, factor=1 + 1e-4)
+    (file,) = (weights.checkpoint(6) / "state").iterdir()
+    save_file({k: v * (1.01 if "lora_B" in k else 1) for k, v in load_file(file).items()}, file)
+    found = [checks.check_equal("own", "ddp", run, each, FP32, 6) for each in (run, loss, weights)]
+    assert [check.passed for check in found] == [True, False, False]
+    assert found[1].summary.startswith("step 6: loss")
+    assert found[2].summary.startswith("trained weights")
 
 
 @pytest.mark.slow
@@ -398,6 +411,23 @@ def test_missing_models_and_data_are_replaced_and_reported(tmp_path):
     assert fewest < most / 10
     assert subject.recipe.optim == recipe.optim
     assert subject.recipe.adapter == recipe.adapter
+
+
+def test_weights_of_a_replaced_model_lose_nothing_in_bf16(tmp_path: Path) -> None:
+    """ZeRO rounds what it trains to bf16 at the start, and the reference does not."""
+    recipe = catalog.resolve("qwen3_0_6b_lora")
+    subject = make_subject(recipe, SHAPE, tmp_path / "subject", tmp_path / "cache")
+    tensors = load_file(Path(subject.recipe.model.name) / "model.safetensors")
+    assert {each.dtype for each in tensors.values()} == {torch.float32}
+    assert all(torch.equal(each, each.bfloat16().float()) for each in tensors.values())
+
+
+@pytest.mark.parametrize(("name", "apart"), [("loss", 0.01), ("grad_norm", 0.02)])
+def test_a_hundredth_is_more_than_rounding_to_bf16(name: str, apart: float) -> None:
+    alone = {1: {"loss": 6.0, "grad_norm": 2.0}}
+    here = {1: alone[1] | {name: alone[1][name] * (1 + apart)}}
+    assert checks.compare_steps(alone, alone, range(1, 2), BF16)[0] == []
+    assert len(checks.compare_steps(alone, here, range(1, 2), BF16)[0]) == 1
 
 
 def test_every_architecture_shrinks_to_one_of_its_own(assets):

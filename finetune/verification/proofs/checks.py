@@ -16,8 +16,6 @@ from finetune.verification.proofs.runs import steps_of
 
 UNEVEN = 1.25
 """Maximum size of a shard relative to an equal share, as rows and pieces may not divide evenly."""
-STRAYS = 1e-4
-"""Share of a tensor's elements, at least one, that the distance of trained weights leaves out."""
 
 
 def check_realised(kind: str, plan: Plan, run: Run) -> Check:
@@ -106,7 +104,7 @@ def check_equal(
     alone, here = steps_of(reference.metrics), steps_of(run.metrics)
     wrong, worst = compare_steps(alone, here, range(1, steps + 1), tolerance, scale)
     wrong += sampled.differences(reference, run, tolerance)
-    apart = weights_apart(reference, run, steps)
+    apart = weights_apart(reference, run, steps, tolerance.strays)
     if not apart <= tolerance.weights:
         wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")
     wrong += _evaluation_differs(reference, run, steps, tolerance)
@@ -172,12 +170,12 @@ def compare_steps(
     return wrong[:3] + ([f"{more} more"] if more > 0 else []), (worst[0], worst[1])
 
 
-def weights_apart(reference: Run, run: Run, steps: int) -> float:
+def weights_apart(reference: Run, run: Run, steps: int, strays: float = 1e-4) -> float:
     """Distance of two runs' trained weights, relative to the reference's change since its middle.
 
-    Both are Euclidean norms over the trained elements in fp32. The distance leaves out the `STRAYS`
-    of each tensor that differ most: where the first gradient of an element is rounding noise, the
-    sign of that noise moves it by a full learning rate under Adam.
+    Both are Euclidean norms over the trained elements in fp32. The distance leaves out the share
+    `strays` of each tensor that differs most: where the first gradient of an element is rounding
+    noise, the sign of that noise moves it by a full learning rate under Adam.
     """
     folders = reference.checkpoint(reference.steps()[0]), reference.checkpoint(steps)
     other = run.checkpoint(steps)
@@ -191,14 +189,14 @@ def weights_apart(reference: Run, run: Run, steps: int) -> float:
         for name in names:
             last = end.full(name, "weight").double()
             moved += _square(last - middle.full(name, "weight").double())
-            apart += _square_without_largest(last - here.full(name, "weight").double())
+            apart += _square_without_largest(last - here.full(name, "weight").double(), strays)
     return math.sqrt(apart / moved) if moved else math.inf
 
 
-def _square_without_largest(values: torch.Tensor) -> float:
-    """Sum of squares of all elements but the largest."""
+def _square_without_largest(values: torch.Tensor, share: float) -> float:
+    """Sum of squares of all elements but a share of the largest, at least one."""
     squares = (values * values).flatten()
-    strays = squares.topk(min(len(squares), math.ceil(STRAYS * len(squares)))).values
+    strays = squares.topk(min(len(squares), math.ceil(share * len(squares)))).values
     return max(0.0, float(squares.sum() - strays.sum()))
 
 
@@ -269,7 +267,7 @@ def check_elsewhere(
     alone, here = steps_of(reference.metrics), steps_of(run.metrics)
     wrong, worst = compare_steps(alone, here, steps, tolerance, scale)
     wrong += sampled.differences(reference, run, tolerance)
-    apart = weights_apart(reference, run, steps[-1])
+    apart = weights_apart(reference, run, steps[-1], tolerance.strays)
     if not apart <= tolerance.weights:
         wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")
     wrong += _evaluation_differs(reference, run, steps[-1], tolerance)

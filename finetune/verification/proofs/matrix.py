@@ -26,8 +26,14 @@ FP32 = Tolerance(loss=5e-6, norm=1e-4, weights=2e-3, answers=5e-6)
 """About ten times the differences observed in ten steps of small models."""
 DISK = Tolerance(loss=1e-4, norm=1e-3, weights=5e-2, answers=5e-6)
 """fp32 offloaded to a disk: DeepSpeed 0.19 updates each piece there with a different kernel."""
-BF16 = Tolerance(loss=2e-2, norm=1e-1, weights=5e-1, answers=2e-2)
-"""bf16 has 8 bits, and each engine rounds weights, sums and gradients in different places."""
+BF16 = Tolerance(loss=5e-3, norm=1e-2, weights=2e-1, answers=5e-4, strays=1e-2)
+"""bf16 has 8 bits, and each engine rounds weights, sums and gradients in different places.
+
+About three times the largest differences of six and ten steps of small models (sft with an adapter
+and with all weights, DPO; ddp, FSDP, ZeRO-1 to -3, tp, pp; on CPUs): loss 1.3e-3, norm 3.3e-3,
+weights 7.5e-2, and ten times that of the answers, 3.3e-5. The sign of the first gradient is
+rounding noise for about a hundredth of the elements, which Adam moves by a full learning rate.
+"""
 
 
 def tolerance_of(backend: backends.Backend) -> Tolerance:

@@ -59,6 +59,8 @@ class Tolerance:
     """Distance of the trained weights, relative to their change in the second half of the steps."""
     answers: float
     """Relative difference of the loss that plain transformers computes from the saved result."""
+    strays: float = 1e-4
+    """Share of a tensor's elements, at least one, that the distance of the weights leaves out."""
     logits: float = 1e-4
     """Difference of merged and adapted logits in fp32, relative to the largest logit."""
 

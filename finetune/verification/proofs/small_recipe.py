@@ -185,7 +185,8 @@ def _model(
     torch.manual_seed(recipe.seed)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
     fill_zeros(network)
-    network.save_pretrained(home)
+    # As published weights: ZeRO in bf16 trains copies of rounded weights, the others the originals.
+    network.to(torch.bfloat16).to(torch.float32).save_pretrained(home)
     return dataclasses.replace(common, name=str(home.resolve()), tokenizer=None)
 
 

@@ -1,0 +1,76 @@
+"""A host that no longer sends heartbeats is named to the main thread of the one that watches it."""
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from finetune.distributed import heartbeat
+from finetune.distributed.heartbeat import Heartbeat
+from finetune.errors import TrainingFailure
+
+SILENT, GRACE = 1.5, 0.2
+
+
+@dataclass
+class Ranks:
+    """What a heartbeat reads of an engine."""
+
+    rank: int
+    world: int = 2
+
+    def from_first(self, _: str) -> str:
+        return "this start"
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, each the only one of its host; a silence of seconds instead of a minute."""
+    monkeypatch.setattr(heartbeat, "SILENT_HOST_SECONDS", SILENT)
+    monkeypatch.setattr(heartbeat, "GRACE_SECONDS", GRACE)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.2)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+
+
+def test_a_silent_host_is_named(two_hosts: None, tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lost: dict[int, TrainingFailure] = {}
+    heard = threading.Event()
+
+    def beating(rank: int) -> Heartbeat:
+        def tell(failure: TrainingFailure) -> None:
+            lost[rank] = failure
+            heard.set()
+
+        engine: Any = Ranks(rank)
+        made = Heartbeat(
+            engine, ("127.0.0.1", store.port), None, tmp_path, on_orphan=lambda: None,
+            on_loss=tell, standing=lambda: "checkpoint 3 is complete",
+        )  # fmt: skip
+        made.step = 4 + rank
+        made.start()
+        return made
+
+    first, second = beating(0), beating(1)
+    try:
+        assert not heard.wait(2 * SILENT)  # while both beat, nobody is lost
+        second.stop()
+        begun = time.monotonic()
+        assert heard.wait(20)
+        assert time.monotonic() - begun > SILENT / 2
+    finally:
+        first.stop()
+        second.stop()
+    (message,) = lost[0].problems
+    name = f"rank 1 (process {os.getpid()} on {socket.gethostname()})"
+    assert message == (
+        f"step 4: {name} has sent no heartbeat for {SILENT:g} s; checkpoint 3 is complete"
+    )
+    assert 1 not in lost

@@ -1,0 +1,194 @@
+"""The optimizer does what the recipe says, step by step; each micro-batch has a mask of its own."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Tiny, Train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from finetune import catalog
+from finetune.cache import cache
+from finetune.data.chat.render import load_chat
+from finetune.data.collate import collate
+from finetune.data.order import rows_of_step
+from finetune.data.prepare import prepare
+from finetune.models.model import load_tokenizer
+from finetune.recipe import Optim
+from finetune.runs.run import Run
+from finetune.training.optim import build, learning_rate
+
+HAND = {
+    "lr": 1e-2, "warmup": 2, "min_lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-3,
+    "weight_decay": 0.5, "max_grad_norm": 0.5,
+}  # fmt: skip
+"""Values that are not the defaults; `eps` is near the moments, so that it counts."""
+RATES = [
+    0.005,
+    0.01,
+    0.01,
+    *(0.001 + 0.009 * (1 + math.cos(math.pi * n / 4)) / 2 for n in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("optim", "expected"),
+    [
+        ({"schedule": "cosine"}, [1, (2 + math.sqrt(2)) / 4, 0.5, 0]),
+        ({"schedule": "cosine", "min_lr": 0.2}, [1, 0.2 + 0.2 * (2 + math.sqrt(2)), 0.6, 0.2]),
+        ({"schedule": "linear"}, [1, 0.75, 0.5, 0]),
+        ({"schedule": "linear", "min_lr": 0.2}, [1, 0.8, 0.6, 0.2]),
+        ({"schedule": "constant", "min_lr": 0.2}, [1, 1, 1, 1]),
+    ],
+)
+def test_the_rate_at_the_quarters_of_a_run(optim: dict[str, Any], expected: list[float]) -> None:
+    rates = [learning_rate(step, 40, Optim(warmup=0, **optim), 3.0) for step in (0, 10, 20, 40)]
+    assert rates == pytest.approx([3 * each for each in expected], abs=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0.1, 4])
+def test_warmup_is_a_share_of_the_run_or_steps(warmup: float) -> None:
+    optim = Optim(schedule="linear", warmup=warmup)
+    rates = [learning_rate(step, 40, optim, 1.0) for step in (0, 1, 3, 4, 22)]
+    assert rates == pytest.approx([0.25, 0.5, 1, 1, 0.5])
+
+
+def test_six_steps_are_those_of_adamw_by_hand(train: Train, tiny: Tiny) -> None:
+    """In fp32, where a sum in another order moves the seventh digit of a gradient."""
+    run = train(optim=HAND, saving={"every": 3})
+    steps = list(run.read_metrics("train"))
+    model, wanted = by_hand(run, tiny)
+    assert [step["lr"] for step in steps] == pytest.approx(RATES, rel=1e-12)
+    norms = [step["grad_norm"] for step in steps]
+    assert max(norms) > 2 * HAND["max_grad_norm"]  # some are clipped by a half
+    assert [step["loss"] for step in steps] == pytest.approx([w[0] for w in wanted], rel=1e-5)
+    assert norms == pytest.approx([w[1] for w in wanted], rel=1e-4)
+    found = load_file(run.checkpoint(6) / "model" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        # A thousandth of the distance that the rate lets a weight go in a step.
+        torch.testing.assert_close(found[name], parameter.data, atol=1e-5, rtol=0, msg=name)
+
+
+def by_hand(run: Run, tiny: Tiny) -> tuple[torch.nn.Module, list[tuple[float, float]]]:
+    """The model after the steps, each step's loss and the norm of its gradient."""
+    recipe = catalog.load(run.recipe)
+    rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).train
+    model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
+    moments = {name: [torch.zeros_like(p)] * 2 for name, p in model.named_parameters()}
+    found, (b1, b2) = [], HAND["betas"]
+    for number, lr in enumerate(RATES, 1):
+        chosen = rows_of_step(number - 1, len(rows), 8, recipe.seed)
+        batch = collate(rows, chosen, 0, "cpu")
+        loss = model(batch.ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
+        model.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        clip = min(1.0, HAND["max_grad_norm"] / norm)
+        for name, p in model.named_parameters():
+            first, second = moments[name]
+            first = b1 * first + (1 - b1) * clip * p.grad
+            second = b2 * second + (1 - b2) * (clip * p.grad) ** 2
+            moments[name] = [first, second]
+            decay = HAND["weight_decay"] if p.dim() == 2 else 0.0  # norms are vectors
+            root = (second / (1 - b2**number)).sqrt() + HAND["eps"]
+            p.data -= lr * decay * p.data + lr * first / (1 - b1**number) / root
+        found.append((loss.item(), norm))
+    return model, found
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_matrices_alone_are_decayed_and_muon_has_only_those_inside_blocks(name: str) -> None:
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=16, tie_word_embeddings=False, attention_bias=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    vectors = {each for each in names.values() if each.endswith(("bias", "norm.weight"))}
+    outside = {"model.embed_tokens.weight", "lm_head.weight"}
+    blocks = set(names.values()) - vectors - outside
+    assert len(vectors) == 3 + 4
+    optim = Optim(name=name, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-4)
+    found = {
+        (type(optimizer).__name__, group["weight_decay"]): {names[id(p)] for p in group["params"]}
+        for optimizer in build(model, optim, 1e-3, torch.device("cpu"))
+        for group in optimizer.param_groups
+    }
+    if name == "adamw":
+        assert found == {("AdamW", 0.3): blocks | outside, ("AdamW", 0.0): vectors}
+    else:
+        assert found == {("Muon", 0.3): blocks, ("AdamW", 0.3): outside, ("AdamW", 0.0): vectors}
+
+
+# Masks of dropout.
+
+
+@pytest.fixture(scope="module")
+def dropping(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Fields of a recipe whose rows are all the same, and whose weights stay where they are.
+
+    The losses of two micro-batches then differ only by what attention drops.
+    """
+    folder = tmp_path_factory.mktemp("same")
+    row = tiny.data.read_text().splitlines()[0]
+    (folder / "same.jsonl").write_text(f"{row}\n" * 48)
+    model = AutoModelForCausalLM.from_pretrained(tiny.model, attention_dropout=0.5)
+    # Random weights of this size hardly attend to anything: larger ones let a mask be seen.
+    for name, parameter in model.named_parameters():
+        parameter.data *= 10 if "_proj" in name else 1
+    model.save_pretrained(folder / "model")
+    load_tokenizer(catalog.from_fields(tiny.fields())).save_pretrained(folder / "model")
+
+    def fields(rows: int, **sections: Any) -> dict[str, Any]:
+        return tiny.fields(
+            model={"name": str(folder / "model")},
+            data=[{"source": str(folder / "same.jsonl"), "format": "messages"}],
+            batch={"rows": rows, "micro_rows": 1},
+            optim={"lr": 1e-12, "weight_decay": 0.0},
+            data_checks="report",
+            **sections,
+        )
+
+    return fields
+
+
+Fields = Callable[..., dict[str, Any]]
+
+
+def losses(run: Run) -> list[float]:
+    return [record["loss"] for record in run.read_metrics("train")]
+
+
+def test_each_micro_batch_step_and_rank_has_a_mask_of_its_own(
+    dropping: Fields, train: Train, run_of: Train
+) -> None:
+    one, two = (losses(train(f"{rows}", fields=dropping(rows))) for rows in (1, 2))
+    other = losses(train("seed", fields=dropping(1, seed=1)))
+    assert len({*one, *other}) == 12
+    # The first micro-batch is that of a step of one row: the mean tells the loss of the second.
+    seconds = [2 * both - first for first, both in zip(one, two, strict=True)]
+    assert min(abs(a - b) for a in seconds for b in one) > 1e-4
+    spread = losses(run_of("ddp", fields=dropping(2)))
+    assert spread == pytest.approx(two, abs=2e-6)  # the second is that of rank 1
+
+
+def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
+    dropping: Fields, train: Train
+) -> None:
+    fields = dropping(2)
+    straight = losses(train("run", fields=fields))
+    shorter = train("short", fields=fields | {"max_steps": 3})
+    assert losses(shorter) == straight[:3]
+    again = train("short", fields=fields, resume=True)
+    assert losses(again) == straight
+
+
+def test_an_evaluation_drops_nothing(dropping: Fields, train: Train) -> None:
+    """Equal rows and weights that stay: each evaluation is that of training without dropping."""
+    run = train("run", fields=dropping(1))
+    evaluated = [record["loss"] for record in run.read_metrics("eval")]
+    assert len(set(evaluated)) == 1
+    assert len(evaluated) == 2
