@@ -191,6 +191,50 @@ def copy_of(run: Run, place: Path) -> Run:
     return Run(place)
 
 
+FP32 = 2e-6
+"""Losses of about 6 in fp32: the order of a sum over ranks and pieces moves the seventh digit."""
+
+
+def losses(run: Run, kind: str = "train") -> list[float]:
+    return [record["loss"] for record in run.read_metrics(kind)]
+
+
+def largest(first: list[float], second: list[float]) -> float:
+    assert len(first) == len(second) > 0
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def equal_state(first: Path, second: Path) -> bool:
+    """Whether two checkpoints hold the same weights and moments, bit for bit."""
+    import torch
+    from safetensors import safe_open
+
+    for file in (first / "state").iterdir():
+        with safe_open(file, "pt") as a, safe_open(second / "state" / file.name, "pt") as b:
+            if set(a.keys()) != set(b.keys()):
+                return False
+            if not all(torch.equal(a.get_tensor(key), b.get_tensor(key)) for key in a.keys()):  # noqa: SIM118
+                return False
+    return True
+
+
+def launch(
+    finetune: "Finetune",
+    recipe: Path,
+    backend: str,
+    place: Path,
+    *words: str,
+    seconds: float = LAUNCH_SECONDS,
+) -> None:
+    """Two processes; one is started by itself, without Accelerate's launcher."""
+    verb = ["train", recipe] if backend == "single" else ["launch", recipe, "--processes", "2"]
+    done = finetune(
+        *verb, "--backend", backend, "--precision", "fp32", "--output", place, *words,
+        seconds=seconds,
+    )  # fmt: skip
+    assert done.status == 0, done.output
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """A file of three prompts."""

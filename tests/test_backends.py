@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    LAUNCH_SECONDS,
+    FP32,
     ROOT,
     Finetune,
     Finished,
     Tiny,
+    equal_state,
+    largest,
+    launch,
+    losses,
     run_command,
     warm_python,
     write_recipe,
@@ -40,9 +44,6 @@ BACKENDS = [
 SEVERAL = BACKENDS[1:]
 EVERYDAY = ("single", "ddp", "fsdp_full_shard", "zero2", "zero3")
 """Backends of the tests that run every day; `make prove` shows every pair of them and a kind."""
-
-FP32 = 2e-6
-"""Losses of about 6 in fp32: the order of a sum over ranks and pieces moves the seventh digit."""
 
 Trained = Callable[[str, str], Run]
 
@@ -83,32 +84,6 @@ def trained(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFac
         return Run(place)
 
     return run
-
-
-def launch(
-    finetune: Finetune,
-    recipe: Path,
-    backend: str,
-    place: Path,
-    *words: str,
-    seconds: float = LAUNCH_SECONDS,
-) -> None:
-    """Two processes; one is started by itself, without Accelerate's launcher."""
-    verb = ["train", recipe] if backend == "single" else ["launch", recipe, "--processes", "2"]
-    done = finetune(
-        *verb, "--backend", backend, "--precision", "fp32", "--output", place, *words,
-        seconds=seconds,
-    )  # fmt: skip
-    assert done.status == 0, done.output
-
-
-def losses(run: Run, kind: str = "train") -> list[float]:
-    return [record["loss"] for record in run.read_metrics(kind)]
-
-
-def largest(first: list[float], second: list[float]) -> float:
-    assert len(first) == len(second) > 0
-    return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("backend", now_and_then(BACKENDS))
@@ -253,17 +228,6 @@ def cut_off(straight: Run, place: Path, step: int) -> Run:
             shutil.rmtree(run.checkpoint(later))
     shutil.rmtree(run.final)
     return run
-
-
-def equal_state(first: Path, second: Path) -> bool:
-    """Whether two checkpoints hold the same weights and moments, bit for bit."""
-    for file in (first / "state").iterdir():
-        with safe_open(file, "pt") as a, safe_open(second / "state" / file.name, "pt") as b:
-            if set(a.keys()) != set(b.keys()):
-                return False
-            if not all(torch.equal(a.get_tensor(key), b.get_tensor(key)) for key in a.keys()):  # noqa: SIM118
-                return False
-    return True
 
 
 @pytest.mark.slow
