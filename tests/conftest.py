@@ -91,6 +91,33 @@ class Tiny:
             base[name] = base[name] | value if merge else value
         return base
 
+    def other(
+        self,
+        folder: Path,
+        kind: str,
+        seed: int = 7,
+        change: Callable[[str, Any], object] = lambda name, weight: None,
+        **sizes: Any,
+    ) -> Path:
+        """Write a model of another kind with random weights and this tokenizer."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        given: dict[str, Any] = {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer),
+            "max_position_embeddings": 256, "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+        } | sizes  # fmt: skip
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+        for name, parameter in model.named_parameters():
+            change(name, parameter.data)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -191,6 +218,16 @@ def copy_of(run: Run, place: Path) -> Run:
     return Run(place)
 
 
+def cut_off(run: Run, place: Path, step: int) -> Run:
+    """A copy of a run as a kill after the checkpoint of a step would have left it."""
+    cut = copy_of(run, place)
+    for later in cut.steps():
+        if later > step:
+            shutil.rmtree(cut.checkpoint(later))
+    shutil.rmtree(cut.final)
+    return cut
+
+
 FP32 = 2e-6
 """Losses of about 6 in fp32: the order of a sum over ranks and pieces moves the seventh digit."""
 
@@ -202,6 +239,14 @@ def losses(run: Run, kind: str = "train") -> list[float]:
 def largest(first: list[float], second: list[float]) -> float:
     assert len(first) == len(second) > 0
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def assert_same_losses(first: Run, second: Run) -> None:
+    """Losses of steps and evaluations, and gradient norms, in fp32."""
+    for kind in ("train", "eval"):
+        assert largest(losses(first, kind), losses(second, kind)) < FP32
+    norms = [[step["grad_norm"] for step in run.read_metrics("train")] for run in (first, second)]
+    assert largest(*norms) < 1e-4  # norms of about 3
 
 
 def equal_state(first: Path, second: Path) -> bool:
@@ -389,6 +434,14 @@ def run_command(
             end_tree(process.pid)
             process.wait()
     return Finished(process.returncode, stdout, stderr)
+
+
+def accelerate_launch(backend: str, cache: Path, *words: str | Path) -> Finished:
+    """Plain `accelerate launch` with the file of a backend: `... "-m", "finetune", "train"`."""
+    config = ROOT / f"accelerate_configs/{backend}.yaml"
+    given = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", "0"]
+    command = [warm_python(), "-m", "accelerate.commands.launch", *map(str, [*given, *words])]
+    return run_command(command, cache)
 
 
 def start(words: list[str], cache: Path, warm: bool = False, **env: str) -> "subprocess.Popen[str]":

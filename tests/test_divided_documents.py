@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Tiny, write_recipe
 from test_division import assert_planned, train
 from test_dpo import pairs
 
@@ -102,9 +102,7 @@ def judged(work: Path) -> Run:
     return train_alone(work, "kto")
 
 
-def test_kto_on_divided_documents_learns_what_one_process_learns(
-    work: Path, judged: Run, finetune: Finetune
-) -> None:
+def test_kto_on_divided_documents_learns_what_one_process_learns(work, judged, finetune):
     """The reference, the KL of each step, and answers that end on either process."""
     run = train(finetune, work, "kto", "cp")
     assert_equal(judged, run)
@@ -112,9 +110,7 @@ def test_kto_on_divided_documents_learns_what_one_process_learns(
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_goes_on_with_divided_documents(
-    work: Path, judged: Run, finetune: Finetune
-) -> None:
+def test_a_run_of_one_process_goes_on_with_divided_documents(work, judged, finetune):
     run = Run(work / "resumed")
     shutil.copytree(judged.root, run.root)
     shutil.rmtree(run.checkpoint(STEPS))
@@ -136,14 +132,12 @@ def test_a_run_of_one_process_goes_on_with_divided_documents(
         ("dpo-packed", "cp", ("--rotation", "alltoall")),
     ],
 )
-def test_methods_learn_what_one_process_learns(
-    name: str, backend: str, words: tuple[str, ...], work: Path, finetune: Finetune
-) -> None:
+def test_methods_learn_what_one_process_learns(name, backend, words, work, finetune):
     assert_equal(train_alone(work, name), train(finetune, work, name, backend, *words))
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 6])
-def test_parts_of_a_row_have_all_labels_and_ends_of_its_documents(ways: int) -> None:
+def test_parts_of_a_row_have_all_labels_and_ends_of_its_documents(ways):
     """Labels of a document are predicted from the token before, which another part may have."""
     ends = (0, 3, 8, 9, 12)  # the last document is padding
     labels = torch.tensor(

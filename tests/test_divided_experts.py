@@ -100,7 +100,7 @@ def divided(work: Path) -> Run:
     return run
 
 
-def test_divided_experts_learn_what_one_process_learns(alone: Run, divided: Run) -> None:
+def test_divided_experts_learn_what_one_process_learns(alone, divided):
     """Uneven rows on each process, accumulation, and the load-balancing loss by document."""
     assert_equal(alone, divided)
     assert_planned(divided)
@@ -120,7 +120,7 @@ def test_divided_experts_learn_what_one_process_learns(alone: Run, divided: Run)
     assert (logits[0] - logits[1]).abs().max() < 1e-4
 
 
-def test_stages_balance_their_experts_together(work: Path, alone: Run, finetune: Finetune) -> None:
+def test_stages_balance_their_experts_together(work, alone, finetune):
     """Each stage has a layer; how often a document visits an expert counts in both of them."""
     run = train(finetune, work, "full", "pp")
     assert_equal(alone, run)
@@ -138,9 +138,7 @@ def test_stages_balance_their_experts_together(work: Path, alone: Run, finetune:
         ("full", "pp", ("batch.padding_free=false",)),
     ],
 )
-def test_complete_experts_learn_what_one_process_learns(
-    name: str, backend: str, words: tuple[str, ...], work: Path, finetune: Finetune
-) -> None:
+def test_complete_experts_learn_what_one_process_learns(name, backend, words, work, finetune):
     """Processes count the visits of documents of which they have some tokens, or some layers."""
     runs = [train(finetune, work, name, each, *words) for each in ("single", backend)]
     assert_equal(*runs)
@@ -149,9 +147,7 @@ def test_complete_experts_learn_what_one_process_learns(
 
 
 @pytest.mark.slow
-def test_experts_and_tensor_parallel_go_on_from_shards(
-    work: Path, alone: Run, divided: Run, finetune: Finetune
-) -> None:
+def test_experts_and_tensor_parallel_go_on_from_shards(work, alone, divided, finetune):
     run = Run(work / "from-shards")
     shutil.copytree(divided.root, run.root)
     shutil.rmtree(run.checkpoint(STEPS))
@@ -164,14 +160,14 @@ def test_experts_and_tensor_parallel_go_on_from_shards(
 
 
 @pytest.mark.slow
-def test_adapters_of_attention_with_divided_experts(work: Path, finetune: Finetune) -> None:
+def test_adapters_of_attention_with_divided_experts(work, finetune):
     runs = [train(finetune, work, "lora", backend) for backend in ("single", "ep_fsdp")]
     assert_equal(*runs)
     assert_planned(runs[1])
 
 
 @pytest.mark.slow
-def test_dropout_and_dora_beside_divided_experts(work: Path, finetune: Finetune) -> None:
+def test_dropout_and_dora_beside_divided_experts(work, finetune):
     """Each process drops elements of its own rows, as one process does of the same micro-batch."""
     runs = [train(finetune, work, "dropout", backend) for backend in ("single", "ep_fsdp")]
     assert_equal(*runs)
@@ -190,9 +186,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     ("kind", "adapter", "experts"),
     [("qwen3_moe", None, 4), ("mixtral", LoRA(r=4, targets=("q_proj", "v_proj")), 2)],
 )
-def test_the_plan_of_divided_experts_is_that_of_a_trace(
-    kind: str, adapter: LoRA | None, experts: int, tmp_path: Path
-) -> None:
+def test_the_plan_of_divided_experts_is_that_of_a_trace(kind, adapter, experts, tmp_path):
     """Gathered and reduced alone, or by two processes with the same experts.
 
     Large enough for activations, weights and the buffers of FSDP2 to matter alike.
@@ -219,7 +213,7 @@ def test_the_plan_of_divided_experts_is_that_of_a_trace(
 
 
 @pytest.mark.slow
-def test_the_plan_and_a_trace_count_the_bytes_of_experts(work: Path, tmp_path: Path) -> None:
+def test_the_plan_and_a_trace_count_the_bytes_of_experts(work, tmp_path):
     """Four processes, two of which hold the same experts.
 
     The router decides how many tokens a process receives, but all of them together receive what
@@ -265,14 +259,12 @@ MIXTURE = LLAMA | {
         ("cp", {"sliding_window": 64}, {}, "sliding_window=64, but the keys of all previous"),
     ],
 )
-def test_experts_that_do_not_divide_are_refused(
-    backend: str, fields: dict[str, Any], sizes: dict[str, int], problem: str
-) -> None:
+def test_experts_that_do_not_divide_are_refused(backend, fields, sizes, problem):
     assert any(problem in each for each in refused(backend, MIXTURE | fields, sizes))
 
 
 @pytest.mark.parametrize("backend", ["pp", "pp_fsdp", "sp", "sp_fsdp", "cp"])
-def test_complete_experts_are_planned(backend: str) -> None:
+def test_complete_experts_are_planned(backend):
     assert refused(backend, MIXTURE, {}) == []
 
 
@@ -284,7 +276,7 @@ def test_complete_experts_are_planned(backend: str) -> None:
         ({"targets": ("q_proj",)}, ""),
     ],
 )
-def test_adapters_of_divided_experts_are_refused(adapter: dict[str, Any], problem: str) -> None:
+def test_adapters_of_divided_experts_are_refused(adapter, problem):
     model = Model(config=MIXTURE, tokenizer="x")
     recipe = SFT(model).with_data(Data("rows.jsonl", "messages")).with_lora(**adapter)
     found: list[str] = []
@@ -295,7 +287,7 @@ def test_adapters_of_divided_experts_are_refused(adapter: dict[str, Any], proble
     assert [each.startswith(problem) for each in found] == ([True] if problem else [])
 
 
-def test_experts_are_divided_over_the_processes_of_a_copy() -> None:
+def test_experts_are_divided_over_the_processes_of_a_copy():
     machine, count = backends.divided(backends.load("ep_fsdp"), None, {"experts": 4})
     assert (machine.axes.experts, count) == (4, 4)
     mesh = Mesh(replicate=2, shard=4, tensor=2, experts=4)
@@ -304,7 +296,7 @@ def test_experts_are_divided_over_the_processes_of_a_copy() -> None:
     assert mesh.summary()["experts"] == 4
 
 
-def test_a_file_whose_experts_do_not_fit_its_processes_is_refused(tmp_path: Path) -> None:
+def test_a_file_whose_experts_do_not_fit_its_processes_is_refused(tmp_path):
     text = (ROOT / "accelerate_configs/ep_fsdp.yaml").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("ep_size: 2", "ep_size: 3"))
@@ -312,7 +304,7 @@ def test_a_file_whose_experts_do_not_fit_its_processes_is_refused(tmp_path: Path
         backends.load(str(path))
 
 
-def test_shards_without_their_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_without_their_engine_are_refused(monkeypatch):
     """Experts whose size was lost on the way would train as data parallel."""
     given = {
         "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -324,7 +316,7 @@ def test_shards_without_their_engine_are_refused(monkeypatch: pytest.MonkeyPatch
         backends.launched()
 
 
-def test_a_recipe_is_not_changed_by_the_processes_of_its_experts() -> None:
+def test_a_recipe_is_not_changed_by_the_processes_of_its_experts():
     machine = dataclasses.replace(backends.load("ep_fsdp"), precision="fp32")
     recipe = SFT(Model(config=MIXTURE, tokenizer="x")).with_data(Data("rows.jsonl", "messages"))
     recipe = recipe.with_batch(rows=8, micro_rows=1)

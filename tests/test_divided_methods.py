@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError
 from finetune.methods.distill import Distill
 from finetune.methods.grpo import GRPO
 from finetune.planner import plan
-from finetune.recipe import Batch, Data, LoRA, Model, Recipe, Teacher
+from finetune.recipe import Batch, Data, LoRA, Model, Teacher
 from finetune.rewards import Reward
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import compare_steps, weights_apart
@@ -115,9 +115,7 @@ def assert_equal(alone: Run, run: Run) -> None:
 ADAPTED = {"adapter": {"r": 4, "targets": "all-linear"}}
 
 
-def test_completions_of_gathered_weights_are_those_of_one_process(
-    work: Work, finetune: Finetune
-) -> None:
+def test_completions_of_gathered_weights_are_those_of_one_process(work, finetune):
     """Two samplings: before the first step, and after an update of the divided adapter.
 
     Four completions at a time: both batches of one process, one batch of each of two.
@@ -133,7 +131,7 @@ def test_completions_of_gathered_weights_are_those_of_one_process(
     assert taken[1] - taken[0] == planned
 
 
-def test_a_divided_teacher_gives_the_losses_of_one_process(work: Work, finetune: Finetune) -> None:
+def test_a_divided_teacher_gives_the_losses_of_one_process(work, finetune):
     given = work.fields("distill", teacher={"name": work.other}, loss_type="jsd", ce_weight=0.3)
     alone, run = work.both(finetune, given, "tp")
     assert_equal(alone, run)
@@ -151,17 +149,13 @@ def test_a_divided_teacher_gives_the_losses_of_one_process(work: Work, finetune:
         ("dpo", {"reference": "other"}, "pp"),
     ],
 )
-def test_a_divided_method_learns_what_one_process_learns(
-    work: Work, finetune: Finetune, method: str, own: dict[str, Any], backend: str
-) -> None:
+def test_a_divided_method_learns_what_one_process_learns(work, finetune, method, own, backend):
     named = {"reference": work.other} if "reference" in own else {}
     assert_equal(*work.both(finetune, work.fields(method, **own | named), backend))
 
 
 @pytest.mark.slow
-def test_a_stored_teacher_is_read_by_stages_and_parts_of_rows(
-    work: Work, finetune: Finetune
-) -> None:
+def test_a_stored_teacher_is_read_by_stages_and_parts_of_rows(work, finetune):
     given = work.fields("distill", teacher={"name": work.other})
     folder = work.folder / "stored"
     done = finetune("teach", write_recipe(work.folder / "teach.json", given), "--output", folder)
@@ -183,7 +177,7 @@ def test_a_stored_teacher_is_read_by_stages_and_parts_of_rows(
         (GRPO(beta=0.1), "tp_fsdp", "beta: its reference is a second model"),
     ],
 )
-def test_what_is_not_gathered_is_refused(method: Recipe, backend: str, problem: str) -> None:
+def test_what_is_not_gathered_is_refused(method, backend, problem):
     recipe = dataclasses.replace(
         method, model=Model("models/small"), batch=Batch(rows=16, micro_rows=1, max_length=300)
     )

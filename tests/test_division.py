@@ -23,7 +23,7 @@ from transformers.distributed import mixin
 from finetune import backend as backends
 from finetune import catalog
 from finetune.backend import megatron
-from finetune.backend.axes import Axes, Schedule
+from finetune.backend.axes import Axes
 from finetune.data.collate import Boundaries, MicroBatch
 from finetune.distributed import layers
 from finetune.distributed.context import attention_of_part
@@ -40,7 +40,7 @@ from finetune.planner.estimate import memory, traffic
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.mesh import Mesh
-from finetune.recipe import Batch, Data, Model, Recipe
+from finetune.recipe import Batch, Data, Model
 from finetune.reports import mesh_drawings
 from finetune.reports.page import report
 from finetune.runs.run import Run
@@ -149,7 +149,7 @@ def assert_planned(run: Run, within: float = 0.05) -> None:
     assert (counted["peak"], counted["predicted"]) == largest
 
 
-def test_tensor_parallel_learns_what_one_process_learns(alone: Run, tensor: Run) -> None:
+def test_tensor_parallel_learns_what_one_process_learns(alone, tensor):
     """Accumulation 4 and q/k norms: transformers 5.23 alone has the norm wrong by 6e-3."""
     assert_equal(alone, tensor)
     assert_planned(tensor)
@@ -181,7 +181,7 @@ def pipelined(work: Path, tensor: Run, finetune: Finetune) -> Run:
     return run
 
 
-def test_a_pipeline_goes_on_from_tensor_parallel(alone: Run, pipelined: Run) -> None:
+def test_a_pipeline_goes_on_from_tensor_parallel(alone, pipelined):
     """Five layers in two stages, a tied table on both; its result is a plain model."""
     assert_equal(alone, pipelined)
     assert_planned(pipelined)
@@ -194,9 +194,7 @@ def test_a_pipeline_goes_on_from_tensor_parallel(alone: Run, pipelined: Run) -> 
     assert (logits[0] - logits[1]).abs().max() < 1e-4
 
 
-def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(
-    pipelined: Run, alone: Run
-) -> None:
+def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(pipelined, alone):
     page, settled = report(pipelined).read_text(), read(pipelined.plan)
     counted = list(pipelined.read_metrics("memory"))[-1]
     assert re.findall(r"<title>(rank [^<]*)<", page) == ["rank 0: pipeline 0", "rank 1: pipeline 1"]
@@ -220,9 +218,7 @@ def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(
 
 
 @pytest.mark.slow
-def test_zero_goes_on_from_tensor_parallel_and_a_pipeline_from_zero(
-    work: Path, alone: Run, tensor: Run, finetune: Finetune
-) -> None:
+def test_zero_goes_on_from_tensor_parallel_and_a_pipeline_from_zero(work, alone, tensor, finetune):
     """Blocks of rows and columns, ranges of flat buffers, and layers of their own."""
     run = Run(work / "from-tensor-by-zero")
     shutil.copytree(tensor.root, run.root)
@@ -236,9 +232,7 @@ def test_zero_goes_on_from_tensor_parallel_and_a_pipeline_from_zero(
     assert [each["resumed_from"] for each in run.read_metrics("start")] == [None, 2, 3]
 
 
-def test_a_refusal_on_one_rank_is_said_once_with_its_place(
-    work: Path, tmp_path: Path, finetune: Finetune
-) -> None:
+def test_a_refusal_on_one_rank_is_said_once_with_its_place(work, tmp_path, finetune):
     """The others would wait for a rank that has left."""
     script = tmp_path / "launch.py"
     script.write_text(ONE_RANK_REFUSES)
@@ -286,9 +280,7 @@ run()
         ("full", "sp_fsdp", ()),
     ],
 )
-def test_every_division_learns_what_one_process_learns(
-    name: str, backend: str, words: tuple[str, ...], work: Path, finetune: Finetune
-) -> None:
+def test_every_division_learns_what_one_process_learns(name, backend, words, work, finetune):
     overrides = tuple(word for word in words if "=" in word)
     alone = train(finetune, work, name, "single", *overrides)
     run = train(finetune, work, name, backend, *words)
@@ -321,9 +313,7 @@ def assert_profiled(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["pp", "sp"])
-def test_dora_on_complete_layers_learns_what_one_process_learns(
-    backend: str, work: Path, finetune: Finetune
-) -> None:
+def test_dora_on_complete_layers_learns_what_one_process_learns(backend, work, finetune):
     """A stage has some of the layers, and FSDP2 gathers those of split rows."""
     runs = [train(finetune, work, "dora", each) for each in ("single", backend)]
     assert_equal(*runs)
@@ -331,9 +321,7 @@ def test_dora_on_complete_layers_learns_what_one_process_learns(
 
 
 @pytest.mark.slow
-def test_a_sharded_pipeline_hands_on_what_it_computes_in_bf16(
-    work: Path, finetune: Finetune
-) -> None:
+def test_a_sharded_pipeline_hands_on_what_it_computes_in_bf16(work, finetune):
     alone, run = (
         train(finetune, work, "full", backend, precision="bf16")
         for backend in ("single", "pp_fsdp")
@@ -377,7 +365,7 @@ def counted_step(
 
 
 @pytest.mark.slow
-def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path: Path) -> None:
+def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work, tmp_path):
     """Every collective of a step on four processes, by the ranks of its group."""
     config = ROOT / "accelerate_configs/pp_tp.yaml"
     counts, workload, traced = counted_step(work / "qwen", config, 8, tmp_path)
@@ -400,7 +388,7 @@ def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("least", "counts"), [(100, False), (1_000, True)])
-def test_only_moments_that_may_be_the_peak_must_be_linear(least: int, counts: bool) -> None:
+def test_only_moments_that_may_be_the_peak_must_be_linear(least, counts):
     """A moment with 10 bytes more than its line predicts, far below the peak and near it."""
 
     def step(layers: int, more: int) -> dict[str, Any]:
@@ -422,7 +410,7 @@ def test_only_moments_that_may_be_the_peak_must_be_linear(least: int, counts: bo
 # What is refused.
 
 
-def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_that_divides_otherwise_is_named(monkeypatch):
     """5.17 has no such name; its loader would fail in the middle of a model."""
     monkeypatch.delattr(mixin, "initialize_distributed_mesh")
     meshes: Any = None
@@ -447,9 +435,7 @@ def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.Monk
         ("sp", {"use_dora": True}, ""),
     ],
 )
-def test_an_adapter_that_does_not_divide_is_refused(
-    backend: str, change: dict[str, Any], problem: str
-) -> None:
+def test_an_adapter_that_does_not_divide_is_refused(backend, change, problem):
     recipe = BASE.with_lora(**({"dropout": 0.0} | change)).with_batch(rows=16, micro_rows=1)
     found: list[str] = []
     try:
@@ -470,9 +456,7 @@ def test_an_adapter_that_does_not_divide_is_refused(
         (RewardModel(), "sp_tp", ""),
     ],
 )
-def test_a_method_that_does_not_divide_is_refused(
-    method: Recipe, backend: str, problem: str
-) -> None:
+def test_a_method_that_does_not_divide_is_refused(method, backend, problem):
     recipe = dataclasses.replace(
         method, model=Model("models/small"), batch=Batch(rows=16, micro_rows=1)
     )
@@ -520,18 +504,16 @@ def refused(backend: str, fields: dict[str, Any], sizes: dict[str, Any], **batch
         ("sp", {}, {"sequence": 4}, "6 attention heads do not divide over 4 processes; use 2 or 3"),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused(
-    backend: str, fields: dict[str, Any], sizes: dict[str, int], problem: str
-) -> None:
+def test_a_model_that_does_not_divide_is_refused(backend, fields, sizes, problem):
     assert any(problem in each for each in refused(backend, fields, sizes))
 
 
-def test_what_does_divide_is_planned() -> None:
+def test_what_does_divide_is_planned():
     assert refused("tp", {}, {}) == refused("pp", {}, {"pipeline": 6}) == []
     assert refused("pp_tp_fsdp", {}, {"pipeline": 3}) == []
 
 
-def test_fewer_micro_batches_than_stages_are_refused() -> None:
+def test_fewer_micro_batches_than_stages_are_refused():
     (problem,) = refused("pp", {}, {"pipeline": 4}, rows=2)
     assert problem.endswith("leaves stages without work; use batch.rows=4")
 
@@ -544,13 +526,13 @@ def test_fewer_micro_batches_than_stages_are_refused() -> None:
         ("tp_fsdp", 2, "leaves 1 of 2 processes to shard over; use tp"),
     ],
 )
-def test_sizes_multiply_to_the_processes(backend: str, processes: int, problem: str) -> None:
+def test_sizes_multiply_to_the_processes(backend, processes, problem):
     with pytest.raises(FinetuneError) as refusal:
         plan(BASE.with_batch(rows=16, micro_rows=1), backend, processes)
     assert problem in "; ".join(refusal.value.problems)
 
 
-def test_an_axis_that_a_backend_lacks_is_refused() -> None:
+def test_an_axis_that_a_backend_lacks_is_refused():
     with pytest.raises(FinetuneError, match="--tensor 2: pp has no such axis; the backends with"):
         backends.divided(backends.load("pp"), None, {"tensor": 2})
     with pytest.raises(FinetuneError, match="--tensor 1: expected at least 2"):
@@ -572,7 +554,7 @@ def test_an_axis_that_a_backend_lacks_is_refused() -> None:
         ("  parallelism_config_pp_size: two", "got 'two', expected a whole number"),
     ],
 )
-def test_a_file_with_a_wrong_axis_is_refused(lines: str, problem: str, tmp_path: Path) -> None:
+def test_a_file_with_a_wrong_axis_is_refused(lines, problem, tmp_path):
     """Accelerate takes each of these, and trains data parallel without a word."""
     text = (ROOT / "accelerate_configs/tp.yaml").read_text().splitlines()[:-1]
     path = tmp_path / "mine.yaml"
@@ -582,7 +564,7 @@ def test_a_file_with_a_wrong_axis_is_refused(lines: str, problem: str, tmp_path:
     assert problem in "; ".join(refusal.value.problems)
 
 
-def test_megatron_lm_is_refused_by_name_and_at_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_lm_is_refused_by_name_and_at_launch(monkeypatch):
     """Accelerate's launcher sets this variable, and its flags would otherwise train as DDP."""
     with pytest.raises(FinetuneError, match="backend megatron: Megatron-LM has no backend here"):
         backends.load("megatron")
@@ -610,9 +592,7 @@ def test_megatron_lm_is_refused_by_name_and_at_launch(monkeypatch: pytest.Monkey
          ["num_micro_batches: 2 for 4 stages leaves stages without work", megatron.INSTEAD]),
     ],
 )  # fmt: skip
-def test_a_file_for_megatron_lm_is_checked_and_translated(
-    processes: int, section: dict[str, Any], problems: list[str], tmp_path: Path
-) -> None:
+def test_a_file_for_megatron_lm_is_checked_and_translated(processes, section, problems, tmp_path):
     """Accelerate ignores a misspelt key, and trains with one process for each layer."""
     lines = [f"  {key}: {json.dumps(value)}" for key, value in section.items()]
     head = ["distributed_type: MEGATRON_LM", f"num_processes: {processes}", "megatron_lm_config:"]
@@ -627,13 +607,13 @@ def test_a_file_for_megatron_lm_is_checked_and_translated(
     assert megatron.REASON in found[-1]
 
 
-def test_the_known_keys_of_megatron_lm_are_those_that_accelerate_reads() -> None:
+def test_the_known_keys_of_megatron_lm_are_those_that_accelerate_reads():
     words = {option.lstrip("-") for option in launch_command_parser()._option_string_actions}
     assert {word for word in words if word.startswith(megatron.PREFIX)} == megatron.KEYS
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 6])
-def test_a_part_of_a_row_sees_what_it_sees_in_the_whole(ways: int) -> None:
+def test_a_part_of_a_row_sees_what_it_sees_in_the_whole(ways):
     """Documents that lie within a part, and ones that began on another process."""
     made = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, heads, 12, 8, generator=made) for heads in (4, 2, 2))
@@ -650,7 +630,7 @@ def test_a_part_of_a_row_sees_what_it_sees_in_the_whole(ways: int) -> None:
     assert torch.allclose(torch.cat(found, dim=2).transpose(1, 2), whole, atol=1e-6)
 
 
-def test_an_axis_that_a_worker_did_not_get_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_axis_that_a_worker_did_not_get_is_refused(monkeypatch):
     """Two stages whose size was lost on the way would train as data parallel."""
     given = {
         "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -667,7 +647,7 @@ def test_an_axis_that_a_worker_did_not_get_is_refused(monkeypatch: pytest.Monkey
 # Who holds what.
 
 
-def test_ranks_lie_along_the_axes() -> None:
+def test_ranks_lie_along_the_axes():
     mesh = Mesh(pipeline=2, replicate=1, shard=2, tensor=2)
     assert mesh.processes == 8
     assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
@@ -675,7 +655,7 @@ def test_ranks_lie_along_the_axes() -> None:
     assert mesh.place(6) == place
 
 
-def test_stages_have_all_layers_once() -> None:
+def test_stages_have_all_layers_once():
     two = Axes(pipeline=2)
     assert schedules.spans(5, two) == [range(0, 3), range(3, 5)]
     assert [schedules.parts_of(stage, two) for stage in range(2)] == [[0], [1]]
@@ -685,7 +665,7 @@ def test_stages_have_all_layers_once() -> None:
     assert [schedules.parts_of(stage, v) for stage in range(2)] == [[0, 3], [1, 2]]
 
 
-def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels() -> None:
+def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels():
     def documents(*lengths: int) -> MicroBatch:
         ids = torch.arange(sum(lengths))[None]
         ends = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -706,7 +686,7 @@ def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels() -> Non
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
-def test_ranks_that_keep_to_the_schedule_wait_as_the_formula_says(schedule: Schedule) -> None:
+def test_ranks_that_keep_to_the_schedule_wait_as_the_formula_says(schedule):
     """The passes of a profile as the plan times them: a stage of two parts has shorter ones."""
     axes, mesh = Axes(pipeline=2, schedule=schedule), Mesh(pipeline=2, tensor=2)
     found: list[rank_profiles.Shares] = []
@@ -734,7 +714,7 @@ def event(name: str, start: float, end: float) -> FunctionEvent:
 
 
 @pytest.mark.parametrize(("count", "expected"), [(4, 1 / 5), (8, 1 / 9)])
-def test_a_plan_tells_how_long_a_stage_waits(count: int, expected: float) -> None:
+def test_a_plan_tells_how_long_a_stage_waits(count, expected):
     """(P - 1) / (P - 1 + M), arXiv:2104.04473."""
     found = plan(BASE.with_batch(rows=count, micro_rows=1), "pp", 2)
     assert found.bubble == pytest.approx(expected)

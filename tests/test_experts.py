@@ -3,13 +3,12 @@
 import copy
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Finetune, write_recipe
+from conftest import write_recipe
 from documents import documents_of
 from families import SIZES, build, distance, gradients
 from test_plan import ROWS, refused
@@ -87,7 +86,7 @@ def step(model: Any, batches: list[MicroBatch]) -> tuple[float, float, dict[str,
 
 
 @pytest.mark.parametrize("kind", MOE)
-def test_one_row_has_the_loss_and_the_gradient_of_transformers(kind: str) -> None:
+def test_one_row_has_the_loss_and_the_gradient_of_transformers(kind):
     model = balanced(kind)
     (batch,) = [collate(rows_of([19]), np.array([0]), 0, "cpu")]
     plain = build(kind, **(MOE[kind] | ASKED)).train()
@@ -101,7 +100,7 @@ def test_one_row_has_the_loss_and_the_gradient_of_transformers(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-def test_a_step_does_not_depend_on_how_its_rows_are_split(kind: str) -> None:
+def test_a_step_does_not_depend_on_how_its_rows_are_split(kind):
     """Any accumulation, padded or side by side, and beside ranks that have no rows."""
     rows = rows_of([19, 7, 12, 3, 16, 5, 9, 11])
     numbers = np.arange(8)
@@ -125,7 +124,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_split(kind: str) -> None:
         assert distance(found, wanted) < 2e-5, name
 
 
-def test_padding_of_a_long_pack_is_not_counted() -> None:
+def test_padding_of_a_long_pack_is_not_counted():
     """On a CPU a pack of 1,024 tokens or more is filled up, with a document of padding."""
     rows = rows_of([1000, 30])
     packed = dataclasses.replace(rows, bounds=np.array([0, 2]), packed=True)
@@ -137,7 +136,7 @@ def test_padding_of_a_long_pack_is_not_counted() -> None:
     assert (number, found.bincount().tolist()) == (3, [1000, 30, 0, 58])
 
 
-def test_evaluation_leaves_the_balance_out() -> None:
+def test_evaluation_leaves_the_balance_out():
     model = balanced("mixtral").eval()
     batch = collate(rows_of([19, 7]), np.arange(2), 0, "cpu")
     labels = batch.labels
@@ -149,7 +148,7 @@ def test_evaluation_leaves_the_balance_out() -> None:
         assert token_loss_sum(model, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
-def test_a_router_that_chooses_evenly_has_the_least_loss() -> None:
+def test_a_router_that_chooses_evenly_has_the_least_loss():
     """Two layers of two experts, one chosen: even choices give N * 2 * (1/2 * 1/2) = 1."""
     even = torch.tensor([[9.0, -9.0], [-9.0, 9.0]])
     single = torch.tensor([[9.0, -9.0], [9.0, -9.0]])
@@ -159,7 +158,7 @@ def test_a_router_that_chooses_evenly_has_the_least_loss() -> None:
     assert balance.sum((single, single), tokens, 1).item() == pytest.approx(0.5 * 2 * 2, rel=1e-6)
 
 
-def test_layers_of_several_stages_have_the_loss_of_all_layers() -> None:
+def test_layers_of_several_stages_have_the_loss_of_all_layers():
     """Documents of 3 and 2 tokens and a token of padding, next to a micro-batch of 4 documents."""
     made = torch.Generator().manual_seed(2)
     layers = [torch.randn(6, 4, generator=made).requires_grad_() for _ in range(3)]
@@ -173,7 +172,7 @@ def test_layers_of_several_stages_have_the_loss_of_all_layers() -> None:
         assert torch.equal(grad, expected)
 
 
-def test_stages_on_one_process_pass_on_what_their_routers_chose() -> None:
+def test_stages_on_one_process_pass_on_what_their_routers_chose():
     """Two parts of one model, whose rows are padded to one shape."""
     model = balanced("qwen3_moe")
     complete = copy.deepcopy(model)
@@ -192,7 +191,7 @@ def test_stages_on_one_process_pass_on_what_their_routers_chose() -> None:
     assert distance(gradients(model), gradients(complete)) < 1e-5
 
 
-def test_rows_padded_to_one_shape_are_documents_without_their_padding() -> None:
+def test_rows_padded_to_one_shape_are_documents_without_their_padding():
     ids = torch.arange(6).reshape(2, 3)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     short = MicroBatch(ids, ids, mask, 2, 4, 4)
@@ -205,7 +204,7 @@ def test_rows_padded_to_one_shape_are_documents_without_their_padding() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_recomputed_blocks_give_the_same_gradient(checkpointed: bool) -> None:
+def test_recomputed_blocks_give_the_same_gradient(checkpointed):
     model = balanced("qwen3_moe")
     batch = collate(rows_of([19, 7]), np.arange(2), 0, "cpu")
     _, _, wanted = step(model, [batch])
@@ -229,9 +228,7 @@ def test_recomputed_blocks_give_the_same_gradient(checkpointed: bool) -> None:
         (0.0, {"output_router_logits": True}, None),
     ],
 )
-def test_the_factor_is_that_of_the_recipe_or_of_the_config(
-    asked: Any, fields: dict[str, Any], factor: float | None
-) -> None:
+def test_the_factor_is_that_of_the_recipe_or_of_the_config(asked, fields, factor):
     config = {"model_type": "mixtral", "num_local_experts": 4} | fields
     assert coefficient(Model(router_aux_loss=asked), config) == (factor, "")
 
@@ -248,9 +245,7 @@ def test_the_factor_is_that_of_the_recipe_or_of_the_config(
         ),
     ],
 )
-def test_a_loss_that_is_not_known_is_refused_by_the_plan(
-    asked: Any, config: dict[str, Any], source: str
-) -> None:
+def test_a_loss_that_is_not_known_is_refused_by_the_plan(asked, config, source):
     model = Model(config=config, tokenizer="t", router_aux_loss=asked)
     assert refused(SFT(model).with_data(ROWS), "single") == [
         f"model.router_aux_loss: {source}, but no load-balancing loss is implemented for "
@@ -259,14 +254,14 @@ def test_a_loss_that_is_not_known_is_refused_by_the_plan(
 
 
 @pytest.mark.parametrize("kind", sorted({"olmoe", "flex_olmo", "mixtral", "qwen3_moe", "jamba"}))
-def test_default_factors_are_those_of_transformers(kind: str) -> None:
+def test_default_factors_are_those_of_transformers(kind):
     config = AutoConfig.for_model(kind, output_router_logits=True)
     stated = config.router_aux_loss_coef
     fields = config.to_dict() | {"router_aux_loss_coef": None}
     assert coefficient(Model(), fields) == (stated, "")
 
 
-def test_a_run_records_and_reports_the_balance(finetune: Finetune, tmp_path: Path) -> None:
+def test_a_run_records_and_reports_the_balance(finetune, tmp_path):
     """The first step of all weights has the loss of transformers on each row, by its tokens."""
     fields = SIZES | MOE["qwen3_moe"] | ASKED | {"vocab_size": VOCABULARY, "eos_token_id": 256}
     model = build("qwen3_moe", **fields)

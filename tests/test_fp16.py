@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Tiny, write_recipe
 from test_backends import largest, losses
 from test_training import own_cache
 
@@ -34,17 +34,13 @@ def train(tiny: Tiny, place: Path, precision: Any, **sections: Any) -> Run:
 
 
 @pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_losses_in_fp16_are_near_those_of_fp32(
-    tiny: Tiny, tmp_path: Path, kind: dict[str, Any]
-) -> None:
+def test_losses_in_fp16_are_near_those_of_fp32(tiny, tmp_path, kind):
     narrow = train(tiny, tmp_path / "fp16", "fp16", **kind)
     assert losses(narrow) != losses(wide := train(tiny, tmp_path / "fp32", "fp32", **kind))
     assert largest(losses(narrow), losses(wide)) < FP16
 
 
-def test_an_overflow_takes_the_same_step_again(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overflow_takes_the_same_step_again(tiny, tmp_path, monkeypatch):
     """A scale that overflows at first ends with the bits of one that never does.
 
     Scales are powers of two, and these gradients are far from fp16's smallest number.
@@ -76,7 +72,7 @@ def test_an_overflow_takes_the_same_step_again(
     assert losses(resumed) == losses(straight)
 
 
-def test_the_scale_falls_at_once_and_rises_in_time() -> None:
+def test_the_scale_falls_at_once_and_rises_in_time():
     scale = LossScale(used=True)
     assert scale.lower()
     assert scale.value == FIRST / 4
@@ -89,14 +85,14 @@ def test_the_scale_falls_at_once_and_rises_in_time() -> None:
     assert not LossScale(used=False).lower()
 
 
-def test_deepspeed_is_refused(tiny: Tiny) -> None:
+def test_deepspeed_is_refused(tiny):
     recipe = catalog.from_fields(tiny.fields())
     with pytest.raises(FinetuneError, match="fp16 needs loss scaling, which zero2 implements"):
         plan(recipe, "zero2", 2, "fp16")
     assert plan(recipe, "fsdp_full_shard", 2, "fp16").quant_storage == "float16"
 
 
-def test_gradients_of_a_large_vocabulary_do_not_vanish() -> None:
+def test_gradients_of_a_large_vocabulary_do_not_vanish():
     """Shares of 1e-8 of each of 100,000 tokens, whose gradient fp16 itself would hold as 0."""
     from finetune.kernels.chunked_loss import ChunkedLoss
 
@@ -116,9 +112,7 @@ def test_gradients_of_a_large_vocabulary_do_not_vanish() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard"])
-def test_several_processes_have_the_losses_of_one(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
-) -> None:
+def test_several_processes_have_the_losses_of_one(tiny, finetune, tmp_path, backend):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**LORA))
     words = ["--backend", backend, "--processes", 2, "--precision", "fp16"]
     done = finetune("launch", recipe, *words, "--output", tmp_path / "two")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from conftest import Finetune, Tiny, run_command, write_recipe
+from conftest import run_command, write_recipe
 from safetensors.torch import load_file
 from test_backends import largest, losses
 from test_training import own_cache, train
@@ -85,9 +85,7 @@ found = {
         ("zero3", "DEEPSPEED", "torch.bfloat16"),
     ],
 )
-def test_one_gpu_realises_the_backend(
-    tiny: Tiny, tmp_path: Path, backend: str, engine: str, dtype: str
-) -> None:
+def test_one_gpu_realises_the_backend(tiny, tmp_path, backend, engine, dtype):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=2))
     run = Run(tmp_path / "run")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -109,9 +107,7 @@ def test_one_gpu_realises_the_backend(
 
 
 @pytest.mark.parametrize("backend", ["single", "fsdp_full_shard", "zero2", "zero3"])
-def test_launch_trains_on_one_gpu(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
-) -> None:
+def test_launch_trains_on_one_gpu(tiny, finetune, tmp_path, backend):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields())
     words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
     done = finetune("launch", recipe, *words)
@@ -121,9 +117,7 @@ def test_launch_trains_on_one_gpu(
 
 
 @pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_a_gpu_gives_the_losses_of_a_cpu(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, kind: dict[str, Any]
-) -> None:
+def test_a_gpu_gives_the_losses_of_a_cpu(tiny, finetune, tmp_path, kind):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
     words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
     done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
@@ -136,7 +130,7 @@ def test_a_gpu_gives_the_losses_of_a_cpu(
 
 
 @pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_bf16_gives_the_losses_of_fp32(tiny: Tiny, tmp_path: Path, kind: dict[str, Any]) -> None:
+def test_bf16_gives_the_losses_of_fp32(tiny, tmp_path, kind):
     precise = train(tiny, tmp_path / "fp32", **kind)
     recipe = ft.SFT(**fields_of(precise))
     rounded = ft.train(recipe, precision="bf16", output=tmp_path / "bf16")
@@ -151,7 +145,7 @@ def fields_of(run: Run) -> dict[str, Any]:
     return fields
 
 
-def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny: Tiny) -> None:
+def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny):
     torch.manual_seed(0)
     ids = torch.randint(3, 300, (4, 48))
     found = []
@@ -165,7 +159,7 @@ def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny: Tiny) -> None:
     assert abs(found[0] - found[1]) < 5e-3
 
 
-def test_inputs_of_checkpointed_blocks_wait_in_host_memory() -> None:
+def test_inputs_of_checkpointed_blocks_wait_in_host_memory():
     config = LlamaConfig(
         hidden_size=512, intermediate_size=1_536, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8, vocab_size=512, max_position_embeddings=1024,
@@ -186,7 +180,7 @@ def test_inputs_of_checkpointed_blocks_wait_in_host_memory() -> None:
     assert held["device"] - held["host"] == pytest.approx(inputs, rel=0.15)
 
 
-def test_a_base_in_nf4_takes_about_half_a_byte_per_weight(tmp_path: Path) -> None:
+def test_a_base_in_nf4_takes_about_half_a_byte_per_weight(tmp_path):
     """4 bits, 1 byte per 64 weights, and 4 bytes per 64 x 256: 0.516 bytes; 0.5625 without double
     quantisation. Above that stand 1 KiB of codes a tensor and the allocator's blocks of 512."""
     config = LlamaConfig(
@@ -216,7 +210,7 @@ def packed_weights(model: nn.Module) -> tuple[int, int]:
     return weights, sum(tensor.nbytes for tensor in [*rest, *model.buffers()])
 
 
-def test_qlora_trains_on_a_gpu_as_on_a_cpu(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+def test_qlora_trains_on_a_gpu_as_on_a_cpu(tiny, finetune, tmp_path):
     kind: dict[str, Any] = LORA | {"model": {"name": str(tiny.model), "quantization": "nf4"}}
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
     words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
@@ -226,7 +220,7 @@ def test_qlora_trains_on_a_gpu_as_on_a_cpu(tiny: Tiny, finetune: Finetune, tmp_p
     assert largest(losses(Run(tmp_path / "cpu")), losses(on_gpu)) < BF16
 
 
-def test_the_recorded_peak_is_that_of_the_allocator(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_recorded_peak_is_that_of_the_allocator(tiny, tmp_path):
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -240,7 +234,7 @@ def test_the_recorded_peak_is_that_of_the_allocator(tiny: Tiny, tmp_path: Path) 
     assert end["peak_memory"] <= torch.cuda.max_memory_allocated()
 
 
-def test_the_peak_of_a_step_is_planned(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_peak_of_a_step_is_planned(tiny, tmp_path):
     """Within 5 %: each of its many small tensors takes a multiple of 512 bytes."""
     run = train(tiny, tmp_path / "run", batch={"rows": 32, "micro_rows": 16})
     (counted,) = run.read_metrics("memory")
@@ -248,7 +242,7 @@ def test_the_peak_of_a_step_is_planned(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
-def test_8_bit_adamw_trains_and_resumes(tiny: Tiny, tmp_path: Path, name: str) -> None:
+def test_8_bit_adamw_trains_and_resumes(tiny, tmp_path, name):
     whole = train(tiny, tmp_path / "adamw")
     straight = train(tiny, tmp_path / "straight", optim={"name": name})
     # Moments in 8 bits: the losses of AdamW, of about 6, to 1 % over six steps.
@@ -260,7 +254,7 @@ def test_8_bit_adamw_trains_and_resumes(tiny: Tiny, tmp_path: Path, name: str) -
     assert largest(losses(resumed), losses(straight)) < ORDER
 
 
-def test_adamw_is_fused_and_steps_as_the_plain_one() -> None:
+def test_adamw_is_fused_and_steps_as_the_plain_one():
     torch.manual_seed(0)
     network = nn.Linear(64, 64, device="cuda")
     (fused,) = optim.build(network, Optim(weight_decay=0.1), 1e-2, torch.device("cuda"))
@@ -284,7 +278,7 @@ def test_adamw_is_fused_and_steps_as_the_plain_one() -> None:
     assert torch.allclose(network.bias, twin.bias, atol=1e-5)
 
 
-def test_a_gpu_answers_as_a_cpu_does(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_gpu_answers_as_a_cpu_does(tiny, tmp_path):
     run = train(tiny, tmp_path / "run", **LORA)
     loaded = ft.load(run, dtype=torch.float32)
     assert loaded.model.device.type == "cuda"
@@ -295,7 +289,7 @@ def test_a_gpu_answers_as_a_cpu_does(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
-def test_what_a_gpu_trained_loads_without_one(tiny: Tiny, tmp_path: Path, merge: bool) -> None:
+def test_what_a_gpu_trained_loads_without_one(tiny, tmp_path, merge):
     from peft import AutoPeftModelForCausalLM
 
     run = train(tiny, tmp_path / "run", **LORA)
@@ -323,8 +317,8 @@ def test_what_a_gpu_trained_loads_without_one(tiny: Tiny, tmp_path: Path, merge:
     [(None, (0, 1, 90, 173, 300)), (7, (0, 1, 90, 173, 300)), (None, (0, 2_100))],
 )
 def test_the_kernel_of_packed_documents_computes_what_a_cpu_does_one_by_one(
-    window: int | None, places: tuple[int, ...], size: int, dtype: torch.dtype, tolerance: float
-) -> None:
+    window, places, size, dtype, tolerance
+):
     """With shared key heads; in fp32 by a kernel call per document, also on the GPU."""
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, places[-1], size, dtype=torch.bfloat16) for heads in (8, 2, 2)]
@@ -345,9 +339,7 @@ def test_the_kernel_of_packed_documents_computes_what_a_cpu_does_one_by_one(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(
-    tiny: Tiny, tmp_path: Path, finetune: Finetune, precision: str
-) -> None:
+def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(tiny, tmp_path, finetune, precision):
     fields = tiny.fields(batch={"rows": 4, "micro_rows": 2, "packing": True}, **LORA)
     recipe = write_recipe(tmp_path / "r.json", fields)
     words = ["train", str(recipe), "--precision", precision, "--output"]
@@ -366,9 +358,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
     "backend", ["ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero2", "zero3"]
 )
 @pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_two_gpus_have_the_losses_of_one_and_resume(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str, kind: dict[str, Any]
-) -> None:
+def test_two_gpus_have_the_losses_of_one_and_resume(tiny, finetune, tmp_path, backend, kind):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
     words = ["--backend", backend, "--processes", "2", "--output", tmp_path / "run"]
     done = finetune("launch", recipe, *words)
@@ -383,9 +373,7 @@ def test_two_gpus_have_the_losses_of_one_and_resume(
 
 
 @pytest.mark.parametrize("backend", ["fsdp_full_shard_offload", "zero2_offload"])
-def test_a_backend_that_offloads_trains_and_resumes_on_one_gpu(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
-) -> None:
+def test_a_backend_that_offloads_trains_and_resumes_on_one_gpu(tiny, finetune, tmp_path, backend):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields())
     words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
     done = finetune("launch", recipe, *words)
@@ -399,7 +387,7 @@ def test_a_backend_that_offloads_trains_and_resumes_on_one_gpu(
     assert largest(losses(run), straight) < BF16
 
 
-def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones() -> None:
+def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones():
     """A model of 0.1 billion weights with two moments; the measured rates are printed."""
     device = torch.device("cuda", torch.cuda.current_device())
     given = [torch.randn(4_096, 4_096, device=device) for _ in range(18)]
@@ -422,7 +410,7 @@ def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones() -> None:
     staging.release()
 
 
-def test_compiled_operations_have_the_losses_of_eager_ones(tiny: Tiny, tmp_path: Path) -> None:
+def test_compiled_operations_have_the_losses_of_eager_ones(tiny, tmp_path):
     recipe = ft.SFT(**fields_of(train(tiny, tmp_path / "fp32")))
     eager, compiled = (
         losses(
@@ -433,16 +421,14 @@ def test_compiled_operations_have_the_losses_of_eager_ones(tiny: Tiny, tmp_path:
     assert largest(eager, compiled) < BF16
 
 
-def test_fp16_has_the_losses_of_fp32(tiny: Tiny, tmp_path: Path) -> None:
+def test_fp16_has_the_losses_of_fp32(tiny, tmp_path):
     precise = train(tiny, tmp_path / "fp32")
     recipe = ft.SFT(**fields_of(precise))
     narrow = ft.train(recipe, precision="fp16", output=tmp_path / "fp16")
     assert largest(losses(precise), losses(narrow)) < BF16
 
 
-def test_the_parts_of_a_profile_are_its_step(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_the_parts_of_a_profile_are_its_step(tiny, finetune, tmp_path):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields())
     done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
     assert done.status == 0, done.output
@@ -453,7 +439,7 @@ def test_the_parts_of_a_profile_are_its_step(
 
 
 @pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_a_forward_and_a_backward_pass_wait_for_no_value(kind: dict[str, Any]) -> None:
+def test_a_forward_and_a_backward_pass_wait_for_no_value(kind):
     from finetune.data.collate import collate
     from finetune.methods.losses import token_loss_sum
     from finetune.planner import plan
@@ -474,9 +460,7 @@ def test_a_forward_and_a_backward_pass_wait_for_no_value(kind: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("batch", [{"packing": True}, {"padding_free": False, "micro_rows": 4}])
-def test_a_step_waits_for_the_gpu_twice(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]
-) -> None:
+def test_a_step_waits_for_the_gpu_twice(tiny, tmp_path, monkeypatch, batch):
     """For the norm of the gradient, and for the sums that are reported."""
     waits = list[int]()
     step_of = stages.train_step

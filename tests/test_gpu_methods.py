@@ -3,13 +3,12 @@
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import method_matrix
 import pytest
 import torch
-from conftest import Finetune, Tiny, run_command, write_recipe
+from conftest import Tiny, run_command, write_recipe
 from safetensors.torch import load_file
 from test_method_backends import OF_A_PROCESS, TIES, Work, sources, work
 from test_scores import CLASSES, labelled
@@ -64,9 +63,7 @@ def on_cpu(work: Work) -> Callable[[str], Run]:
 
 
 @pytest.mark.parametrize("method", method_matrix.METHODS)
-def test_a_method_measures_on_a_gpu_what_it_does_on_a_cpu(
-    work: Work, on_cpu: Callable[[str], Run], tmp_path: Path, method: str
-) -> None:
+def test_a_method_measures_on_a_gpu_what_it_does_on_a_cpu(work, on_cpu, tmp_path, method):
     recipe = catalog.from_fields(fields_of(work, method))
     run = ft.train(recipe, precision="fp32", output=tmp_path / "run")
     assert json.loads(run.realised.read_text())["device"].startswith("cuda")
@@ -82,9 +79,7 @@ def test_a_method_measures_on_a_gpu_what_it_does_on_a_cpu(
 
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 @pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3"])
-def test_a_method_trains_in_bf16_on_a_sharding_backend(
-    work: Work, finetune: Finetune, tmp_path: Path, method: str, backend: str
-) -> None:
+def test_a_method_trains_in_bf16_on_a_sharding_backend(work, finetune, tmp_path, method, backend):
     recipe = write_recipe(tmp_path / "r.json", fields_of(work, method))
     words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
     done = finetune("launch", recipe, *words)
@@ -97,9 +92,7 @@ def fields(tiny: Tiny, **sections: Any) -> dict[str, Any]:
     return tiny.fields(adapter={"r": 8}, optim={"lr": 5e-3, "warmup": 0}, **sections)
 
 
-def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(tiny, finetune, tmp_path):
     run = ft.train(catalog.from_fields(fields(tiny)), precision="fp32", output=tmp_path / "run")
     found: dict[str, dict[str, Any]] = {}
     for place, variables in (("gpu", {}), ("cpu", ON_CPU)):
@@ -121,7 +114,7 @@ def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(
         assert torch.allclose(tensor.float(), merged[1][name].float(), atol=1e-2, rtol=1e-2), name
 
 
-def test_one_process_on_a_gpu_is_proved(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
+def test_one_process_on_a_gpu_is_proved(tiny, finetune, tmp_path):
     recipe = write_recipe(tmp_path / "r.json", fields(tiny))
     done = finetune(
         "prove", recipe, "--backends", "fsdp_full_shard,zero3", "--processes", "1", "--steps", "6",

@@ -45,7 +45,7 @@ def start(words: list[object], output: Path) -> "subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-def test_two_copies_of_two_shards_learn_what_one_process_learns(recipe: Path, alone: Run) -> None:
+def test_two_copies_of_two_shards_learn_what_one_process_learns(recipe, alone):
     run = Run(recipe.parent / "four")
     done = start([], run.root)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,7 +86,7 @@ run()
 
 
 @pytest.mark.slow
-def test_what_accelerate_builds_is_compared(recipe: Path, tmp_path: Path) -> None:
+def test_what_accelerate_builds_is_compared(recipe, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(CHANGED)
     config = ROOT / "accelerate_configs/hsdp_shard_grad_op.yaml"
@@ -102,7 +102,7 @@ def test_what_accelerate_builds_is_compared(recipe: Path, tmp_path: Path) -> Non
     assert Run(tmp_path / "run").steps() == []
 
 
-def test_other_axes_that_reach_a_worker_are_refused() -> None:
+def test_other_axes_that_reach_a_worker_are_refused():
     given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_FSDP": "true"}
     sizes = {"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
     with pytest.raises(FinetuneError, match="tensor 2 with Accelerate's FSDP: not supported"):
@@ -118,18 +118,14 @@ def test_other_axes_that_reach_a_worker_are_refused() -> None:
         (["--backend", "hsdp", "--verify"], "--verify: only one copy of hsdp could be traced"),
     ],
 )
-def test_invalid_shard_sizes_are_refused(
-    finetune: Finetune, words: list[str], problem: str
-) -> None:
+def test_invalid_shard_sizes_are_refused(finetune, words, problem):
     done = finetune("plan", "smollm2_135m_full", *words)
     assert done.status == 2
     assert problem in done.stderr
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_copies_continues_anywhere_and_back(
-    recipe: Path, alone: Run, finetune: Finetune
-) -> None:
+def test_a_checkpoint_of_copies_continues_anywhere_and_back(recipe, alone, finetune):
     place = recipe.parent / "moved"
     for steps, backend, processes, more in (
         (2, "hsdp_shard_grad_op", 4, []),
@@ -157,9 +153,7 @@ def test_a_checkpoint_of_copies_continues_anywhere_and_back(
         ),
     ],
 )
-def test_sizes_that_do_not_multiply_to_the_processes_are_refused(
-    recipe: Path, words: list[object], problem: str
-) -> None:
+def test_sizes_that_do_not_multiply_to_the_processes_are_refused(recipe, words, problem):
     done = start(words, recipe.parent / "refused")
     assert done.returncode != 0
     assert problem in done.stderr

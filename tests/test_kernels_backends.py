@@ -1,7 +1,6 @@
 """The kernels compute what plain transformers and PEFT do, on one process and on several."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +52,7 @@ def trained(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFac
     ("kind", "backend"),
     [*EVERYDAY, *(pytest.param(*each, marks=pytest.mark.slow) for each in NOW_AND_THEN)],
 )
-def test_losses_are_those_of_plain_transformers_and_peft(
-    trained: Trained, kind: str, backend: str
-) -> None:
+def test_losses_are_those_of_plain_transformers_and_peft(trained, kind, backend):
     plain, ours = trained(kind, "single", **PLAIN), trained(kind, backend)
     assert largest(losses(plain), losses(ours)) < FP32
     assert largest(losses(plain, "eval"), losses(ours, "eval")) < FP32
@@ -64,9 +61,7 @@ def test_losses_are_those_of_plain_transformers_and_peft(
 
 
 @pytest.mark.slow
-def test_compiled_kernels_train_the_same_and_are_kept(
-    trained: Trained, tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_compiled_kernels_train_the_same_and_are_kept(trained, tiny, finetune, tmp_path):
     plain = trained("lora", "single", **PLAIN)
     fields = tiny.fields(**KINDS["lora"], kernels={"pointwise": "compiled"})
     recipe = write_recipe(tmp_path / "r.json", fields)
@@ -80,9 +75,7 @@ def test_compiled_kernels_train_the_same_and_are_kept(
     assert list((tmp_path / "cache" / "compiled").rglob("*.so"))
 
 
-def test_a_run_continues_with_other_kernels(
-    trained: Trained, tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
+def test_a_run_continues_with_other_kernels(trained, tiny, finetune, tmp_path):
     ours = trained("lora", "single")
     fields = tiny.fields(**KINDS["lora"], **PLAIN, max_steps=8)
     recipe = write_recipe(tmp_path / "r.json", fields)
@@ -105,9 +98,7 @@ def test_a_run_continues_with_other_kernels(
         ),
     ],
 )
-def test_the_plan_and_the_run_say_what_falls_back(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, sections: dict[str, Any], told: str
-) -> None:
+def test_the_plan_and_the_run_say_what_falls_back(tiny, finetune, tmp_path, sections, told):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1, **sections))
     planned = finetune("plan", recipe)
     assert told in planned.stdout

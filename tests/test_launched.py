@@ -35,19 +35,19 @@ from finetune.process import error_report, rendezvous
         ],
     ],
 )
-def test_every_spelling_of_accelerate_launch_is_known(command: list[str]) -> None:
+def test_every_spelling_of_accelerate_launch_is_known(command):
     given = rendezvous.launch_words([*command, "--mixed-precision", "no", "-m", "finetune"])
     read = ["--config_file", "a-b.yaml", "--mixed_precision", "no", "-m", "finetune"]
     assert given == read
 
 
-def test_other_commands_are_not_accelerate_launch() -> None:
+def test_other_commands_are_not_accelerate_launch():
     words = ["/accelerate/bin/finetune", "launch", "quickstart", "--backend", "ddp"]
     assert rendezvous.launch_words(["/accelerate/bin/python", *words]) is None
     assert rendezvous.launch_words(["bash", "-c", "accelerate launch x"]) is None
 
 
-def test_settings_dropped_by_accelerate_are_reported(tmp_path: Path) -> None:
+def test_settings_dropped_by_accelerate_are_reported(tmp_path):
     """The same file, its launch spelt as Accelerate's documents do not: nothing is trained."""
     path = tmp_path / "mine.yaml"
     fsdp = yaml.safe_load((ROOT / "accelerate_configs/fsdp_shard_grad_op.yaml").read_text())
@@ -89,7 +89,7 @@ def late(rank: int, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_mistake_is_reported_once_whichever_rank_is_faster(slow: int, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_once_whichever_rank_is_faster(slow, tmp_path):
     """torch's agent ends the job with its first process, which may be one that does not speak."""
     done = run(LAUNCHED, late(slow, tmp_path), tmp_path)
     assert done.returncode != 0
@@ -101,9 +101,7 @@ def test_a_mistake_is_reported_once_whichever_rank_is_faster(slow: int, tmp_path
     assert re.search(r"exitcode +: 2 .*\n.*\n  traceback : " + re.escape(told[0]) + "\n", root)
 
 
-def test_a_mistake_is_reported_by_the_rank_that_finds_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_reported_by_the_rank_that_finds_it(monkeypatch, capsys):
     """Its machine lacks a file, say; nobody ends it while it waits."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(error_report, "SECONDS_FOR_THE_FIRST", 0)
@@ -111,9 +109,7 @@ def test_a_mistake_is_reported_by_the_rank_that_finds_it(
     assert capsys.readouterr().err == "error [rank 1]: no such file\n"
 
 
-def test_an_error_that_cannot_be_passed_to_the_launcher_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_that_cannot_be_passed_to_the_launcher_is_printed(monkeypatch, capsys):
     for variable in (error_report.STATUS_FILE, error_report.AGENTS_FILE):
         monkeypatch.setenv(variable, "/proc/no-file-can-be-made-here")
     assert error_report.report(FinetuneError("first", "second")) == FinetuneError.exit_status

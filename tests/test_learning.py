@@ -56,9 +56,7 @@ def trained(
 
 
 @pytest.mark.slow
-def test_a_real_model_learns_the_same_with_and_without_the_options(
-    tmp_path: Path, finetune: Finetune, assets: Path
-) -> None:
+def test_a_real_model_learns_the_same_with_and_without_the_options(tmp_path, finetune, assets):
     folders = [tmp_path / name for name in ("plain", "options", "rounded", "packed")]
     for folder in folders:
         folder.mkdir()

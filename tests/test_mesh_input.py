@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,9 +89,7 @@ SCHEDULES = "expected one of GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"
         ),
     ],
 )
-def test_a_wrong_value_in_a_file_is_one_problem(
-    old: str, new: str, problem: str, tmp_path: Path
-) -> None:
+def test_a_wrong_value_in_a_file_is_one_problem(old, new, problem, tmp_path):
     path, text = tmp_path / "mine.yaml", (ROOT / "accelerate_configs/tp.yaml").read_text()
     path.write_text(text.replace(old, new))
     with pytest.raises(FinetuneError) as refusal:
@@ -110,7 +107,7 @@ def test_a_wrong_value_in_a_file_is_one_problem(
         ("PP_SCHEDULE", "gpipe", f"got 'gpipe', {SCHEDULES}; did you mean 'GPipe'?"),
     ],
 )
-def test_a_wrong_variable_of_a_process_is_refused(variable: str, value: str, problem: str) -> None:
+def test_a_wrong_variable_of_a_process_is_refused(variable, value, problem):
     """torch finds a schedule in any case, and the plan counts in-flight micro-batches by name."""
     name = f"PARALLELISM_CONFIG_{variable}"
     given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
@@ -128,9 +125,7 @@ def test_a_wrong_variable_of_a_process_is_refused(variable: str, value: str, pro
         (Axes(tensor=2), 2, 4, None),
     ],
 )
-def test_sizes_that_do_not_fit_the_processes_say_what_does(
-    axes: Axes, shard: int, started: int, instead: str | None
-) -> None:
+def test_sizes_that_do_not_fit_the_processes_say_what_does(axes, shard, started, instead):
     problem = product_problem(axes, 1, shard, started)
     if instead is None:
         assert problem is None
@@ -170,15 +165,15 @@ def test_sizes_that_do_not_fit_the_processes_say_what_does(
     ],
 )  # fmt: skip
 def test_what_does_not_divide_is_one_problem_with_what_does(
-    backend: str, processes: int | None, sizes: dict[str, Any], rows: int, problem: str
-) -> None:
+    backend, processes, sizes, rows, problem
+):
     machine, count = backends.divided(backends.load(backend), processes, sizes)
     with pytest.raises(FinetuneError) as refusal:
         plan(RECIPE.with_batch(rows=rows), machine, count)
     assert refusal.value.problems == (problem,)
 
 
-def test_a_config_without_a_type_is_one_problem() -> None:
+def test_a_config_without_a_type_is_one_problem():
     config = {key: value for key, value in LLAMA.items() if key != "model_type"}
     recipe = dataclasses.replace(RECIPE, model=Model(config=config, tokenizer="x"))
     with pytest.raises(FinetuneError) as refusal:
@@ -187,7 +182,7 @@ def test_a_config_without_a_type_is_one_problem() -> None:
     assert refusal.value.problems == (told,)
 
 
-def test_another_backend_than_the_launched_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_backend_than_the_launched_one_is_refused(monkeypatch):
     """Sizes may differ from the file's, axes may not."""
     for name in [each for each in os.environ if each.startswith("PARALLELISM_CONFIG")]:
         monkeypatch.delenv(name)
@@ -204,7 +199,7 @@ def test_another_backend_than_the_launched_one_is_refused(monkeypatch: pytest.Mo
         check_here(RECIPE, "tp")
 
 
-def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
+def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path):
     """It would be the last of two, and the plan would be of other processes."""
     flags = ("--num-processes", "4", "--parallelism_config_tp_size=4", "--config_file", "x.yaml")
     job = Job(plan(RECIPE, "tp"), Run(tmp_path / "run"), False, None, (), flags, 0)
@@ -225,12 +220,7 @@ def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
         ({"RANK": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, False),
     ],
 )
-def test_a_wait_for_another_machine_says_how_long(
-    given: dict[str, str],
-    told: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wait_for_another_machine_says_how_long(given, told, monkeypatch, capsys):
     """A launcher sees only the processes of its own machine."""
     meeting = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in {**given, **meeting, "WORLD_SIZE": "4"}.items():
@@ -258,8 +248,8 @@ FACTS = Facts(64, False, 128, 512.0, 64.0, True, False, True, 64)
     ],
 )  # fmt: skip
 def test_a_stage_that_runs_out_of_memory_is_named_with_its_layers_and_what_to_move(
-    backend: str, sizes: dict[str, Any], rank: int, where: str, layers: str
-) -> None:
+    backend, sizes, rank, where, layers
+):
     told = told_of(settled_on(backend, sizes), rank)
     at = f"step 3: out of memory on cpu of rank {rank} ({where}), which had used up to "
     assert told.startswith(at)
@@ -269,7 +259,7 @@ def test_a_stage_that_runs_out_of_memory_is_named_with_its_layers_and_what_to_mo
     assert moves == (rank in (1, 3))
 
 
-def test_changes_that_a_division_refuses_are_not_suggested() -> None:
+def test_changes_that_a_division_refuses_are_not_suggested():
     """8-bit moments and a head in chunks do not run under tensor parallelism."""
     told = told_of(settled_on("tp", {}), 1)
     assert "rank 1 (tensor 1)" in told
@@ -323,7 +313,7 @@ def raise_memory(_: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward: bool, tmp_path: Path) -> None:
+def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward, tmp_path):
     """torch raises a RuntimeError in its place, with a text that names neither type nor cause."""
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", store, rank=0, world_size=1)
@@ -339,6 +329,6 @@ def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward: bool, tmp_path
         torch.distributed.destroy_process_group()
 
 
-def test_a_rank_is_named_by_the_axes_that_divide() -> None:
+def test_a_rank_is_named_by_the_axes_that_divide():
     assert Mesh(pipeline=2, shard=2, tensor=2).where(5) == "pipeline 1, shard 0, tensor 1"
     assert Mesh().where(0) == ""

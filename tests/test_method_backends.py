@@ -7,7 +7,7 @@ from typing import Any
 import method_matrix
 import pytest
 import torch
-from conftest import Finetune, Tiny, conversations, write_recipe
+from conftest import Tiny, conversations, write_recipe
 from test_dpo import other_model, pairs
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -145,9 +145,7 @@ def left_to(test: str) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "column"), left_to(method_matrix.EVERYWHERE))
-def test_a_method_trains_there_as_on_one_process(
-    work: Work, finetune: Finetune, tmp_path: Path, method: str, column: str
-) -> None:
+def test_a_method_trains_there_as_on_one_process(work, finetune, tmp_path, method, column):
     backend, model = method_matrix.GROUPS[column][0], "mixture" if column == "`ep`" else "dense"
     done = finetune(
         "launch", write_recipe(tmp_path / "r.json", work.fields(method, model)), "--backend",
@@ -159,7 +157,7 @@ def test_a_method_trains_there_as_on_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "_"), left_to(method_matrix.PACKS))
-def test_packs_train_as_rows_do(work: Work, method: str, _: str) -> None:
+def test_packs_train_as_rows_do(work, method, _):
     """All packs in one step, so that its rows are those of the data."""
     packed = {"packing": True, "micro_rows": 1, "max_length": 256}
     recipe = work.fields(method, "dense", **packed)

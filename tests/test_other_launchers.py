@@ -47,9 +47,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (COMPLETE, True, 2),
     ],
 )
-def test_the_variables_say_how_many_processes_there_are(
-    variables: pytest.MonkeyPatch, given: dict[str, str], named: bool, count: int | None
-) -> None:
+def test_the_variables_say_how_many_processes_there_are(variables, given, named, count):
     for name, value in given.items():
         variables.setenv(name, value)
     assert rendezvous.started(named) == count
@@ -63,9 +61,7 @@ def test_the_variables_say_how_many_processes_there_are(
         ({**COMPLETE, "WORLD_SIZE": "4"}, False, "TORCHELASTIC_RUN_ID not set"),
     ],
 )
-def test_variables_without_a_launcher_are_refused(
-    variables: pytest.MonkeyPatch, given: dict[str, str], named: bool, lacks: str
-) -> None:
+def test_variables_without_a_launcher_are_refused(variables, given, named, lacks):
     for name, value in given.items():
         variables.setenv(name, value)
     with pytest.raises(FinetuneError) as error:
@@ -77,16 +73,14 @@ def test_variables_without_a_launcher_are_refused(
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "0"])
-def test_an_invalid_world_size_is_refused(variables: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_world_size_is_refused(variables, text):
     variables.setenv("WORLD_SIZE", text)
     with pytest.raises(FinetuneError, match=f"WORLD_SIZE={text}: expected a whole number"):
         rendezvous.started(False)
 
 
 @pytest.mark.parametrize("name", OF_MPI)
-def test_variables_of_mpi_are_refused_unless_there_is_a_world(
-    variables: pytest.MonkeyPatch, name: str
-) -> None:
+def test_variables_of_mpi_are_refused_unless_there_is_a_world(variables, name):
     variables.setenv(name, "1")
     assert rendezvous.started(False) is None
     variables.setenv(name, "4")
@@ -97,9 +91,7 @@ def test_variables_of_mpi_are_refused_unless_there_is_a_world(
     assert rendezvous.started(False) == 2
 
 
-def test_processes_of_accelerate_launch_name_no_other_backend(
-    variables: pytest.MonkeyPatch, tiny: Tiny
-) -> None:
+def test_processes_of_accelerate_launch_name_no_other_backend(variables, tiny):
     for name, value in {**COMPLETE, "ACCELERATE_MIXED_PRECISION": "no"}.items():
         variables.setenv(name, value)
     recipe = catalog.from_fields(tiny.fields())
@@ -124,9 +116,7 @@ def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, finetune: Finetu
     return Run(folder / "run")
 
 
-def test_variables_that_a_scheduler_left_reach_no_launch_of_ours(
-    tiny: Tiny, tmp_path: Path, finetune: Finetune, alone: Run
-) -> None:
+def test_variables_that_a_scheduler_left_reach_no_launch_of_ours(tiny, tmp_path, finetune, alone):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
     words = ("launch", recipe, "--backend", "single", "--precision", "fp32")
     left = COMPLETE | {"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "other"}
@@ -142,7 +132,7 @@ def torchrun(tmp_path: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize("named", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
-def test_torchrun_starts_a_backend(tiny: Tiny, tmp_path: Path, alone: Run, named: str) -> None:
+def test_torchrun_starts_a_backend(tiny, tmp_path, alone, named):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
     chosen = () if named == "ddp" else ("--backend", named)
     told = torchrun(
@@ -170,7 +160,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_notebook_launcher_starts_the_processes(tiny: Tiny, tmp_path: Path, alone: Run) -> None:
+def test_notebook_launcher_starts_the_processes(tiny, tmp_path, alone):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
     script = tmp_path / "notebook.py"
     script.write_text(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Tiny, write_recipe
 from test_backends import FP32, equal_state, largest, launch, losses
 
 import finetune as ft
@@ -37,9 +37,7 @@ def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> Run
     return ft.train(recipe, precision="fp32", output=place, resume=resume)
 
 
-def test_the_loss_of_a_step_is_that_of_its_documents_in_plain_transformers(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_the_loss_of_a_step_is_that_of_its_documents_in_plain_transformers(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
     run = train(tiny, tmp_path / "run", batch=PACKED["batch"], max_steps=1)
@@ -63,7 +61,7 @@ def test_the_loss_of_a_step_is_that_of_its_documents_in_plain_transformers(
     assert (start["train_rows"], start["packing"]) == (len(rows), True)
 
 
-def test_the_cut_into_micro_batches_does_not_change_the_losses(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_cut_into_micro_batches_does_not_change_the_losses(tiny, tmp_path):
     plain = {**PACKED, "adapter": {"r": 8}}
     whole = train(
         tiny, tmp_path / "whole", **plain | {"batch": PACKED["batch"] | {"micro_rows": 4}}
@@ -75,21 +73,21 @@ def test_the_cut_into_micro_batches_does_not_change_the_losses(tiny: Tiny, tmp_p
         assert largest(losses(whole, "eval"), losses(run, "eval")) < FP32
 
 
-def test_padded_micro_batches_may_be_given_in_tokens(tiny: Tiny, tmp_path: Path) -> None:
+def test_padded_micro_batches_may_be_given_in_tokens(tiny, tmp_path):
     rows = train(tiny, tmp_path / "rows", batch={"micro_rows": 1})
     tokens = train(tiny, tmp_path / "tokens", batch={"micro_tokens": 256})
     assert largest(losses(rows), losses(tokens)) < FP32
     assert all(record["slots"] <= 256 * 4 for record in tokens.read_metrics("train"))
 
 
-def test_recomputed_activations_know_where_documents_end(tiny: Tiny, tmp_path: Path) -> None:
+def test_recomputed_activations_know_where_documents_end(tiny, tmp_path):
     kept = train(tiny, tmp_path / "kept", **PACKED)
     model = {"activation_checkpointing": True}
     again = train(tiny, tmp_path / "again", **PACKED, model={"name": str(tiny.model)} | model)
     assert largest(losses(kept), losses(again)) < FP32
 
 
-def test_a_packed_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_packed_run_resumes_bit_for_bit(tiny, tmp_path):
     straight = train(tiny, tmp_path / "straight", **PACKED)
     shutil.copytree(straight.root, tmp_path / "resumed")
     resumed = Run(tmp_path / "resumed")
@@ -108,9 +106,7 @@ def test_a_packed_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
         pytest.param("zero3", {"micro_rows": 1}, marks=pytest.mark.slow),
     ],
 )
-def test_packed_losses_on_two_processes_are_those_of_one(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str, micro: dict[str, int]
-) -> None:
+def test_packed_losses_on_two_processes_are_those_of_one(tiny, finetune, tmp_path, backend, micro):
     sections = PACKED | {"batch": PACKED["batch"] | micro}
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
     launch(finetune, recipe, backend, tmp_path / "together")
@@ -120,7 +116,7 @@ def test_packed_losses_on_two_processes_are_those_of_one(
     assert largest(losses(alone, "eval"), losses(together, "eval")) < FP32
 
 
-def test_a_micro_batch_that_holds_no_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_micro_batch_that_holds_no_row_is_refused(tiny, tmp_path):
     with pytest.raises(
         FinetuneError, match=r"micro_tokens: 100 tokens cannot hold a row of .*=128"
     ):
@@ -128,13 +124,13 @@ def test_a_micro_batch_that_holds_no_row_is_refused(tiny: Tiny, tmp_path: Path) 
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="flex_attention can train there")
-def test_flex_attention_is_refused_on_a_cpu(tiny: Tiny, tmp_path: Path) -> None:
+def test_flex_attention_is_refused_on_a_cpu(tiny, tmp_path):
     model = {"name": str(tiny.model), "attention": "flex_attention"}
     with pytest.raises(FinetuneError, match="flex_attention of PyTorch cannot train on a CPU"):
         train(tiny, tmp_path / "run", model=model)
 
 
-def test_the_batch_of_a_packed_run_collates_to_its_documents(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_batch_of_a_packed_run_collates_to_its_documents(tiny, tmp_path):
     recipe = catalog.from_fields(tiny.fields(**PACKED))
     rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).train
     batch = collate(rows, rows_of_step(0, len(rows), 4, 0), 0, "cpu")

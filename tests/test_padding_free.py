@@ -57,9 +57,7 @@ def padded(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
         ({"micro_rows": 8}, {"activation_checkpointing": "attention"}),
     ],
 )
-def test_steps_side_by_side_are_those_of_padded_rows(
-    tiny: Tiny, tmp_path: Path, padded: Run, batch: dict[str, Any], model: dict[str, Any]
-) -> None:
+def test_steps_side_by_side_are_those_of_padded_rows(tiny, tmp_path, padded, batch, model):
     model = {"name": str(tiny.model)} | model
     free = train(tiny, tmp_path / "free", **LORA, batch=batch, model=model)
     assert largest(losses(padded), losses(free)) < FP32
@@ -73,7 +71,7 @@ def test_steps_side_by_side_are_those_of_padded_rows(
     assert told == [f"{PADDED}batch.padding_free=false", SIDE_BY_SIDE]
 
 
-def test_a_padded_run_goes_on_side_by_side(tiny: Tiny, tmp_path: Path, padded: Run) -> None:
+def test_a_padded_run_goes_on_side_by_side(tiny, tmp_path, padded):
     shutil.copytree(padded.root, tmp_path / "run")
     run = Run(tmp_path / "run")
     shutil.rmtree(run.checkpoint(6))
@@ -83,9 +81,7 @@ def test_a_padded_run_goes_on_side_by_side(tiny: Tiny, tmp_path: Path, padded: R
     assert column(run, "slots")[3:] == column(run, "real_tokens")[3:]
 
 
-def test_a_model_that_mixes_documents_is_padded_with_the_reason(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_mixes_documents_is_padded_with_the_reason(tiny, tmp_path, capsys):
     config = {
         "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
         "vocab_size": 320,
@@ -102,9 +98,7 @@ def test_a_model_that_mixes_documents_is_padded_with_the_reason(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss"])
-def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(
-    tiny: Tiny, tmp_path: Path, kind: str
-) -> None:
+def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(tiny, tmp_path, kind):
     """The state runs once per document, also where activations are recomputed beside an adapter."""
     config = SIZES | FIELDS[kind] | {"model_type": kind, "vocab_size": 320}
     told: list[list[float]] = []
@@ -123,7 +117,7 @@ def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(
 FALCON = AutoConfig.for_model("falcon").to_dict()
 
 
-def test_padded_rows_report_what_would_fill_their_slots() -> None:
+def test_padded_rows_report_what_would_fill_their_slots():
     """Micro-batches of 2 of the rows of 8, 4, 2 and 1 tokens: 15 of 2 x 8 + 2 x 2 slots."""
     rows = single_rows(documents_of((np.ones(n, np.int32), np.ones(n, bool)) for n in (8, 4, 2, 1)))
     recipe = SFT().with_batch(rows=4, micro_rows=2, max_length=8)
@@ -147,7 +141,7 @@ def test_padded_rows_report_what_would_fill_their_slots() -> None:
     assert told(recipe.with_batch(micro_rows=1)) == []
 
 
-def test_micro_batches_by_tokens_are_named_where_they_pad_less() -> None:
+def test_micro_batches_by_tokens_are_named_where_they_pad_less():
     """By four rows 4 x 16 and 4 x 4 slots; by 16 tokens 16, 4 x 4 and 3 x 4."""
     sizes = (16, 4, 4, 4, 4, 4, 4, 4)
     rows = single_rows(documents_of((np.ones(n, np.int32), np.ones(n, bool)) for n in sizes))
@@ -159,7 +153,7 @@ def test_micro_batches_by_tokens_are_named_where_they_pad_less() -> None:
     ]
 
 
-def test_the_layout_is_free_to_change_when_a_run_goes_on(tiny: Tiny) -> None:
+def test_the_layout_is_free_to_change_when_a_run_goes_on(tiny):
     recipe = catalog.from_fields(tiny.fields())
     assert recipe.batch.padding_free == "auto"
     for value in (True, False):

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Finetune, Finished, Tiny, run_command, warm_python, write_recipe
+from conftest import Finished, run_command, warm_python, write_recipe
 
 from finetune.distributed.gloo_shared_memory import SLOT, SLOTS
 from finetune.runs.run import Run
@@ -92,22 +92,20 @@ def together(script: str, count: int, folder: Path) -> Finished:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_parts_of_any_size_reach_every_rank(count: int, tmp_path: Path) -> None:
+def test_parts_of_any_size_reach_every_rank(count, tmp_path):
     done = together(EXCHANGES, count, tmp_path)
     assert done.status == 0, done.stderr[-3_000:]
     assert done.stdout.count("alike") == count
 
 
-def test_memory_is_shared_by_all_processes_or_none(tmp_path: Path) -> None:
+def test_memory_is_shared_by_all_processes_or_none(tmp_path):
     done = together(REFUSAL, 2, tmp_path)
     assert done.status == 0, done.stderr[-3_000:]
     assert done.stdout.count("no memory can be shared: File too large") == 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_run_over_gloo_reports_it_and_has_the_same_digits(
-    finetune: Finetune, tiny: Tiny, tmp_path: Path, precision: str
-) -> None:
+def test_a_run_over_gloo_reports_it_and_has_the_same_digits(finetune, tiny, tmp_path, precision):
     recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(max_steps=3))
     words = ["launch", str(recipe), "--backend", "fsdp_full_shard", "--processes", "2"]
     words += ["--precision", precision, "--no-plot", "--output"]

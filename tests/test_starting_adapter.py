@@ -75,9 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(
-    tiny: Tiny, tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(tiny, tmp_path, fields):
     adapter = foreign(tiny, tmp_path / "adapter", **fields)
     run = train(tiny, tmp_path / "run", model={"adapter": str(adapter)})
     assert abs(losses(run)[0] - expected(tiny, adapter)) < CLOSE
@@ -92,7 +90,7 @@ def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(
     assert abs(losses(run, "eval")[-1] - held_out) < CLOSE
 
 
-def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny, tmp_path):
     first = train(tiny, tmp_path / "first", adapter={"r": 4})
     folder = export(first, tmp_path / "export")
     ways = [first.root, first.final, first.checkpoint(2), folder]
@@ -121,9 +119,7 @@ def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny: Tiny, tmp_pat
     )
 
 
-def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(tiny, tmp_path):
     first = train(tiny, tmp_path / "first", adapter={"r": 4, "init_lora_weights": "pissa"})
     further = train(tiny, tmp_path / "further", model={"adapter": str(first.root)})
     assert abs(losses(further)[0] - expected(tiny, first.final)) < 1e-4
@@ -133,7 +129,7 @@ def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(
         preflight.check_here(recipe)
 
 
-def test_added_tokens_go_on_with_the_rows_that_they_had(tiny: Tiny, tmp_path: Path) -> None:
+def test_added_tokens_go_on_with_the_rows_that_they_had(tiny, tmp_path):
     data = thinking(tiny, tmp_path)
     adapter = {"r": 4, "trainable_token_indices": ADDED}
     first = train(tiny, tmp_path / "first", **data, adapter=adapter, model={"add_tokens": ADDED})
@@ -151,7 +147,7 @@ def test_added_tokens_go_on_with_the_rows_that_they_had(tiny: Tiny, tmp_path: Pa
         )  # fmt: skip
 
 
-def test_an_adapter_goes_on_over_a_base_in_nf4(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_adapter_goes_on_over_a_base_in_nf4(tiny, tmp_path):
     adapter = foreign(tiny, tmp_path / "adapter")
     quantised = {"quantization": "nf4"}
     run = train(tiny, tmp_path / "run", model={"adapter": str(adapter), **quantised})
@@ -166,7 +162,7 @@ def test_an_adapter_goes_on_over_a_base_in_nf4(tiny: Tiny, tmp_path: Path) -> No
     assert abs(losses(new)[0] - wanted) > 10 * CLOSE
 
 
-def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, tmp_path):
     adapter = foreign(tiny, tmp_path / "adapter")
     sections = {"model": {"adapter": str(adapter)}, "saving": {"every": 2}}
     sections["optim"] = {"schedule": "constant", "warmup": 0}
@@ -183,7 +179,7 @@ def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny: Tiny, tmp_path:
         ft.train(longer, precision="fp32", output=tmp_path / "cut", resume=True)
 
 
-def test_what_contradicts_the_adapter_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
+def test_what_contradicts_the_adapter_is_refused_by_name(tiny, tmp_path):
     adapter = foreign(tiny, tmp_path / "adapter")
     mine = {"r": 8, "alpha": 8, "targets": ["q_proj"], "use_dora": True, "dropout": 0.1}
     with pytest.raises(FinetuneError) as error:
@@ -217,9 +213,7 @@ def changed(adapter: Path, **fields: Any) -> None:
         ({"init_lora_weights": "loftq"}, "its initialisation 'loftq' changed the base weights"),
     ],
 )
-def test_an_adapter_of_another_kind_is_refused(
-    tiny: Tiny, tmp_path: Path, fields: dict[str, Any], problem: str
-) -> None:
+def test_an_adapter_of_another_kind_is_refused(tiny, tmp_path, fields, problem):
     adapter = foreign(tiny, tmp_path / "adapter")
     changed(adapter, **fields)
     with pytest.raises(FinetuneError) as error:
@@ -227,7 +221,7 @@ def test_an_adapter_of_another_kind_is_refused(
     assert error.value.problems[0].startswith(f"model.adapter: {adapter}: {problem}")
 
 
-def test_tensors_that_do_not_fit_the_base_are_named(tiny: Tiny, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_the_base_are_named(tiny, tmp_path):
     adapter = foreign(tiny, tmp_path / "adapter")
     path = adapter / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -247,9 +241,7 @@ def test_tensors_that_do_not_fit_the_base_are_named(tiny: Tiny, tmp_path: Path) 
     )
 
 
-def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(tiny, tmp_path):
     adapter = foreign(tiny, tmp_path / "adapter")
     path, table = adapter / "adapter_model.safetensors", plain(tiny.model).lm_head.weight.detach()
     key = "base_model.model.lm_head.weight"
@@ -261,7 +253,7 @@ def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(
         train(tiny, tmp_path / "other", model={"adapter": str(adapter)})
 
 
-def test_a_run_is_the_model_that_it_made(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_is_the_model_that_it_made(tiny, tmp_path):
     """All weights: its result. An adapter: trained further, or refused with what to do."""
     full = train(tiny, tmp_path / "full", max_steps=1)
     lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
@@ -286,7 +278,7 @@ def test_a_run_is_the_model_that_it_made(tiny: Tiny, tmp_path: Path) -> None:
         assert words in problem, pair
 
 
-def test_a_run_may_be_the_teacher_or_the_reference(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_may_be_the_teacher_or_the_reference(tiny, tmp_path):
     """By its model; an adapter must be merged first, and an unfinished run is refused."""
     full = train(tiny, tmp_path / "full", max_steps=1)
     lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
@@ -313,9 +305,7 @@ def test_a_run_may_be_the_teacher_or_the_reference(tiny: Tiny, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("method", ["reward", "classifier"])
-def test_a_run_with_a_score_head_is_no_language_model(
-    tiny: Tiny, tmp_path: Path, method: str
-) -> None:
+def test_a_run_with_a_score_head_is_no_language_model(tiny, tmp_path, method):
     run = tmp_path / "scores"
     run.mkdir()
     (run / "recipe.json").write_text(json.dumps({"method": method, "model": {"name": "my/base"}}))
@@ -333,7 +323,7 @@ def test_a_run_with_a_score_head_is_no_language_model(
         assert error.value.problems == (f"{field}: {why}",)
 
 
-def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, tmp_path):
     full = train(tiny, tmp_path / "full", max_steps=1)
     (tmp_path / "empty").mkdir()
     adapter = foreign(tiny, tmp_path / "adapter")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Finetune, Tiny, end_tree, environment, wait_for, write_recipe
+from conftest import end_tree, environment, wait_for, write_recipe
 from test_backends import FP32, largest, losses
 
 from finetune.runs.run import Run
@@ -90,9 +90,7 @@ def start_on(number: int, words: list[str], cache: Path) -> "subprocess.Popen[st
 
 
 @pytest.mark.slow
-def test_a_lost_host_ends_the_other_and_both_resume(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, hosts: None
-) -> None:
+def test_a_lost_host_ends_the_other_and_both_resume(tiny, finetune, tmp_path, hosts):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SECTIONS))
     straight, run = Run(tmp_path / "straight"), Run(tmp_path / "run")
     alone = ["train", str(recipe), "--precision", "fp32", "--output", str(straight.root)]

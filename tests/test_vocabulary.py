@@ -60,9 +60,7 @@ def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
 
 @pytest.mark.parametrize("in_config", [False, True])
 @pytest.mark.parametrize("adapter", [None, {"r": 4}])
-def test_a_pad_token_without_a_row_changes_nothing(
-    tiny: Tiny, tmp_path: Path, adapter: dict[str, Any] | None, in_config: bool
-) -> None:
+def test_a_pad_token_without_a_row_changes_nothing(tiny, tmp_path, adapter, in_config):
     usual = train(tiny, tmp_path / "usual", adapter=adapter)
     folder = with_pad_outside(tiny, tmp_path / "padded", in_config)
     padded = train(tiny, tmp_path / "outside", model={"name": str(folder)}, adapter=adapter)
@@ -150,9 +148,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("way", WAYS)
-def test_added_tokens_start_as_the_mean_and_are_in_every_result(
-    tiny: Tiny, tmp_path: Path, way: str, is_tied: bool
-) -> None:
+def test_added_tokens_start_as_the_mean_and_are_in_every_result(tiny, tmp_path, way, is_tied):
     base = tied(tiny, tmp_path / "base") if is_tied else tiny.model
     data = thinking(tiny, tmp_path)
     run = train(
@@ -186,7 +182,7 @@ def test_added_tokens_start_as_the_mean_and_are_in_every_result(
         assert not torch.equal(tensors[name], before.get_input_embeddings().weight[-3:])
 
 
-def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny, tmp_path):
     sections = thinking(tiny, tmp_path) | {
         "model": {"add_tokens": ADDED}, "adapter": WAYS["rows"],
         "optim": {"schedule": "constant"}, "saving": {"every": 2},
@@ -198,7 +194,7 @@ def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny: Tiny, tmp_path: 
     assert losses(cut) == losses(straight)
 
 
-def test_an_id_that_no_table_can_hold_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_id_that_no_table_can_hold_is_refused(tiny, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny.model, folder)
     fields = json.loads((folder / "tokenizer.json").read_text())
@@ -209,7 +205,7 @@ def test_an_id_that_no_table_can_hold_is_refused(tiny: Tiny, tmp_path: Path) -> 
         load_tokenizer(ft.SFT(model=ft.Model(name=str(folder))))
 
 
-def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path: Path) -> None:
+def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.add_tokens(ADDED)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -259,15 +255,13 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path
         ),
     ],
 )
-def test_rows_that_would_never_be_trained_are_refused(
-    tiny: Tiny, tmp_path: Path, adapter: dict[str, Any], problem: str
-) -> None:
+def test_rows_that_would_never_be_trained_are_refused(tiny, tmp_path, adapter, problem):
     with pytest.raises(FinetuneError) as error:
         train(tiny, tmp_path, adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
     assert error.value.problems[0] == problem
 
 
-def test_rows_of_known_tokens_can_be_trained_alone(tiny: Tiny, tmp_path: Path) -> None:
+def test_rows_of_known_tokens_can_be_trained_alone(tiny, tmp_path):
     adapter = {"r": 4, "trainable_token_indices": ["<|im_end|>", 7]}
     run = train(tiny, tmp_path / "run", adapter=adapter)
     merged, base = plain(export(run, tmp_path / "merged", merge=True)), plain(tiny.model)
@@ -277,7 +271,7 @@ def test_rows_of_known_tokens_can_be_trained_alone(tiny: Tiny, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_a_plan_counts_the_rows_that_are_trained(tiny: Tiny, tmp_path: Path, is_tied: bool) -> None:
+def test_a_plan_counts_the_rows_that_are_trained(tiny, tmp_path, is_tied):
     base = tied(tiny, tmp_path / "base") if is_tied else tiny.model
     counted = {}
     for name, tokens in (("without", []), ("with", ["<|im_end|>", 7, 9])):
@@ -290,7 +284,7 @@ def test_a_plan_counts_the_rows_that_are_trained(tiny: Tiny, tmp_path: Path, is_
     assert counted["with"] - counted["without"] == 3 * 64 * (1 if is_tied else 2)
 
 
-def test_a_token_is_found_as_it_is_written(tiny: Tiny) -> None:
+def test_a_token_is_found_as_it_is_written(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     size = len(tokenizer)
     vocabulary.add_tokens(tokenizer, ["\n\n\n", " <b> ", "<|im_end|>"])
@@ -300,7 +294,7 @@ def test_a_token_is_found_as_it_is_written(tiny: Tiny) -> None:
     assert recipe.model.add_tokens == ("\n\n\n", " <b> ")
 
 
-def test_a_plan_counts_the_rows_of_added_tokens(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_plan_counts_the_rows_of_added_tokens(tiny, tmp_path):
     def shape_of(folder: Path, *added: str) -> Architecture:
         return model_source(ft.SFT(ft.Model(str(folder), add_tokens=added))).shape
 
