@@ -436,12 +436,32 @@ def run_command(
     return Finished(process.returncode, stdout, stderr)
 
 
-def accelerate_launch(backend: str, cache: Path, *words: str | Path) -> Finished:
-    """Plain `accelerate launch` with the file of a backend: `... "-m", "finetune", "train"`."""
-    config = ROOT / f"accelerate_configs/{backend}.yaml"
+def accelerate_launch(
+    backend: str | Path,
+    cache: Path,
+    *words: str | Path,
+    cold: bool = False,
+    env: dict[str, str] | None = None,
+) -> Finished:
+    """Plain `accelerate launch` with the file of a backend: `... "-m", "finetune", "train"`.
+
+    Its workers read the sizes of stages and experts from its command line, which only a `cold`
+    launcher has.
+    """
+    named = isinstance(backend, str)
+    config = ROOT / f"accelerate_configs/{backend}.yaml" if named else backend
     given = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", "0"]
-    command = [warm_python(), "-m", "accelerate.commands.launch", *map(str, [*given, *words])]
-    return run_command(command, cache)
+    python = sys.executable if cold else warm_python()
+    command = [python, "-m", "accelerate.commands.launch", *map(str, [*given, *words])]
+    return run_command(command, cache, env=env)
+
+
+def together(script: str, count: int, folder: Path) -> Finished:
+    """Run a script in so many processes, which leave their group at its end."""
+    path = folder / "script.py"
+    path.write_text(script + "dist.destroy_process_group()\n")
+    launched = [warm_python(), "-m", "torch.distributed.run", "--standalone"]
+    return run_command([*launched, f"--nproc-per-node={count}", str(path)], folder)
 
 
 def start(words: list[str], cache: Path, warm: bool = False, **env: str) -> "subprocess.Popen[str]":

@@ -22,14 +22,13 @@ from conftest import (
 )
 from safetensors import safe_open
 
+import finetune as ft
 from finetune import catalog
 from finetune.distributed.deepspeed_nvme import require_room
-from finetune.errors import FinetuneError
 from finetune.launchers.accelerate import free_port
 from finetune.planner import plan
 from finetune.planner.estimate import predict
 from finetune.planner.estimate.sharding import nvme
-from finetune.runs.run import Run
 
 BACKENDS = [
     "single", "ddp",
@@ -130,7 +129,7 @@ def test_two_machines_train_as_one(run_of, tiny, finetune, tmp_path):
     assert [each.status for each in done] == [0, 0], done[0].output + done[1].output
     assert "Finished" in done[0].stdout
     assert "Finished" not in done[1].output
-    assert largest(losses(run_of(**LORA)), losses(Run(tmp_path / "run"))) < FP32
+    assert largest(losses(run_of(**LORA)), losses(ft.Run(tmp_path / "run"))) < FP32
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero3"])
@@ -204,16 +203,16 @@ def test_an_engine_that_is_not_what_the_plan_says_is_refused(tiny, tmp_path, bac
     done = accelerate_launch(backend, tmp_path, *words)
     assert done.status != 0
     assert told in done.stderr
-    assert Run(tmp_path / "run").steps() == []
+    assert ft.Run(tmp_path / "run").steps() == []
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_loaded(tmp_path):
     settled = plan(catalog.resolve("llama3_3_70b_full"), "zero3_nvme", 8)
-    with pytest.raises(FinetuneError) as told:
+    with pytest.raises(ft.FinetuneError) as told:
         require_room(settled, tmp_path / "offload", 8 * 100)
     assert "GB free, but 800 processes offload 126996.4 GB; name" in str(told.value)
     (tmp_path / "file").touch()
-    with pytest.raises(FinetuneError, match=r"--nvme-path .*file: File exists"):
+    with pytest.raises(ft.FinetuneError, match=r"--nvme-path .*file: File exists"):
         require_room(settled, tmp_path / "file", 8)
     small = plan(catalog.resolve("smollm2_135m_full"), "zero3_nvme", 2)
     require_room(small, tmp_path / "offload", 2)
@@ -235,7 +234,7 @@ def test_a_disk_holds_what_zero_infinity_offloads(tiny, train, finetune, tmp_pat
     model = tiny.other(tmp_path / "model", "llama", num_key_value_heads=8, **sizes)
     sections = {"model": {"name": str(model)}, "max_steps": 4, "saving": {"every": 2}}
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
-    alone, offloaded = train("single", **sections), Run(tmp_path / "nvme")
+    alone, offloaded = train("single", **sections), ft.Run(tmp_path / "nvme")
     # DeepSpeed compiles an operator first: five minutes of a core, which others may use too.
     launch(finetune, recipe, "zero3_nvme", offloaded.root, seconds=2400)
     # DeepSpeed steps each piece with another kernel than torch's; four steps apart by 2e-5.

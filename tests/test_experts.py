@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import write_recipe
+from architectures import FIELDS
 from documents import documents_of
 from families import SIZES, build, distance, gradients
 from test_plan import ROWS, refused
 from tiny_run import VOCABULARY, byte_tokenizer, save_base
 from transformers import AutoConfig
 
+import finetune as ft
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.store import Rows, single_rows
 from finetune.distributed.filling import padded
@@ -23,33 +24,20 @@ from finetune.kernels.balance import Balance, balance_of, parts
 from finetune.kernels.balance import documents_of as documents_of_tokens
 from finetune.kernels.head import give_loss
 from finetune.methods.losses import token_loss, token_loss_sum
-from finetune.methods.sft import SFT
 from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS
 from finetune.planner.experts import coefficient
-from finetune.recipe import Model
 
 FACTOR = 0.1
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": FACTOR}
-PLAIN = {"num_experts": 4, "num_experts_per_tok": 2}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOE: dict[str, dict[str, Any]] = {
-    "mixtral": LOCAL,
-    "qwen3_moe": PLAIN | {"moe_intermediate_size": 24, "head_dim": 16},
-    "qwen2_moe": PLAIN
-    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
-    "olmoe": PLAIN,
-    "gpt_oss": LOCAL | {"head_dim": 16, "sliding_window": 16},
-    "granitemoe": LOCAL,
-    "phimoe": LOCAL,
-    "ernie4_5_moe": PLAIN | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
-    "qwen3_next": PLAIN
-    | {
-        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    },
+    kind: FIELDS[kind] | {"head_dim": 16}
+    for kind in (
+        "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe",
+        "qwen3_next",
+    )
 }  # fmt: skip
+MOE["ernie4_5_moe"] = FIELDS["ernie4_5_moe"] | {"moe_layer_start_index": 0}
 
 
 def balanced(kind: str, attention: str | None = None) -> Any:
@@ -57,7 +45,7 @@ def balanced(kind: str, attention: str | None = None) -> Any:
     if attention is not None:
         model.set_attn_implementation(attention)
     chunked = kind in ("mixtral", "qwen3_moe")  # and the others from all logits
-    give_loss(model, chunked=chunked, balance=balance_of(model, Model()))
+    give_loss(model, chunked=chunked, balance=balance_of(model, ft.Model()))
     return model
 
 
@@ -203,13 +191,11 @@ def test_rows_padded_to_one_shape_are_documents_without_their_padding():
         assert (found.tolist(), number) == (wanted, 2)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_recomputed_blocks_give_the_same_gradient(checkpointed):
+def test_recomputed_blocks_give_the_same_gradient():
     model = balanced("qwen3_moe")
     batch = collate(rows_of([19, 7]), np.arange(2), 0, "cpu")
     _, _, wanted = step(model, [batch])
-    if checkpointed:
-        recompute(model, True)
+    recompute(model, True)
     _, _, found = step(model, [batch])
     assert distance(found, wanted) < 1e-6
 
@@ -230,7 +216,7 @@ def test_recomputed_blocks_give_the_same_gradient(checkpointed):
 )
 def test_the_factor_is_that_of_the_recipe_or_of_the_config(asked, fields, factor):
     config = {"model_type": "mixtral", "num_local_experts": 4} | fields
-    assert coefficient(Model(router_aux_loss=asked), config) == (factor, "")
+    assert coefficient(ft.Model(router_aux_loss=asked), config) == (factor, "")
 
 
 @pytest.mark.parametrize(
@@ -246,8 +232,8 @@ def test_the_factor_is_that_of_the_recipe_or_of_the_config(asked, fields, factor
     ],
 )
 def test_a_loss_that_is_not_known_is_refused_by_the_plan(asked, config, source):
-    model = Model(config=config, tokenizer="t", router_aux_loss=asked)
-    assert refused(SFT(model).with_data(ROWS), "single") == [
+    model = ft.Model(config=config, tokenizer="t", router_aux_loss=asked)
+    assert refused(ft.SFT(model).with_data(ROWS), "single") == [
         f"model.router_aux_loss: {source}, but no load-balancing loss is implemented for "
         f"{config['model_type']}; set model.router_aux_loss=none to train without one"
     ]
@@ -258,34 +244,25 @@ def test_default_factors_are_those_of_transformers(kind):
     config = AutoConfig.for_model(kind, output_router_logits=True)
     stated = config.router_aux_loss_coef
     fields = config.to_dict() | {"router_aux_loss_coef": None}
-    assert coefficient(Model(), fields) == (stated, "")
+    assert coefficient(ft.Model(), fields) == (stated, "")
 
 
-def test_a_run_records_and_reports_the_balance(finetune, tmp_path):
+def test_a_run_records_and_reports_the_balance(train, tmp_path, capsys):
     """The first step of all weights has the loss of transformers on each row, by its tokens."""
     fields = SIZES | MOE["qwen3_moe"] | ASKED | {"vocab_size": VOCABULARY, "eos_token_id": 256}
     model = build("qwen3_moe", **fields)
-    save_base(model, tmp_path / "base")
+    base, rows = save_base(model, tmp_path / "base"), tmp_path / "rows.jsonl"
     samples = [("the cat", " sat on it"), ("a dog ran to the old tree", " and back")] * 2
-    rows = [json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in samples]
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    rows.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in samples))
     recipe = {
-        "method": "sft", "model": {"name": str(tmp_path / "base")}, "max_steps": 1,
-        "data": [{"source": str(tmp_path / "rows.jsonl"), "format": "prompt_completion"}],
+        "method": "sft", "model": {"name": str(base)}, "max_steps": 1, "train_on": "all",
+        "data": [{"source": str(rows), "format": "prompt_completion"}],
         "batch": {"rows": 4, "micro_rows": 2, "max_length": 64, "padding_free": False},
-        "train_on": "all",
     }  # fmt: skip
-    write_recipe(tmp_path / "r.json", recipe)
-    run = tmp_path / "run"
-    done = finetune("train", tmp_path / "r.json", "--precision", "fp32", "--output", run)
-    assert done.status == 0, done.stderr
+    run = train(fields=recipe)
     told = "model.router_aux_loss: 0.1 x the load-balancing loss of the experts, by document, is"
-    assert told in " ".join(done.output.split())
-    (line,) = [
-        record
-        for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        if record["kind"] == "train"
-    ]
+    assert told in " ".join(capsys.readouterr().out.split())
+    (line,) = run.read_metrics("train")
     tokenizer = byte_tokenizer()
     cross = balance = terms = tokens = 0.0
     for prompt, completion in samples:

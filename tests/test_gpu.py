@@ -7,7 +7,6 @@ of an embedding is added up by atomic operations).
 import gc
 import importlib
 import json
-import shutil
 import sys
 import time
 import warnings
@@ -17,10 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from conftest import run_command, write_recipe
+from conftest import Finetune, Tiny, Train, cut_off, largest, losses, run_command, write_recipe
 from safetensors.torch import load_file
-from test_backends import largest, losses
-from test_training import own_cache, train
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -30,14 +27,11 @@ from finetune.inference.load import load_weights
 from finetune.launchers.accelerate import free_port
 from finetune.models.model import recompute
 from finetune.models.packed_attention import attend
-from finetune.recipe import Optim
-from finetune.runs.run import Run
 from finetune.training import optim, stages
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU"),
-    pytest.mark.usefixtures(own_cache.__name__),
 ]
 
 KERNEL = 2e-2
@@ -48,6 +42,8 @@ BF16 = 2e-2
 """Losses of about 6 over six steps: bf16 keeps 8 bits, 0.4 %, of each activation. Two processes on
 CPUs differ from fp32 by 2e-3."""
 LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
+KINDS = pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+ROUNDED = ("--precision", "bf16")
 
 READ_BACK = """
 import datetime, json, sys
@@ -87,7 +83,7 @@ found = {
 )
 def test_one_gpu_realises_the_backend(tiny, tmp_path, backend, engine, dtype):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=2))
-    run = Run(tmp_path / "run")
+    run = ft.Run(tmp_path / "run")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables = {} if backend == "single" else alone | meeting
@@ -106,43 +102,43 @@ def test_one_gpu_realises_the_backend(tiny, tmp_path, backend, engine, dtype):
     assert rank["parameters"] == rank["optimizer"] == realised["parameters"]
 
 
-@pytest.mark.parametrize("backend", ["single", "fsdp_full_shard", "zero2", "zero3"])
-def test_launch_trains_on_one_gpu(tiny, finetune, tmp_path, backend):
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
-    words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
-    done = finetune("launch", recipe, *words)
-    assert done.status == 0, done.output
-    alone = train(tiny, tmp_path / "fp32")
-    assert largest(losses(Run(tmp_path / "run")), losses(alone)) < BF16
+@pytest.fixture
+def on_cpu(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> Train:
+    """A run that sees no GPU."""
+
+    def run(precision: str = "fp32", **sections: Any) -> ft.Run:
+        recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
+        words = ("--precision", precision, "--output", tmp_path / "cpu")
+        done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
+        assert done.status == 0, done.output
+        return ft.Run(tmp_path / "cpu")
+
+    return run
 
 
-@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_a_gpu_gives_the_losses_of_a_cpu(tiny, finetune, tmp_path, kind):
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
-    words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
-    done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.status == 0, done.output
-    on_cpu, on_gpu = Run(tmp_path / "cpu"), train(tiny, tmp_path / "gpu", **kind)
-    assert json.loads(on_cpu.realised.read_text())["device"] == "cpu"
+BACKENDS = ["single", "fsdp_full_shard", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_launch_trains_on_one_gpu(train, run_of, backend):
+    launched = run_of(backend, *ROUNDED, processes=1)
+    assert largest(losses(launched), losses(train())) < BF16
+
+
+@KINDS
+def test_a_gpu_gives_the_losses_of_a_cpu(train, on_cpu, kind):
+    alone, on_gpu = on_cpu(**kind), train(**kind)
+    assert json.loads(alone.realised.read_text())["device"] == "cpu"
     assert json.loads(on_gpu.realised.read_text())["device"].startswith("cuda")
-    assert largest(losses(on_cpu), losses(on_gpu)) < ORDER
-    assert largest(losses(on_cpu, "eval"), losses(on_gpu, "eval")) < ORDER
+    assert largest(losses(alone), losses(on_gpu)) < ORDER
+    assert largest(losses(alone, "eval"), losses(on_gpu, "eval")) < ORDER
 
 
-@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_bf16_gives_the_losses_of_fp32(tiny, tmp_path, kind):
-    precise = train(tiny, tmp_path / "fp32", **kind)
-    recipe = ft.SFT(**fields_of(precise))
-    rounded = ft.train(recipe, precision="bf16", output=tmp_path / "bf16")
+@KINDS
+def test_bf16_gives_the_losses_of_fp32(train, kind):
+    precise, rounded = (train(each, precision=each, **kind) for each in ("fp32", "bf16"))
     assert losses(precise) != losses(rounded)
     assert largest(losses(precise), losses(rounded)) < BF16
-
-
-def fields_of(run: Run) -> dict[str, Any]:
-    """The recipe of a run as the arguments of its class."""
-    fields = json.loads(run.recipe.read_text())
-    del fields["method"]
-    return fields
 
 
 def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny):
@@ -210,21 +206,16 @@ def packed_weights(model: nn.Module) -> tuple[int, int]:
     return weights, sum(tensor.nbytes for tensor in [*rest, *model.buffers()])
 
 
-def test_qlora_trains_on_a_gpu_as_on_a_cpu(tiny, finetune, tmp_path):
-    kind: dict[str, Any] = LORA | {"model": {"name": str(tiny.model), "quantization": "nf4"}}
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
-    words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
-    done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.status == 0, done.output
-    on_gpu = train(tiny, tmp_path / "gpu", **kind)
-    assert largest(losses(Run(tmp_path / "cpu")), losses(on_gpu)) < BF16
+def test_qlora_trains_on_a_gpu_as_on_a_cpu(train, on_cpu):
+    kind: dict[str, Any] = LORA | {"model": {"quantization": "nf4"}}
+    assert largest(losses(on_cpu(**kind)), losses(train(**kind))) < BF16
 
 
-def test_the_recorded_peak_is_that_of_the_allocator(tiny, tmp_path):
+def test_the_recorded_peak_is_that_of_the_allocator(train):
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run = train(tiny, tmp_path / "run")
+    run = train()
     parameters = json.loads(run.realised.read_text())["parameters"]
     recorded = [step["memory"] for step in run.read_metrics("train")]
     (end,) = run.read_metrics("end")
@@ -234,30 +225,28 @@ def test_the_recorded_peak_is_that_of_the_allocator(tiny, tmp_path):
     assert end["peak_memory"] <= torch.cuda.max_memory_allocated()
 
 
-def test_the_peak_of_a_step_is_planned(tiny, tmp_path):
+def test_the_peak_of_a_step_is_planned(train):
     """Within 5 %: each of its many small tensors takes a multiple of 512 bytes."""
-    run = train(tiny, tmp_path / "run", batch={"rows": 32, "micro_rows": 16})
+    run = train(batch={"rows": 32, "micro_rows": 16})
     (counted,) = run.read_metrics("memory")
     assert counted["predicted"] == pytest.approx(counted["peak"], rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
-def test_8_bit_adamw_trains_and_resumes(tiny, tmp_path, name):
-    whole = train(tiny, tmp_path / "adamw")
-    straight = train(tiny, tmp_path / "straight", optim={"name": name})
+def test_8_bit_adamw_trains_and_resumes(tmp_path, train, name):
+    whole = train("adamw")
+    straight = train("straight", optim={"name": name})
     # Moments in 8 bits: the losses of AdamW, of about 6, to 1 % over six steps.
     assert largest(losses(straight), losses(whole)) < 5e-2
-    resumed = Run(tmp_path / "resumed")
-    shutil.copytree(straight.root, resumed.root)
-    shutil.rmtree(resumed.checkpoint(6))
-    train(tiny, resumed.root, resume=True, optim={"name": name})
+    cut_off(straight, tmp_path / "resumed", 3)
+    resumed = train("resumed", resume=True, optim={"name": name})
     assert largest(losses(resumed), losses(straight)) < ORDER
 
 
 def test_adamw_is_fused_and_steps_as_the_plain_one():
     torch.manual_seed(0)
     network = nn.Linear(64, 64, device="cuda")
-    (fused,) = optim.build(network, Optim(weight_decay=0.1), 1e-2, torch.device("cuda"))
+    (fused,) = optim.build(network, ft.Optim(weight_decay=0.1), 1e-2, torch.device("cuda"))
     assert isinstance(fused, torch.optim.AdamW)
     assert all(group["fused"] for group in fused.param_groups)
     twin = nn.Linear(64, 64, device="cuda")
@@ -278,8 +267,8 @@ def test_adamw_is_fused_and_steps_as_the_plain_one():
     assert torch.allclose(network.bias, twin.bias, atol=1e-5)
 
 
-def test_a_gpu_answers_as_a_cpu_does(tiny, tmp_path):
-    run = train(tiny, tmp_path / "run", **LORA)
+def test_a_gpu_answers_as_a_cpu_does(train):
+    run = train(**LORA)
     loaded = ft.load(run, dtype=torch.float32)
     assert loaded.model.device.type == "cuda"
     prompts = [[{"role": "user", "content": text}] for text in ("the cat", "a red house sings")]
@@ -289,10 +278,10 @@ def test_a_gpu_answers_as_a_cpu_does(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
-def test_what_a_gpu_trained_loads_without_one(tiny, tmp_path, merge):
+def test_what_a_gpu_trained_loads_without_one(tmp_path, train, merge):
     from peft import AutoPeftModelForCausalLM
 
-    run = train(tiny, tmp_path / "run", **LORA)
+    run = train(**LORA)
     folder = ft.export(run, tmp_path / "out", merge=merge)
     plain = AutoModelForCausalLM if merge else AutoPeftModelForCausalLM
     elsewhere = plain.from_pretrained(folder, dtype=torch.float32).eval()
@@ -338,16 +327,10 @@ def test_the_kernel_of_packed_documents_computes_what_a_cpu_does_one_by_one(
         assert (alone - together).abs().max() < tolerance * alone.abs().max()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(tiny, tmp_path, finetune, precision):
-    fields = tiny.fields(batch={"rows": 4, "micro_rows": 2, "packing": True}, **LORA)
-    recipe = write_recipe(tmp_path / "r.json", fields)
-    words = ["train", str(recipe), "--precision", precision, "--output"]
-    assert finetune(*words, tmp_path / "gpu").status == 0
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    assert finetune(*words, tmp_path / "cpu", env=hidden).status == 0
-    runs = [losses(Run(tmp_path / place)) for place in ("gpu", "cpu")]
-    assert largest(*runs) < (ORDER if precision == "fp32" else BF16)
+@pytest.mark.parametrize(("precision", "near"), [("fp32", ORDER), ("bf16", BF16)])
+def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(train, on_cpu, precision, near):
+    given = {"batch": {"rows": 4, "packing": True}, **LORA, "precision": precision}
+    assert largest(losses(train(**given)), losses(on_cpu(**given))) < near
 
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -357,34 +340,32 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @pytest.mark.parametrize(
     "backend", ["ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero2", "zero3"]
 )
-@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_two_gpus_have_the_losses_of_one_and_resume(tiny, finetune, tmp_path, backend, kind):
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
-    words = ["--backend", backend, "--processes", "2", "--output", tmp_path / "run"]
-    done = finetune("launch", recipe, *words)
-    assert done.status == 0, done.output
-    run, alone = Run(tmp_path / "run"), train(tiny, tmp_path / "fp32", **kind)
-    straight = losses(run)
-    assert largest(straight, losses(alone)) < BF16
-    shutil.rmtree(run.checkpoint(6))
-    done = finetune("launch", recipe, *words, "--resume")
-    assert done.status == 0, done.output
-    assert largest(losses(run), straight) < BF16
+@KINDS
+def test_two_gpus_have_the_losses_of_one_and_resume(
+    tmp_path, train, run_of, finetune, backend, kind
+):
+    straight = run_of(backend, *ROUNDED, **kind)
+    assert_resumes(straight, train(**kind), backend, 2, finetune, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["fsdp_full_shard_offload", "zero2_offload"])
-def test_a_backend_that_offloads_trains_and_resumes_on_one_gpu(tiny, finetune, tmp_path, backend):
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
-    words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
-    done = finetune("launch", recipe, *words)
+def test_a_backend_that_offloads_trains_and_resumes_on_one_gpu(
+    tmp_path, train, run_of, finetune, backend
+):
+    straight = run_of(backend, *ROUNDED, processes=1)
+    assert_resumes(straight, train(), backend, 1, finetune, tmp_path)
+
+
+def assert_resumes(
+    straight: ft.Run, alone: ft.Run, backend: str, processes: int, finetune: Finetune, folder: Path
+) -> None:
+    """A run in bf16 has the losses of fp32, and has them again after half of its steps."""
+    assert largest(losses(straight), losses(alone)) < BF16
+    resumed = cut_off(straight, folder / "resumed", 3)
+    words = ("--processes", processes, *ROUNDED, "--output", resumed.root, "--resume")
+    done = finetune("launch", straight.recipe, "--backend", backend, *words)
     assert done.status == 0, done.output
-    run = Run(tmp_path / "run")
-    straight = losses(run)
-    assert largest(straight, losses(train(tiny, tmp_path / "fp32"))) < BF16
-    shutil.rmtree(run.checkpoint(6))
-    done = finetune("launch", recipe, *words, "--resume")
-    assert done.status == 0, done.output
-    assert largest(losses(run), straight) < BF16
+    assert largest(losses(resumed), losses(straight)) < BF16
 
 
 def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones():
@@ -410,35 +391,27 @@ def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones():
     staging.release()
 
 
-def test_compiled_operations_have_the_losses_of_eager_ones(tiny, tmp_path):
-    recipe = ft.SFT(**fields_of(train(tiny, tmp_path / "fp32")))
+def test_compiled_operations_have_the_losses_of_eager_ones(train):
     eager, compiled = (
-        losses(
-            ft.train(recipe.with_kernels(pointwise=how), precision="bf16", output=tmp_path / how)
-        )
+        losses(train(how, precision="bf16", kernels={"pointwise": how}))
         for how in ("eager", "compiled")
     )
     assert largest(eager, compiled) < BF16
 
 
-def test_fp16_has_the_losses_of_fp32(tiny, tmp_path):
-    precise = train(tiny, tmp_path / "fp32")
-    recipe = ft.SFT(**fields_of(precise))
-    narrow = ft.train(recipe, precision="fp16", output=tmp_path / "fp16")
-    assert largest(losses(precise), losses(narrow)) < BF16
+def test_fp16_has_the_losses_of_fp32(train):
+    precise, narrow = (losses(train(each, precision=each)) for each in ("fp32", "fp16"))
+    assert largest(precise, narrow) < BF16
 
 
-def test_the_parts_of_a_profile_are_its_step(tiny, finetune, tmp_path):
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
-    done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
-    assert done.status == 0, done.output
-    found = json.loads((Run(tmp_path / "run").profile / "where-rank-00000.json").read_text())
-    step = Run(tmp_path / "run").read_metrics("train")
-    seconds = next(record["seconds"] for record in step if record["step"] == 3)
+def test_the_parts_of_a_profile_are_its_step(run_of):
+    run = run_of("single", *ROUNDED, "--profile")
+    found = json.loads((run.profile / "where-rank-00000.json").read_text())
+    seconds = next(each["seconds"] for each in run.read_metrics("train") if each["step"] == 3)
     assert sum(found.values()) <= 1.1 * seconds  # the profiler's own time is part of the step's
 
 
-@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+@KINDS
 def test_a_forward_and_a_backward_pass_wait_for_no_value(kind):
     from finetune.data.collate import collate
     from finetune.methods.losses import token_loss_sum
@@ -460,7 +433,7 @@ def test_a_forward_and_a_backward_pass_wait_for_no_value(kind):
 
 
 @pytest.mark.parametrize("batch", [{"packing": True}, {"padding_free": False, "micro_rows": 4}])
-def test_a_step_waits_for_the_gpu_twice(tiny, tmp_path, monkeypatch, batch):
+def test_a_step_waits_for_the_gpu_twice(train, monkeypatch, batch):
     """For the norm of the gradient, and for the sums that are reported."""
     waits = list[int]()
     step_of = stages.train_step
@@ -476,5 +449,5 @@ def test_a_step_waits_for_the_gpu_twice(tiny, tmp_path, monkeypatch, batch):
                 waits.append(sum("synchronizing CUDA" in str(each.message) for each in told))
 
     monkeypatch.setattr(stages, "train_step", counted)
-    train(tiny, tmp_path / "run", batch=batch)
+    train(batch=batch)
     assert max(waits[2:]) <= 2  # kernels are loaded, and memory was measured, in the first ones

@@ -4,11 +4,13 @@ import dataclasses
 import datetime
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from divided import LLAMA as SMALL
+from divided import write_config
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
@@ -16,27 +18,22 @@ import finetune as ft
 from finetune import backend as backends
 from finetune.backend.axes import Axes, product_problem
 from finetune.distributed.pipeline import MarkedStage
-from finetune.errors import FinetuneError
 from finetune.launchers import accelerate
 from finetune.launchers.job import Job
 from finetune.planner import Plan, plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.forecast import Facts, forecast
-from finetune.planner.mesh import Mesh
 from finetune.process import rendezvous
-from finetune.recipe import Data, Model
-from finetune.runs.run import Run
 from finetune.training.out_of_memory import out_of_memory
 from finetune.training.preflight import check_here
 
 SECTION = "parallelism_config"
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320,
+LLAMA: dict[str, Any] = SMALL | {
+    "num_attention_heads": 8, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320,
 }  # fmt: skip
 RECIPE = (
-    ft.SFT(model=Model(config=LLAMA, tokenizer="x"))
-    .with_data(Data("rows.jsonl", "messages"))
+    ft.SFT(model=ft.Model(config=LLAMA, tokenizer="x"))
+    .with_data(ft.Data("rows.jsonl", "messages"))
     .with_batch(rows=8, micro_rows=2, max_length=64)
 )
 
@@ -47,11 +44,10 @@ SCHEDULES = "expected one of GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("tp_size: 2", "tp_size: 0", f"{SECTION}.{SECTION}_tp_size: got 0, {WHOLE}"),
-        ("tp_size: 2", "tp_size: -2", f"{SECTION}.{SECTION}_tp_size: got -2, {WHOLE}"),
-        ("tp_size: 2", "tp_size: 1.5", f"{SECTION}.{SECTION}_tp_size: got 1.5, {WHOLE}"),
-        ("tp_size: 2", "tp_size: two", f"{SECTION}.{SECTION}_tp_size: got 'two', {WHOLE}"),
-        ("tp_size: 2", "tp_size:", f"{SECTION}.{SECTION}_tp_size: got None, {WHOLE}"),
+        *(
+            ("tp_size: 2", f"tp_size: {new}", f"{SECTION}.{SECTION}_tp_size: got {got}, {WHOLE}")
+            for new, got in (("0", "0"), ("-2", "-2"), ("1.5", "1.5"), ("two", "'two'"), ("", None))
+        ),
         (
             f"{SECTION}_tp_size: 2",
             "tp_size: 2",
@@ -90,9 +86,9 @@ SCHEDULES = "expected one of GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"
     ],
 )
 def test_a_wrong_value_in_a_file_is_one_problem(old, new, problem, tmp_path):
-    path, text = tmp_path / "mine.yaml", (ROOT / "accelerate_configs/tp.yaml").read_text()
-    path.write_text(text.replace(old, new))
-    with pytest.raises(FinetuneError) as refusal:
+    """Accelerate takes most of these, and trains data parallel without a word."""
+    path = write_config(tmp_path / "mine.yaml", "tp", (old, new))
+    with pytest.raises(ft.FinetuneError) as refusal:
         backends.load(str(path))
     assert refusal.value.problems == (f"{path}: {problem}",)
 
@@ -111,7 +107,7 @@ def test_a_wrong_variable_of_a_process_is_refused(variable, value, problem):
     """torch finds a schedule in any case, and the plan counts in-flight micro-batches by name."""
     name = f"PARALLELISM_CONFIG_{variable}"
     given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
-    with pytest.raises(FinetuneError, match=re.escape(f"{name}: {problem}")):
+    with pytest.raises(ft.FinetuneError, match=re.escape(f"{name}: {problem}")):
         backends.from_environment(given | {name: value})
 
 
@@ -168,42 +164,69 @@ def test_what_does_not_divide_is_one_problem_with_what_does(
     backend, processes, sizes, rows, problem
 ):
     machine, count = backends.divided(backends.load(backend), processes, sizes)
-    with pytest.raises(FinetuneError) as refusal:
+    with pytest.raises(ft.FinetuneError) as refusal:
         plan(RECIPE.with_batch(rows=rows), machine, count)
     assert refusal.value.problems == (problem,)
 
 
 def test_a_config_without_a_type_is_one_problem():
     config = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    recipe = dataclasses.replace(RECIPE, model=Model(config=config, tokenizer="x"))
-    with pytest.raises(FinetuneError) as refusal:
+    recipe = dataclasses.replace(RECIPE, model=ft.Model(config=config, tokenizer="x"))
+    with pytest.raises(ft.FinetuneError) as refusal:
         plan(recipe, "pp_tp")
     told = "model.config: `model_type` is missing (llama, qwen3, mistral, ...)"
     assert refusal.value.problems == (told,)
 
 
-def test_another_backend_than_the_launched_one_is_refused(monkeypatch):
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Variables of a process of two, with sizes of axes."""
+
+    def give(sizes: dict[str, str]) -> None:
+        for name in [each for each in os.environ if each.startswith("PARALLELISM_CONFIG")]:
+            monkeypatch.delenv(name)
+        given = {
+            "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "WORLD_SIZE": "2", "RANK": "0",
+        }  # fmt: skip
+        for name, value in (given | sizes).items():
+            monkeypatch.setenv(name, value)
+
+    return give
+
+
+def test_another_backend_than_the_launched_one_is_refused(launched):
     """Sizes may differ from the file's, axes may not."""
-    for name in [each for each in os.environ if each.startswith("PARALLELISM_CONFIG")]:
-        monkeypatch.delenv(name)
-    given = {
-        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_PP_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0",
-    }  # fmt: skip
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    launched({"PARALLELISM_CONFIG_PP_SIZE": "2"})
     told = (
         r"--backend tp: accelerate launch started another one \(axes: tensor 2 != pipeline 2 \(1F"
     )
-    with pytest.raises(FinetuneError, match=told):
+    with pytest.raises(ft.FinetuneError, match=told):
         check_here(RECIPE, "tp")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({}, "1 copies x 1 processes, but 2 were started"),
+        (
+            {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+            "2 processes should share one copy of the model",
+        ),
+    ],
+)
+def test_sizes_that_were_lost_on_the_way_are_refused(launched, sizes, told):
+    """Stages without their axis, and shards without their engine, would train as data parallel."""
+    launched(sizes)
+    with pytest.raises(ft.FinetuneError, match=told):
+        backends.launched()
 
 
 def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path):
     """It would be the last of two, and the plan would be of other processes."""
     flags = ("--num-processes", "4", "--parallelism_config_tp_size=4", "--config_file", "x.yaml")
-    job = Job(plan(RECIPE, "tp"), Run(tmp_path / "run"), False, None, (), flags, 0)
-    with pytest.raises(FinetuneError) as refusal:
+    job = Job(plan(RECIPE, "tp"), ft.Run(tmp_path / "run"), False, None, (), flags, 0)
+    with pytest.raises(ft.FinetuneError) as refusal:
         accelerate.run(job)
     assert refusal.value.problems == (
         "--num_processes: finetune launch sets it from the plan; use --processes N",
@@ -327,8 +350,3 @@ def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward, tmp_path):
             schedule.step(torch.ones(1), target=torch.ones(1))
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_rank_is_named_by_the_axes_that_divide():
-    assert Mesh(pipeline=2, shard=2, tensor=2).where(5) == "pipeline 1, shard 0, tensor 1"
-    assert Mesh().where(0) == ""

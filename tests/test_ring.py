@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_shared_memory import together
+from conftest import together
 
 from finetune.kernels import partial_attention
 

@@ -25,16 +25,14 @@ from safetensors.torch import load_file
 
 import finetune as ft
 from finetune import catalog
-from finetune.recipe import Optim
 from finetune.runs.manifest import damage
-from finetune.runs.run import Run
 from finetune.training.optim import learning_rate
 from finetune.verification.proofs.runs import family_of
 
 LORA = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
 
 
-def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> Run:
+def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> ft.Run:
     """A run of one process, in this one."""
     recipe = catalog.from_fields(tiny.fields(**sections))
     return ft.train(recipe, precision="fp32", output=place, resume=resume)
@@ -114,7 +112,7 @@ def test_resuming_on_one_process_continues_bit_for_bit(train, tmp_path, sections
 )
 def test_a_killed_run_continues_as_if_it_had_not_been(tiny, run_of, finetune, tmp_path, backend):
     sections = {"max_steps": 20, "saving": {"every": 2}}
-    straight, killed = run_of(backend, **sections), Run(tmp_path / "killed")
+    straight, killed = run_of(backend, **sections), ft.Run(tmp_path / "killed")
     words = [
         "launch", str(straight.recipe), "--backend", backend, "--precision", "fp32", "--processes",
         "1" if backend == "single" else "2", "--output", str(killed.root), "--no-plot",
@@ -146,7 +144,7 @@ def test_the_best_checkpoint_stays_and_becomes_the_result(train):
 
 
 def test_the_schedule_counts_optimizer_steps_of_the_job():
-    optim = Optim(schedule="linear", warmup=2, min_lr=0.1)
+    optim = ft.Optim(schedule="linear", warmup=2, min_lr=0.1)
     rates = [learning_rate(step, 10, optim, 1.0) for step in range(11)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[6] == pytest.approx(0.1 + 0.9 * 0.5)
@@ -171,7 +169,7 @@ def fill(place: Path) -> None:
 
 
 def begun(
-    tiny: Tiny, folder: Path, run: Run, processes: int = 1, **sections: Any
+    tiny: Tiny, folder: Path, run: ft.Run, processes: int = 1, **sections: Any
 ) -> "subprocess.Popen[str]":
     """Start a long run, whose end is caused."""
     recipe = write_recipe(folder / "r.json", tiny.fields(**sections, max_steps=400))
@@ -191,7 +189,7 @@ def end_of(process: "subprocess.Popen[str]") -> str:
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tiny, tmp_path, small_disk):
-    run = Run(small_disk / "run")
+    run = ft.Run(small_disk / "run")
     process = begun(tiny, tmp_path, run, saving={"every": 1, "keep": 3})
     wait_for(lambda: (run.newest() or 0) >= 2, process)
     fill(small_disk)
@@ -225,7 +223,7 @@ def test_a_disk_that_fills_between_checkpoints_is_reported(
     tiny, tmp_path, small_disk, processes, steps
 ):
     """After one step what was built is written too, and either may be what there is no room for."""
-    run = Run(small_disk / "run")
+    run = ft.Run(small_disk / "run")
     sections = {"saving": {"every": 100_000}, "evaluation": {"every": None}}
     process = begun(tiny, tmp_path, run, processes, **sections)
     wait_for(lambda: len(list(run.read_metrics("train"))) >= steps, process)
@@ -244,7 +242,7 @@ IN_BACKGROUND = pytest.mark.parametrize(
 @IN_BACKGROUND
 def test_an_unnamed_error_of_tokenizers_ends_every_rank_with_its_cause(tiny, tmp_path, background):
     """A limit on the size of files, set while it runs: the state fits, tokenizer.json does not."""
-    run = Run(tmp_path / "run")
+    run = ft.Run(tmp_path / "run")
     process = begun(
         tiny, tmp_path, run, processes=2, adapter={"r": 1, "targets": ["q_proj"]},
         saving={"every": 1, "background": background}, evaluation={"every": None},
@@ -261,7 +259,7 @@ def test_an_unnamed_error_of_tokenizers_ends_every_rank_with_its_cause(tiny, tmp
 
 @IN_BACKGROUND
 def test_a_best_json_that_cannot_be_written_ends_every_rank(tiny, tmp_path, background):
-    run = Run(tmp_path / "run")
+    run = ft.Run(tmp_path / "run")
     saving = {"every": 10_000, "background": background}
     process = begun(tiny, tmp_path, run, processes=2, saving=saving, evaluation={"every": 20})
     wait_for(lambda: any(run.read_metrics("train")), process)

@@ -1,5 +1,6 @@
 """Tokens without a row: padding never needs one, added tokens get one, others are refused."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -7,37 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny
+from conftest import Tiny, Train, losses
+from conversations import ADDED, conversation_loss, plain, thinking
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from test_backends import losses
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import finetune as ft
 from finetune import catalog
-from finetune.errors import FinetuneError
-from finetune.exporters.export import export
-from finetune.inference.generate import generate, open_model
 from finetune.models import vocabulary
 from finetune.models.model import load_tokenizer
 from finetune.planner import plan
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.shapes.architecture import Architecture
-from finetune.runs.run import Run
 
-ADDED = ["<think>", "</think>", " a b"]
 CLOSE = 1e-5  # sums in fp32 in another order
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
+SHORT: dict[str, Any] = {"saving": {}, "evaluation": {}, "max_steps": 2}
 
 
-def train(tiny: Tiny, place: Path, **sections: Any) -> Run:
-    fields = {"saving": {}, "evaluation": {}, "max_steps": 2, **sections}
-    recipe = catalog.from_fields(tiny.fields(**fields))
-    return ft.train(recipe, precision="fp32", output=place)
+@pytest.fixture
+def train(train: Train) -> Train:
+    return functools.partial(train, **SHORT)
 
 
 # Padding.
@@ -58,50 +51,39 @@ def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("in_config", [False, True])
-@pytest.mark.parametrize("adapter", [None, {"r": 4}])
-def test_a_pad_token_without_a_row_changes_nothing(tiny, tmp_path, adapter, in_config):
-    usual = train(tiny, tmp_path / "usual", adapter=adapter)
+@pytest.mark.parametrize(
+    ("adapter", "in_config"),
+    [
+        (None, True),
+        ({"r": 4}, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((None, False), ({"r": 4}, True))
+        ),
+    ],
+)
+def test_a_pad_token_without_a_row_changes_nothing(
+    tiny, tmp_path, train, run_of, adapter, in_config
+):
+    usual = run_of(**SHORT, adapter=adapter)
     folder = with_pad_outside(tiny, tmp_path / "padded", in_config)
-    padded = train(tiny, tmp_path / "outside", model={"name": str(folder)}, adapter=adapter)
+    padded = train("outside", model={"name": str(folder)}, adapter=adapter)
     assert losses(padded) == losses(usual)
     assert losses(padded, "eval") == losses(usual, "eval")
-    loaded = open_model(padded.root)
-    assert len(generate(loaded, ["the", "the cat and the dog"], max_new_tokens=3)) == 2
-    merged = export(padded, tmp_path / "merged", merge=adapter is not None)
+    loaded = ft.open_model(padded.root)
+    assert len(ft.generate(loaded, ["the", "the cat and the dog"], max_new_tokens=3)) == 2
+    merged = ft.export(padded, tmp_path / "merged", merge=adapter is not None)
     model, tokenizer = plain(merged), AutoTokenizer.from_pretrained(merged)
     batch = tokenizer(["the", "the cat and"], padding=True, return_tensors="pt")
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 2
 
 
-def plain(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 # Added tokens.
 
 
-def thinking(tiny: Tiny, folder: Path) -> dict[str, Any]:
-    """Data in which the answers have the added tokens."""
-    files = {}
-    for name, source in (("data", tiny.data), ("eval_data", tiny.eval_data)):
-        rows = [json.loads(line) for line in source.read_text().splitlines()]
-        for row in rows:
-            row["messages"][1]["content"] = f"<think>{row['messages'][0]['content']}</think> a b"
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files[name] = [{"source": str(path), "format": "messages"}]
-    return files
-
-
 def tied(tiny: Tiny, folder: Path) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shutil.copytree(tiny.model, folder)
-    fields = json.loads((folder / "config.json").read_text())
-    torch.manual_seed(5)
-    LlamaForCausalLM(LlamaConfig(**fields | {"tie_word_embeddings": True})).save_pretrained(folder)
-    return folder
+    sizes = {"intermediate_size": 192, "tie_word_embeddings": True}
+    return tiny.other(folder, "llama", seed=5, **sizes)
 
 
 def grown(base: Path, tokenizer: Any) -> Any:
@@ -120,25 +102,6 @@ def grown(base: Path, tokenizer: Any) -> Any:
     return model
 
 
-def conversation_loss(model: Any, tokenizer: Any, data: list[dict[str, Any]]) -> float:
-    """Mean loss of the answers of all rows: of the words and the end of the turn."""
-    total = count = 0
-    for line in Path(data[0]["source"]).read_text().splitlines():
-        messages = json.loads(line)["messages"]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        asked = tokenizer.apply_chat_template(
-            messages[:-1], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text.rstrip("\n"), add_special_tokens=False).input_ids
-        start = len(tokenizer(asked, add_special_tokens=False).input_ids)
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].float()
-        labels = torch.tensor(ids[start:])
-        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        count += len(labels)
-    return total / count
-
-
 WAYS: dict[str, Any] = {
     "rows": {"r": 4, "trainable_token_indices": ADDED},
     "tables": {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
@@ -146,13 +109,24 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("way", WAYS)
-def test_added_tokens_start_as_the_mean_and_are_in_every_result(tiny, tmp_path, way, is_tied):
+@pytest.mark.parametrize(
+    ("way", "is_tied"),
+    [
+        ("rows", False),
+        ("rows", True),
+        ("tables", True),
+        ("all weights", False),
+        pytest.param("tables", False, marks=pytest.mark.slow),
+        pytest.param("all weights", True, marks=pytest.mark.slow),
+    ],
+)
+def test_added_tokens_start_as_the_mean_and_are_in_every_result(
+    tiny, tmp_path, train, way, is_tied
+):
     base = tied(tiny, tmp_path / "base") if is_tied else tiny.model
     data = thinking(tiny, tmp_path)
     run = train(
-        tiny, tmp_path / "run", **data, adapter=WAYS[way],
+        **data, adapter=WAYS[way],
         model={"name": str(base), "add_tokens": ADDED}, batch={"rows": 48, "micro_rows": 8},
         optim={"lr": 1e-2, "warmup": 0},
     )  # fmt: skip
@@ -163,16 +137,16 @@ def test_added_tokens_start_as_the_mean_and_are_in_every_result(tiny, tmp_path, 
     )
     assert abs(losses(run)[0] - conversation_loss(before, tokenizer, data["data"])) < CLOSE
     trained = losses(run, "eval")[-1]
-    merged = plain(export(run, tmp_path / "merged", merge=WAYS[way] is not None))
+    merged = plain(ft.export(run, tmp_path / "merged", merge=WAYS[way] is not None))
     assert merged.config.vocab_size == len(tokenizer)
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     assert (head.weight is embedding.weight) == is_tied
     results = [merged]
     if WAYS[way] is not None:
-        folder = export(run, tmp_path / "adapter")
+        folder = ft.export(run, tmp_path / "adapter")
         results += [AutoPeftModelForCausalLM.from_pretrained(folder).eval()]
-        results += [open_model(folder).model]
-    for each in [*results, open_model(run.root).model]:
+        results += [ft.open_model(folder).model]
+    for each in [*results, ft.open_model(run.root).model]:
         assert abs(conversation_loss(each, tokenizer, data["eval_data"]) - trained) < CLOSE
     if way == "rows":
         tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
@@ -182,15 +156,14 @@ def test_added_tokens_start_as_the_mean_and_are_in_every_result(tiny, tmp_path, 
         assert not torch.equal(tensors[name], before.get_input_embeddings().weight[-3:])
 
 
-def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny, tmp_path):
+def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny, tmp_path, train):
     sections = thinking(tiny, tmp_path) | {
         "model": {"add_tokens": ADDED}, "adapter": WAYS["rows"],
         "optim": {"schedule": "constant"}, "saving": {"every": 2},
     }  # fmt: skip
-    straight = train(tiny, tmp_path / "straight", **sections, max_steps=4)
-    train(tiny, tmp_path / "cut", **sections)
-    recipe = catalog.from_fields(tiny.fields(**sections | {"evaluation": {}, "max_steps": 4}))
-    cut = ft.train(recipe, precision="fp32", output=tmp_path / "cut", resume=True)
+    straight = train("straight", **sections, max_steps=4)
+    train("cut", **sections)
+    cut = train("cut", resume=True, **sections, max_steps=4)
     assert losses(cut) == losses(straight)
 
 
@@ -201,18 +174,18 @@ def test_an_id_that_no_table_can_hold_is_refused(tiny, tmp_path):
     word = next(iter(fields["model"]["vocab"]))
     fields["model"]["vocab"][word] = 2**31
     (folder / "tokenizer.json").write_text(json.dumps(fields))
-    with pytest.raises(FinetuneError, match="has id 2,147,483,648, above 100,000,000"):
+    with pytest.raises(ft.FinetuneError, match="has id 2,147,483,648, above 100,000,000"):
         load_tokenizer(ft.SFT(model=ft.Model(name=str(folder))))
 
 
-def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path):
+def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path, train):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.add_tokens(ADDED)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     sections = thinking(tiny, tmp_path) | {"model": {"tokenizer": str(tmp_path / "tokenizer")}}
     rows = len(tokenizer) - 3
-    with pytest.raises(FinetuneError) as error:
-        train(tiny, tmp_path / "refused", **sections)
+    with pytest.raises(ft.FinetuneError) as error:
+        train("refused", **sections)
     assert error.value.problems == (
         f"model.tokenizer: '{tmp_path / 'tokenizer'}' gave the token {rows + 2}, but the model has "
         f'{rows}; tokens without a row: "<think>", "</think>", " a b"; add rows with '
@@ -220,9 +193,15 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path):
         "the model",
     )
     sections["model"]["add_tokens"] = ADDED
-    named = train(tiny, tmp_path / "named", **sections)
-    own = train(tiny, tmp_path / "own", **sections | {"model": {"add_tokens": ADDED}})
+    named = train("named", **sections)
+    own = train("own", **sections | {"model": {"add_tokens": ADDED}})
     assert losses(named) == losses(own)
+
+
+WAYS_OUT = (
+    'set adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
+    "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null"
+)
 
 
 @pytest.mark.parametrize(
@@ -230,23 +209,17 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path):
     [
         (
             {"r": 4},
-            'model.add_tokens: the adapter would not train the rows of "<x>", "<y>"; set '
-            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
-            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+            f'model.add_tokens: the adapter would not train the rows of "<x>", "<y>"; {WAYS_OUT}',
         ),
         (
             {"trainable_token_indices": ["<x>"]},
             'model.add_tokens: the adapter does not train the rows of "<y>" in model.embed_tokens, '
-            "which would stay the mean of the others; set "
-            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
-            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+            f"which would stay the mean of the others; {WAYS_OUT}",
         ),
         (
             {"modules_to_save": ["embed_tokens"]},
             'model.add_tokens: the adapter does not train the rows of "<x>", "<y>" in lm_head, '
-            "which would stay the mean of the others; set "
-            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
-            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+            f"which would stay the mean of the others; {WAYS_OUT}",
         ),
         (
             {"trainable_token_indices": ["<x>", "<y>", "<z>", 9999]},
@@ -255,16 +228,16 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path):
         ),
     ],
 )
-def test_rows_that_would_never_be_trained_are_refused(tiny, tmp_path, adapter, problem):
-    with pytest.raises(FinetuneError) as error:
-        train(tiny, tmp_path, adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
+def test_rows_that_would_never_be_trained_are_refused(train, adapter, problem):
+    with pytest.raises(ft.FinetuneError) as error:
+        train(adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
     assert error.value.problems[0] == problem
 
 
-def test_rows_of_known_tokens_can_be_trained_alone(tiny, tmp_path):
+def test_rows_of_known_tokens_can_be_trained_alone(tiny, tmp_path, train):
     adapter = {"r": 4, "trainable_token_indices": ["<|im_end|>", 7]}
-    run = train(tiny, tmp_path / "run", adapter=adapter)
-    merged, base = plain(export(run, tmp_path / "merged", merge=True)), plain(tiny.model)
+    run = train("run", adapter=adapter)
+    merged, base = plain(ft.export(run, tmp_path / "merged", merge=True)), plain(tiny.model)
     for table in ("get_input_embeddings", "get_output_embeddings"):
         moved = (getattr(merged, table)().weight != getattr(base, table)().weight).any(1)
         assert moved.nonzero().flatten().tolist() == [2, 7]
