@@ -228,6 +228,26 @@ def cut_off(run: Run, place: Path, step: int) -> Run:
     return cut
 
 
+def slow(*given: Any) -> Any:
+    """A row of a table that is left to the slow tests."""
+    return pytest.param(*given, marks=pytest.mark.slow)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(read(path) | fields))
+
+
+def problems_of(call: Callable[..., object], *given: Any, **named: Any) -> tuple[str, ...]:
+    """The problems with which a call is refused."""
+    with pytest.raises(ft.FinetuneError) as refusal:
+        call(*given, **named)
+    return refusal.value.problems
+
+
 FP32 = 2e-6
 """Losses of about 6 in fp32: the order of a sum over ranks and pieces moves the seventh digit."""
 
@@ -241,10 +261,15 @@ def largest(first: list[float], second: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
+def apart(first: Run, second: Run, kind: str = "train") -> float:
+    """The largest difference of the losses of two runs."""
+    return largest(losses(first, kind), losses(second, kind))
+
+
 def assert_same_losses(first: Run, second: Run) -> None:
     """Losses of steps and evaluations, and gradient norms, in fp32."""
     for kind in ("train", "eval"):
-        assert largest(losses(first, kind), losses(second, kind)) < FP32
+        assert apart(first, second, kind) < FP32
     norms = [[step["grad_norm"] for step in run.read_metrics("train")] for run in (first, second)]
     assert largest(*norms) < 1e-4  # norms of about 3
 

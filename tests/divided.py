@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Tiny, accelerate_launch, losses, once, write_recipe
+from conftest import ROOT, Tiny, accelerate_launch, conversations, losses, once, read, write_recipe
 from method_matrix import reasons
 from safetensors.torch import load_file
+from test_dpo import pairs
 from transformers import AutoModelForCausalLM
 
 import finetune as ft
@@ -26,6 +27,7 @@ from finetune.verification.proofs.matrix import FP32
 from finetune.verification.proofs.runs import steps_of
 
 STEPS, MIDDLE = 4, 2
+SIDES = ("chosen", "rejected")
 SHORT: dict[str, Any] = {
     "max_steps": STEPS, "saving": {"every": MIDDLE}, "evaluation": {"every": MIDDLE},
 }  # fmt: skip
@@ -34,10 +36,6 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 6,
     "num_key_value_heads": 2, "hidden_size": 48, "vocab_size": 64,
 }  # fmt: skip
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def processes_of(backend: str) -> int:
@@ -76,6 +74,31 @@ def mixture(tiny: Tiny, shared: Path) -> dict[str, Any]:
     }  # fmt: skip
     make = lambda place: tiny.other(place, "qwen3_moe", change=change, **sizes)  # noqa: E731
     return SHORT | {"model": {"name": str(once(shared / "moe", make)), "router_aux_loss": "0.1"}}
+
+
+def sources_of(folder: Path, count: int = 24) -> dict[str, dict[str, str]]:
+    """Data of each format that a method takes."""
+    given, spoken = pairs(count), conversations(count)
+    answers = [(pair, pair[name], name == "chosen") for pair in given for name in SIDES]
+    rows: dict[str, list[dict[str, Any]]] = {
+        "preference": given,
+        "text": [{"text": row[-1]["content"]} for row in spoken],
+        "kto": [
+            {"prompt": pair["prompt"], "completion": answer, "label": chosen}
+            for pair, answer, chosen in answers
+        ],
+        "prompts": [{"prompt": row[0]["content"]} for row in spoken[:16]],
+        "messages": [{"messages": row} for row in spoken],
+        "labelled": [
+            {"text": answer[0]["content"], "label": "ab"[chosen]} for _, answer, chosen in answers
+        ],
+    }
+    found = {}
+    for name, each in rows.items():
+        source = folder / f"{name}.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in each))
+        found[name] = {"source": str(source), "format": name}
+    return found
 
 
 def assert_learned(reference: ft.Run, run: ft.Run, first: int = 1, steps: int = STEPS) -> None:
@@ -169,6 +192,11 @@ def refused(backend: str, fields: dict[str, Any], sizes: dict[str, Any], **batch
     recipe = dataclasses.replace(BASE, model=ft.Model(config=LLAMA | fields, tokenizer="x"))
     recipe = recipe.with_batch(**({"rows": 64, "micro_rows": 1} | batch))
     return reasons(recipe, *backends.divided(backends.load(backend), None, sizes))
+
+
+def assert_named(found: list[str], problem: str) -> None:
+    """Among the problems is this one; there are none where it is empty."""
+    assert any(problem in each for each in found) if problem else found == []
 
 
 def assert_refused(found: list[str], problem: str) -> None:

@@ -1,6 +1,5 @@
 """The switch is real: each backend shards what it says and changes no loss."""
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,12 +11,15 @@ from conftest import (
     FP32,
     Finished,
     accelerate_launch,
+    apart,
     assert_same_losses,
     cut_off,
     equal_state,
     largest,
     launch,
     losses,
+    read,
+    slow,
     write_recipe,
 )
 from safetensors import safe_open
@@ -29,6 +31,8 @@ from finetune.launchers.accelerate import free_port
 from finetune.planner import plan
 from finetune.planner.estimate import predict
 from finetune.planner.estimate.sharding import nvme
+
+__all__ = ["largest"]
 
 BACKENDS = [
     "single", "ddp",
@@ -43,10 +47,7 @@ EVERYDAY = ("single", "ddp", "fsdp_full_shard", "zero2", "zero3")
 
 def now_and_then(backends: Sequence[str]) -> list[Any]:
     """Backends, those that are not everyday ones marked slow."""
-    return [
-        each if each in EVERYDAY else pytest.param(each, marks=pytest.mark.slow)
-        for each in backends
-    ]
+    return [each if each in EVERYDAY else slow(each) for each in backends]
 
 
 LORA: dict[str, Any] = {"adapter": {"r": 8, "dropout": 0.1}, "optim": {"lr": 5e-3}}
@@ -55,7 +56,7 @@ ADDED = ["<x>", " a b"]
 
 @pytest.mark.parametrize("backend", now_and_then(BACKENDS))
 def test_each_rank_holds_what_the_backend_promises(run_of, backend):
-    realised = json.loads(run_of(backend).realised.read_text())
+    realised = read(run_of(backend).realised)
     total = realised["parameters"]
     norms = 5 * 64  # vectors below ZeRO-3's persistence threshold of 10 x hidden size stay whole
     half = total // 2
@@ -97,12 +98,12 @@ def test_added_tokens_are_trained_as_by_one_process(run_of):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3"])
 def test_an_adapter_is_trained_further_as_by_one_process(run_of, backend):
-    first = run_of(adapter={"r": 8})
+    first = run_of(**LORA)
     alone, several = (
         run_of(each, model={"adapter": str(first.root)}) for each in ("single", backend)
     )
     assert losses(alone)[0] < losses(first)[0] - 0.01
-    assert largest(losses(several), losses(alone)) < FP32
+    assert apart(several, alone) < FP32
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero3"])
@@ -129,7 +130,7 @@ def test_two_machines_train_as_one(run_of, tiny, finetune, tmp_path):
     assert [each.status for each in done] == [0, 0], done[0].output + done[1].output
     assert "Finished" in done[0].stdout
     assert "Finished" not in done[1].output
-    assert largest(losses(run_of(**LORA)), losses(ft.Run(tmp_path / "run"))) < FP32
+    assert apart(run_of(**LORA), ft.Run(tmp_path / "run")) < FP32
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero3"])
@@ -146,7 +147,7 @@ def test_resuming_continues_bit_for_bit(run_of, finetune, tmp_path, backend):
 def test_a_checkpoint_after_an_evaluation_has_fp32_shards_and_every_moment(run_of, backend):
     steps = {"max_steps": 1, "evaluation": {"every": 1}, "saving": {"every": 1}}
     checkpoint = run_of(backend, "--precision", "bf16", **steps).checkpoint(1)
-    shapes = json.loads((checkpoint / "manifest.json").read_text())["shapes"]
+    shapes = read(checkpoint / "manifest.json")["shapes"]
     held: dict[tuple[str, str], int] = {}
     for path in (checkpoint / "state").iterdir():
         with safe_open(path, "pt") as file:
@@ -218,13 +219,6 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_loaded(tmp_path)
     require_room(small, tmp_path / "offload", 2)
 
 
-def planned_on_disk(recipe: Path, processes: int) -> float:
-    """Bytes that the plan expects of all processes."""
-    settled = plan(catalog.load(recipe), "zero3_nvme", processes, "fp32")
-    workload = predict.workload_of(settled, predict.model_source(settled.recipe).shape)
-    return processes * nvme.disk(workload)
-
-
 @pytest.mark.slow
 def test_a_disk_holds_what_zero_infinity_offloads(tiny, train, finetune, tmp_path):
     """Tensors of 1 MiB and more really go to the disk, and come back after a resume."""
@@ -238,12 +232,14 @@ def test_a_disk_holds_what_zero_infinity_offloads(tiny, train, finetune, tmp_pat
     # DeepSpeed compiles an operator first: five minutes of a core, which others may use too.
     launch(finetune, recipe, "zero3_nvme", offloaded.root, seconds=2400)
     # DeepSpeed steps each piece with another kernel than torch's; four steps apart by 2e-5.
-    assert largest(losses(alone), losses(offloaded)) < 5e-5
-    realised = json.loads(offloaded.realised.read_text())
+    assert apart(alone, offloaded) < 5e-5
+    realised = read(offloaded.realised)
     in_memory = realised["ranks"][0]["optimizer"]
     assert in_memory < realised["parameters"] / 100
     swapped = sum(file.stat().st_size for file in (offloaded.root / "offload").rglob("*.swp"))
-    assert swapped == pytest.approx(planned_on_disk(recipe, 2), rel=0.01)
+    settled = plan(catalog.load(recipe), "zero3_nvme", 2, "fp32")
+    workload = predict.workload_of(settled, predict.model_source(settled.recipe).shape)
+    assert swapped == pytest.approx(2 * nvme.disk(workload), rel=0.01)
     resumed = cut_off(offloaded, tmp_path / "resumed", step=3)  # the best, which retention kept
     launch(finetune, recipe, "zero3_nvme", resumed.root, "--resume")
-    assert largest(losses(resumed), losses(offloaded)) < 5e-5
+    assert apart(resumed, offloaded) < 5e-5

@@ -1,14 +1,11 @@
 """Methods on documents whose tokens several processes share: the same numbers as one process."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Tiny, Train, cut_off, launch
-from divided import assert_learned, assert_planned, processes_of
-from test_dpo import pairs
+from divided import assert_learned, assert_planned, processes_of, sources_of
 
 import finetune as ft
 from finetune.data.collate import UNTRAINED, Boundaries, MicroBatch
@@ -22,32 +19,16 @@ OF_METHODS: dict[str, dict[str, Any]] = {
     "ipo": {"method": "dpo", "loss_type": "ipo", "beta": 0.3},
     "kto": {"beta": 0.3},
     "reward": {"center_rewards_coefficient": 0.01},
-    "classifier": {"labels": ["no", "yes"]},
+    "classifier": {"labels": ["a", "b"]},
 }
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data of each format."""
-    folder = tmp_path_factory.mktemp("documents")
-    answers = [(row, row[name][0], name) for row in pairs(32) for name in ("chosen", "rejected")]
-    rows = {
-        "preference": pairs(32),
-        "kto": [
-            {"prompt": row["prompt"], "completion": [answer], "label": name == "chosen"}
-            for row, answer, name in answers
-        ],
-        "labelled": [
-            {"text": answer["content"], "label": "yes" if name == "chosen" else "no"}
-            for _, answer, name in answers
-        ],
-    }
-    for name, each in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
-    return folder
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    return sources_of(tmp_path_factory.mktemp("documents"), 32)
 
 
-def fields_of(name: str, tiny: Tiny, sources: Path) -> dict[str, Any]:
+def fields_of(name: str, tiny: Tiny, sources: dict[str, Any]) -> dict[str, Any]:
     """A recipe of a method: with all weights, with `-lora`, or `-packed`."""
     name, _, way = name.partition("-")
     changes = {"method": name} | OF_METHODS[name]
@@ -58,7 +39,7 @@ def fields_of(name: str, tiny: Tiny, sources: Path) -> dict[str, Any]:
         batch |= {"packing": True, "micro_rows": 1, "rows": 4}
     return {
         "model": {"name": str(tiny.model)},
-        "data": [{"source": str(sources / f"{rows}.jsonl"), "format": rows}],
+        "data": [sources[rows]],
         "eval_rows": 5,
         "batch": batch,
         "adapter": {"r": 4, "targets": "all-linear"} if way == "lora" else None,
@@ -80,7 +61,7 @@ def assert_equal(alone: ft.Run, run: ft.Run, first: int = 1) -> None:
 
 
 @pytest.fixture(scope="module")
-def judged(run_of: Train, tiny: Tiny, sources: Path) -> ft.Run:
+def judged(run_of: Train, tiny: Tiny, sources: dict[str, Any]) -> ft.Run:
     return run_of(fields=fields_of("kto", tiny, sources))
 
 

@@ -1,15 +1,13 @@
 """Samplings, teachers and references under backends that divide a model, as on one process."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, write_recipe
-from divided import assert_refused, processes_of, reasons
-from test_dpo import pairs
+from conftest import Tiny, Train, read, write_recipe
+from divided import assert_refused, processes_of, reasons, sources_of
 
 import finetune as ft
 from finetune import catalog
@@ -22,7 +20,7 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def sources(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def sources(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Models, tied Qwen3 whose logits differ between tokens, and data."""
 
     def change(name: str, weight: torch.Tensor) -> None:
@@ -31,24 +29,19 @@ def sources(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
     folder = tmp_path_factory.mktemp("divided")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "tie_word_embeddings": True}
-    found = {
+    found: dict[str, Any] = {
         name: str(tiny.other(folder / name, "qwen3", seed, change, **sizes))
         for name, seed in (("model", 7), ("other", 8))
     }
-    prompts = [{"prompt": "the cat sees a red dog".split()[n % 6]} for n in range(12)]
-    for name, rows in (("prompts", prompts), ("preference", pairs())):
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found[name] = str(path)
-    return found | {"messages": str(tiny.data)}
+    return found | sources_of(folder)
 
 
-def fields_of(method: str, sources: dict[str, str], **own: Any) -> dict[str, Any]:
+def fields_of(method: str, sources: dict[str, Any], **own: Any) -> dict[str, Any]:
     form = {"grpo": "prompts", "dpo": "preference"}.get(method, "messages")
     given: dict[str, Any] = {
         "method": method,
         "model": {"name": sources["model"]},
-        "data": [{"source": sources[form], "format": form}],
+        "data": [sources[form]],
         "batch": {"rows": 8, "micro_rows": 2, "max_length": 128},
         "optim": {"lr": 1e-3, "warmup": 0},
         "saving": {"every": 1},
@@ -97,7 +90,7 @@ def test_completions_of_gathered_weights_are_those_of_one_process(sources, both)
         next(iter(each.read_metrics("train")))["metrics"]["sampling/memory"]
         for each in (alone, run)
     ]
-    planned = json.loads(run.plan.read_text())["prediction"]["sampling_weights"]
+    planned = read(run.plan)["prediction"]["sampling_weights"]
     assert taken[1] - taken[0] == planned
 
 

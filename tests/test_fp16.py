@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import largest, losses
+from conftest import apart, losses
 
 from finetune import catalog
 from finetune.checkpoints import checkpoint
@@ -25,7 +25,7 @@ LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
 def test_losses_in_fp16_are_near_those_of_fp32(run_of, train, kind):
     narrow, wide = train(precision="fp16", **kind), run_of(**kind)
     assert losses(narrow) != losses(wide)
-    assert largest(losses(narrow), losses(wide)) < FP16
+    assert apart(narrow, wide) < FP16
 
 
 def test_an_overflow_takes_the_same_step_again(train, monkeypatch):
@@ -101,4 +101,4 @@ def test_gradients_of_a_large_vocabulary_do_not_vanish():
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard"])
 def test_several_processes_have_the_losses_of_one(run_of, backend):
     together, alone = (run_of(each, "--precision", "fp16", **LORA) for each in (backend, "single"))
-    assert largest(losses(together), losses(alone)) < ORDER
+    assert apart(together, alone) < ORDER

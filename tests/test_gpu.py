@@ -6,7 +6,6 @@ of an embedding is added up by atomic operations).
 
 import gc
 import importlib
-import json
 import sys
 import time
 import warnings
@@ -16,17 +15,32 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from conftest import Finetune, Tiny, Train, cut_off, largest, losses, run_command, write_recipe
+from conftest import (
+    Finetune,
+    Tiny,
+    Train,
+    apart,
+    cut_off,
+    largest,
+    losses,
+    read,
+    run_command,
+    write_recipe,
+)
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import finetune as ft
 from finetune.checkpoints.staging import Staging
+from finetune.data.collate import collate
 from finetune.inference.load import load_weights
 from finetune.launchers.accelerate import free_port
+from finetune.methods.losses import token_loss_sum
 from finetune.models.model import recompute
 from finetune.models.packed_attention import attend
+from finetune.planner import plan
 from finetune.training import optim, stages
 
 pytestmark = [
@@ -90,12 +104,12 @@ def test_one_gpu_realises_the_backend(tiny, tmp_path, backend, engine, dtype):
     command = [sys.executable, "-c", READ_BACK, str(recipe), backend, "bf16", str(run.root)]
     done = run_command(command, tmp_path / "cache", cwd=tmp_path, env=variables)
     assert done.status == 0, done.output
-    found = json.loads((run.root / "found.json").read_text())
+    found = read(run.root / "found.json")
     assert found["engine"] == engine
     assert found["dtypes"] == [dtype]
     assert found["devices"] == ["cuda"]
     assert found["sharded"] == (found["parameters"] if engine == "FSDP" else 0)
-    realised = json.loads(run.realised.read_text())
+    realised = read(run.realised)
     assert realised["mixed_precision"] == "bf16"
     assert realised["device"].startswith("cuda")
     (rank,) = realised["ranks"]
@@ -122,23 +136,24 @@ BACKENDS = ["single", "fsdp_full_shard", "zero2", "zero3"]
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_launch_trains_on_one_gpu(train, run_of, backend):
     launched = run_of(backend, *ROUNDED, processes=1)
-    assert largest(losses(launched), losses(train())) < BF16
+    assert apart(launched, train()) < BF16
 
 
 @KINDS
 def test_a_gpu_gives_the_losses_of_a_cpu(train, on_cpu, kind):
     alone, on_gpu = on_cpu(**kind), train(**kind)
-    assert json.loads(alone.realised.read_text())["device"] == "cpu"
-    assert json.loads(on_gpu.realised.read_text())["device"].startswith("cuda")
-    assert largest(losses(alone), losses(on_gpu)) < ORDER
-    assert largest(losses(alone, "eval"), losses(on_gpu, "eval")) < ORDER
+    assert read(alone.realised)["device"] == "cpu"
+    assert read(on_gpu.realised)["device"].startswith("cuda")
+    assert apart(alone, on_gpu) < ORDER
+    assert apart(alone, on_gpu, "eval") < ORDER
 
 
 @KINDS
-def test_bf16_gives_the_losses_of_fp32(train, kind):
-    precise, rounded = (train(each, precision=each, **kind) for each in ("fp32", "bf16"))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_numbers_give_the_losses_of_fp32(train, precision, kind):
+    precise, rounded = (train(each, precision=each, **kind) for each in ("fp32", precision))
     assert losses(precise) != losses(rounded)
-    assert largest(losses(precise), losses(rounded)) < BF16
+    assert apart(precise, rounded) < BF16
 
 
 def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny):
@@ -155,16 +170,20 @@ def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny):
     assert abs(found[0] - found[1]) < 5e-3
 
 
-def test_inputs_of_checkpointed_blocks_wait_in_host_memory():
+def llama(layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1_536, num_hidden_layers=8, num_attention_heads=8,
+        hidden_size=512, intermediate_size=1_536, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=8, vocab_size=512, max_position_embeddings=1024,
     )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def test_inputs_of_checkpointed_blocks_wait_in_host_memory():
     ids = torch.randint(0, 512, (4, 1024), device="cuda")
     held: dict[str, int] = {}
     ways: dict[str, Literal[True, "offload"]] = {"device": True, "host": "offload"}
     for place, how in ways.items():
-        model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).train()
+        model = llama(8).to("cuda", torch.bfloat16).train()
         recompute(model, how)
         before = torch.cuda.memory_allocated()
         hidden = model.model(input_ids=ids).last_hidden_state
@@ -179,11 +198,7 @@ def test_inputs_of_checkpointed_blocks_wait_in_host_memory():
 def test_a_base_in_nf4_takes_about_half_a_byte_per_weight(tmp_path):
     """4 bits, 1 byte per 64 weights, and 4 bytes per 64 x 256: 0.516 bytes; 0.5625 without double
     quantisation. Above that stand 1 KiB of codes a tensor and the allocator's blocks of 512."""
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1_536, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=512, max_position_embeddings=128,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    llama(4).save_pretrained(tmp_path)
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = load_weights(tmp_path, torch.bfloat16, quantization="nf4", device="cuda")
@@ -208,7 +223,7 @@ def packed_weights(model: nn.Module) -> tuple[int, int]:
 
 def test_qlora_trains_on_a_gpu_as_on_a_cpu(train, on_cpu):
     kind: dict[str, Any] = LORA | {"model": {"quantization": "nf4"}}
-    assert largest(losses(on_cpu(**kind)), losses(train(**kind))) < BF16
+    assert apart(on_cpu(**kind), train(**kind)) < BF16
 
 
 def test_the_recorded_peak_is_that_of_the_allocator(train):
@@ -216,7 +231,7 @@ def test_the_recorded_peak_is_that_of_the_allocator(train):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run = train()
-    parameters = json.loads(run.realised.read_text())["parameters"]
+    parameters = read(run.realised)["parameters"]
     recorded = [step["memory"] for step in run.read_metrics("train")]
     (end,) = run.read_metrics("end")
     assert recorded == sorted(recorded)
@@ -237,10 +252,10 @@ def test_8_bit_adamw_trains_and_resumes(tmp_path, train, name):
     whole = train("adamw")
     straight = train("straight", optim={"name": name})
     # Moments in 8 bits: the losses of AdamW, of about 6, to 1 % over six steps.
-    assert largest(losses(straight), losses(whole)) < 5e-2
+    assert apart(straight, whole) < 5e-2
     cut_off(straight, tmp_path / "resumed", 3)
     resumed = train("resumed", resume=True, optim={"name": name})
-    assert largest(losses(resumed), losses(straight)) < ORDER
+    assert apart(resumed, straight) < ORDER
 
 
 def test_adamw_is_fused_and_steps_as_the_plain_one():
@@ -279,8 +294,6 @@ def test_a_gpu_answers_as_a_cpu_does(train):
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
 def test_what_a_gpu_trained_loads_without_one(tmp_path, train, merge):
-    from peft import AutoPeftModelForCausalLM
-
     run = train(**LORA)
     folder = ft.export(run, tmp_path / "out", merge=merge)
     plain = AutoModelForCausalLM if merge else AutoPeftModelForCausalLM
@@ -330,7 +343,7 @@ def test_the_kernel_of_packed_documents_computes_what_a_cpu_does_one_by_one(
 @pytest.mark.parametrize(("precision", "near"), [("fp32", ORDER), ("bf16", BF16)])
 def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(train, on_cpu, precision, near):
     given = {"batch": {"rows": 4, "packing": True}, **LORA, "precision": precision}
-    assert largest(losses(train(**given)), losses(on_cpu(**given))) < near
+    assert apart(train(**given), on_cpu(**given)) < near
 
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -360,12 +373,12 @@ def assert_resumes(
     straight: ft.Run, alone: ft.Run, backend: str, processes: int, finetune: Finetune, folder: Path
 ) -> None:
     """A run in bf16 has the losses of fp32, and has them again after half of its steps."""
-    assert largest(losses(straight), losses(alone)) < BF16
+    assert apart(straight, alone) < BF16
     resumed = cut_off(straight, folder / "resumed", 3)
     words = ("--processes", processes, *ROUNDED, "--output", resumed.root, "--resume")
     done = finetune("launch", straight.recipe, "--backend", backend, *words)
     assert done.status == 0, done.output
-    assert largest(losses(resumed), losses(straight)) < BF16
+    assert apart(resumed, straight) < BF16
 
 
 def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones():
@@ -399,24 +412,15 @@ def test_compiled_operations_have_the_losses_of_eager_ones(train):
     assert largest(eager, compiled) < BF16
 
 
-def test_fp16_has_the_losses_of_fp32(train):
-    precise, narrow = (losses(train(each, precision=each)) for each in ("fp32", "fp16"))
-    assert largest(precise, narrow) < BF16
-
-
 def test_the_parts_of_a_profile_are_its_step(run_of):
     run = run_of("single", *ROUNDED, "--profile")
-    found = json.loads((run.profile / "where-rank-00000.json").read_text())
+    found = read(run.profile / "where-rank-00000.json")
     seconds = next(each["seconds"] for each in run.read_metrics("train") if each["step"] == 3)
     assert sum(found.values()) <= 1.1 * seconds  # the profiler's own time is part of the step's
 
 
 @KINDS
 def test_a_forward_and_a_backward_pass_wait_for_no_value(kind):
-    from finetune.data.collate import collate
-    from finetune.methods.losses import token_loss_sum
-    from finetune.planner import plan
-
     sys.path.insert(0, str(Path(__file__).parent / "cuda_trace"))
     traced = importlib.import_module("traced")
     recipe = traced.recipe_of("qwen3", bool(kind), "packs", head_dim=16)

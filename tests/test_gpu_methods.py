@@ -8,7 +8,7 @@ from typing import Any
 import method_matrix
 import pytest
 import torch
-from conftest import run_command, write_recipe
+from conftest import read, run_command, write_recipe
 from safetensors.torch import load_file
 from test_method_backends import OF_A_PROCESS, TIES, TRAIN, Work, sources, work
 from test_scores import CLASSES, labelled
@@ -55,7 +55,7 @@ def on_cpu(work: Work) -> Callable[[str], Run]:
 @pytest.mark.parametrize("method", method_matrix.METHODS)
 def test_a_method_measures_on_a_gpu_what_it_does_on_a_cpu(train, work, on_cpu, method):
     run = train(fields=fields_of(work, method))
-    assert json.loads(run.realised.read_text())["device"].startswith("cuda")
+    assert read(run.realised)["device"].startswith("cuda")
     steps = zip(run.read_metrics("train"), on_cpu(method).read_metrics("train"), strict=True)
     for mine, theirs in steps:
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=ORDER, abs=1e-6)
@@ -90,7 +90,7 @@ def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(tiny, tmp_path, trai
             "--max-new-tokens", "8", "--output", folder / "eval", env=variables,
         )  # fmt: skip
         assert done.status == 0, done.output
-        found[place] = json.loads((folder / "eval" / "results.json").read_text())
+        found[place] = read(folder / "eval" / "results.json")
         done = finetune("export", run.root, "--to", folder / "merged", "--merge", env=variables)
         assert done.status == 0, done.output
     here, there = (found[place]["measures"]["loss"] for place in ("gpu", "cpu"))

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from conftest import FP32, Finished, Train, accelerate_launch, largest, losses
-from divided import read, weights_written
+from conftest import FP32, Finished, Train, accelerate_launch, apart, largest, losses, read, slow
+from divided import weights_written
 
 import finetune as ft
 from finetune import backend as backends
@@ -24,8 +24,8 @@ def test_two_copies_of_two_shards_learn_what_one_process_learns(alone, tmp_path)
     run = ft.Run(tmp_path / "run")
     done = start(alone, run.root)
     assert done.status == 0, done.output
-    assert largest(losses(run), losses(alone)) <= FP32
-    assert largest(losses(run, "eval"), losses(alone, "eval")) <= FP32
+    assert apart(run, alone) <= FP32
+    assert apart(run, alone, "eval") <= FP32
     assert read(run.plan)["mesh"] == {"replicate": 2, "shard": 2}
     held = read(run.realised)["ranks"]
     whole = max(rank["optimizer"] for rank in read(alone.realised)["ranks"])
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_copies_continues_anywhere_and_back(alone, tmp_path, fin
     ("words", "started"),
     [
         (["--num_processes", "2"], 2),
-        pytest.param(["--parallelism_config_dp_shard_size", "4"], 4, marks=pytest.mark.slow),
+        slow(["--parallelism_config_dp_shard_size", "4"], 4),
     ],
 )
 def test_sizes_that_do_not_multiply_to_the_processes_are_refused(alone, tmp_path, words, started):

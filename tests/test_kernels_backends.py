@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from conftest import FP32, assert_same_losses, copy_of, largest, losses, write_recipe
+from conftest import FP32, apart, assert_same_losses, copy_of, losses, slow, write_recipe
 
 import finetune as ft
 from finetune import catalog
@@ -25,7 +25,7 @@ NOW_AND_THEN = [("full", "ddp"), ("nf4", "zero3"), ("lora", "zero3"), ("full", "
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [*EVERYDAY, *(pytest.param(*each, marks=pytest.mark.slow) for each in NOW_AND_THEN)],
+    [*EVERYDAY, *(slow(*each) for each in NOW_AND_THEN)],
 )
 def test_losses_are_those_of_plain_transformers_and_peft(run_of, kind, backend):
     assert_same_losses(run_of(**KINDS[kind], **PLAIN), run_of(backend, **KINDS[kind]))
@@ -42,7 +42,7 @@ def test_compiled_kernels_train_the_same_and_are_kept(run_of, tiny, finetune, tm
     assert done.status == 0, done.output
     assert "kernels.pointwise: compiled, for " in done.output
     plain = run_of(**KINDS["lora"], **PLAIN)
-    assert largest(losses(plain), losses(ft.Run(tmp_path / "run"))) < FP32
+    assert apart(plain, ft.Run(tmp_path / "run")) < FP32
     assert list((tmp_path / "cache" / "compiled").rglob("*.so"))
 
 

@@ -1,9 +1,10 @@
 """A launched process knows the file that its backend comes from, however the launch was spelt."""
 
 import re
+import sys
 
 import pytest
-from conftest import accelerate_launch, run_command, warm_python
+from conftest import accelerate_launch, run_command
 from divided import write_config
 
 from finetune.errors import FinetuneError
@@ -37,7 +38,7 @@ def test_settings_dropped_by_accelerate_are_reported(tmp_path):
     """The same file, its launch spelt as Accelerate's documents do not: nothing is trained."""
     change = ("reshard_after_forward", "reshard_after_forwrd")
     path = write_config(tmp_path / "mine.yaml", "fsdp_shard_grad_op", change)
-    launched = [warm_python(), "-m", "accelerate.commands.launch", "--config-file", str(path)]
+    launched = [sys.executable, "-m", "accelerate.commands.launch", "--config-file", str(path)]
     done = run_command([*launched, "-m", "finetune", "train", "quickstart"], tmp_path)
     assert done.status != 0
     told = f"error: {path}: fsdp_config.fsdp_reshard_after_forwrd: unknown key; did you mean "

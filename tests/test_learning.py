@@ -1,9 +1,9 @@
 """What the options do to learning: nothing, on a real model and real questions."""
 
-import json
 from typing import Any
 
 import pytest
+from conftest import read
 
 PLAIN = {
     "head": "whole", "lora": "separate", "norm": "plain", "activation": "plain", "rotary": "plain",
@@ -41,7 +41,7 @@ def test_a_real_model_learns_the_same_with_and_without_the_options(run_of, asset
         }  # fmt: skip
         run = run_of("single", "--precision", precision, fields=recipe)
         (evaluated,) = run.read_metrics("eval")
-        tokens = json.loads(run.data.read_text())["train"]["tokens"]
+        tokens = read(run.data)["train"]["tokens"]
         return evaluated["loss"], evaluated["step"], tokens
 
     padded = {"rows": 16, "micro_rows": 4}

@@ -1,14 +1,14 @@
 """Each method trains on each group of backends as on one process, where no other test says so."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import method_matrix
 import pytest
-from conftest import Tiny, accelerate_launch, conversations, once, write_recipe
-from test_dpo import other_model, pairs
+from conftest import Tiny, accelerate_launch, once, read, write_recipe
+from divided import sources_of
+from test_dpo import other_model
 
 from finetune import backend as backends
 from finetune import catalog
@@ -17,7 +17,6 @@ from finetune.runs.run import Run
 NEAR = 2e-5
 """Relative difference of losses in fp32, whose sums are added in another order."""
 STEPS = 2
-SIDES = ("chosen", "rejected")
 OF_A_PROCESS = {"sampling/tokens_per_second", "sampling/memory"}
 """Metrics that depend on the machine."""
 TIES = {"rewards/accuracies"}
@@ -26,28 +25,7 @@ TIES = {"rewards/accuracies"}
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Data of each kind that a method takes."""
-    folder, spoken = tmp_path_factory.mktemp("data"), conversations(24)
-    answers = [(pair, pair[name], name == "chosen") for pair in pairs() for name in SIDES]
-    rows: dict[str, list[dict[str, Any]]] = {
-        "preference": pairs(),
-        "text": [{"text": row[-1]["content"]} for row in spoken],
-        "kto": [
-            {"prompt": pair["prompt"], "completion": answer, "label": chosen}
-            for pair, answer, chosen in answers
-        ],
-        "prompts": [{"prompt": row[0]["content"]} for row in spoken[:16]],
-        "messages": [{"messages": row} for row in spoken],
-        "labelled": [
-            {"text": answer[0]["content"], "label": "ab"[chosen]} for _, answer, chosen in answers
-        ],
-    }
-    found = {}
-    for name, each in rows.items():
-        source = folder / f"{name}.jsonl"
-        source.write_text("".join(json.dumps(row) + "\n" for row in each))
-        found[name] = {"source": str(source), "format": name}
-    return found
+    return sources_of(tmp_path_factory.mktemp("data"))
 
 
 class Work:
@@ -91,8 +69,10 @@ class Work:
             place.mkdir()
             recipes = {str(place / each): self.fields(each, model) for each in methods}
             words = (TRAIN, write_recipe(place / "recipes.json", recipes))
-            sizes = backends.load(backend).axes.variables()
-            done = accelerate_launch(backend, self.folder, *words, env=sizes)
+            axes = backends.load(backend).axes
+            done = accelerate_launch(
+                backend, self.folder, *words, env=axes.variables() if axes.any else {}
+            )
             assert done.status == 0, done.output
 
         return once(self.folder / f"{backend}-{model}", make)
@@ -152,7 +132,7 @@ def test_packs_train_as_rows_do(work, train, method):
     """All packs in one step, so that its rows are those of the data."""
     packed = {"packing": True, "micro_rows": 1, "max_length": 256}
     recipe = work.fields(method, "dense", **packed)
-    counts = json.loads(train("counted", fields=recipe).data.read_text())["train"]
+    counts = read(train("counted", fields=recipe).data)["train"]
     rows = counts["documents"] // catalog.from_fields(recipe).documents_per_row
     assert counts["rows"] < rows
     packs = train("packs", fields=work.fields(method, "dense", **packed, rows=counts["rows"]))

@@ -1,10 +1,11 @@
-"""Packed rows train as they should on any number of processes, and go on where they stopped."""
+"""Rows, packed or not, train as in plain transformers, on any number of processes."""
 
 from typing import Any
 
 import pytest
 import torch
-from conftest import FP32, assert_same_losses, cut_off, equal_state, losses
+from conftest import FP32, assert_same_losses, cut_off, equal_state, losses, slow
+from transformers import AutoModelForCausalLM
 
 import finetune as ft
 from finetune import catalog
@@ -28,8 +29,6 @@ def rows_of(recipe: ft.Recipe) -> Rows:
 
 
 def test_the_loss_of_a_step_is_that_of_its_documents_in_plain_transformers(tiny, train):
-    from transformers import AutoModelForCausalLM
-
     run = train(batch=PACKED["batch"], max_steps=1)
     recipe = catalog.load(run.recipe)
     rows = rows_of(recipe)
@@ -83,7 +82,7 @@ def test_a_packed_run_resumes_bit_for_bit_and_with_recomputed_activations(run_of
     [
         ("ddp", {"micro_tokens": 200}),
         ("fsdp_full_shard", {"micro_rows": 1}),
-        pytest.param("zero3", {"micro_tokens": 200}, marks=pytest.mark.slow),
+        slow("zero3", {"micro_tokens": 200}),
     ],
 )
 def test_packed_losses_on_two_processes_are_those_of_one(run_of, backend, micro):
@@ -95,6 +94,23 @@ def test_a_micro_batch_that_holds_no_row_is_refused(train):
     told = r"micro_tokens: 100 tokens cannot hold a row of .*=128"
     with pytest.raises(ft.FinetuneError, match=told):
         train(batch={"micro_tokens": 100})
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_tokens(tiny, train):
+    """Without packing: the first step's loss and gradient norm over eight rows."""
+    run = train(max_steps=1)
+    recipe = catalog.load(run.recipe)
+    rows = rows_of(recipe)
+    batch = collate(rows, rows_of_step(0, len(rows), 8, recipe.seed), 0, "cpu")
+    model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
+    outputs = model(batch.ids, attention_mask=batch.attention_mask, labels=batch.labels)
+    outputs.loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(grads).item()
+    first = next(run.read_metrics("train"))
+    assert abs(first["loss"] - outputs.loss.item()) < FP32
+    assert abs(first["grad_norm"] - norm) < 1e-5
+    assert first["trained_tokens"] == int((batch.labels[:, 1:] != -100).sum())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="flex_attention can train there")

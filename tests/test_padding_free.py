@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import FIELDS, SIZES
-from conftest import FP32, Train, assert_same_losses, cut_off, largest, losses
+from conftest import FP32, Train, apart, assert_same_losses, cut_off, largest, losses
 from documents import documents_of
 from transformers import AutoConfig
 
@@ -55,7 +55,7 @@ def test_a_padded_run_goes_on_side_by_side(train, tmp_path, padded):
     cut_off(padded, tmp_path / "run", 3)
     run = train(resume=True, **LORA, batch={"micro_rows": 4})
     assert losses(run)[:3] == losses(padded)[:3]
-    assert largest(losses(padded), losses(run)) < FP32
+    assert apart(padded, run) < FP32
     assert column(run, "slots")[3:] == column(run, "real_tokens")[3:]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import together
+from conftest import slow, together
 
 from finetune.kernels import partial_attention
 
@@ -63,7 +63,7 @@ print("alike")
 )
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, slow(4)])
 def test_a_ring_computes_what_one_process_computes(count, tmp_path):
     """Documents that cross processes, and fewer key heads; up to the rounding of each type."""
     done = together(COMPARED, count, tmp_path)

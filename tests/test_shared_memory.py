@@ -1,7 +1,7 @@
 """What FSDP's processes exchange through memory that they share is what they would over gloo."""
 
 import pytest
-from conftest import accelerate_launch, together, write_recipe
+from conftest import accelerate_launch, slow, together, write_recipe
 
 from finetune.distributed.gloo_shared_memory import SLOT, SLOTS
 from finetune.runs.run import Run
@@ -81,7 +81,7 @@ run()
 """The command line under a limit on the size of files, which a small run's own stay below."""
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, slow(3)])
 def test_parts_of_any_size_reach_every_rank(count, tmp_path):
     done = together(EXCHANGES, count, tmp_path)
     assert done.status == 0, done.stderr[-3_000:]
@@ -94,7 +94,7 @@ def test_memory_is_shared_by_all_processes_or_none(tmp_path):
     assert done.stdout.count("no memory can be shared: File too large") == 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 def test_a_run_over_gloo_reports_it_and_has_the_same_digits(tiny, finetune, tmp_path, precision):
     recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(max_steps=3))
     words = ("--backend", "fsdp_full_shard", "--processes", "2", "--precision", precision)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, losses
+from conftest import Tiny, Train, change_json, losses, problems_of
 from conversations import ADDED, conversation_loss, plain, thinking
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -39,11 +39,9 @@ def train(train: Train) -> Train:
     return functools.partial(train, **SHORT)
 
 
-def problems_of(recipe: ft.Recipe) -> tuple[str, ...]:
+def refused(recipe: ft.Recipe) -> tuple[str, ...]:
     """Why a recipe is refused before training."""
-    with pytest.raises(ft.FinetuneError) as error:
-        preflight.check_here(recipe)
-    return error.value.problems
+    return problems_of(preflight.check_here, recipe)
 
 
 def foreign(tiny: Tiny, folder: Path, **fields: Any) -> Path:
@@ -54,6 +52,11 @@ def foreign(tiny: Tiny, folder: Path, **fields: Any) -> Path:
     disturb(model)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def adapter(tiny: Tiny, tmp_path: Path) -> Path:
+    return foreign(tiny, tmp_path / "adapter")
 
 
 def expected(tiny: Tiny, adapter: Path) -> float:
@@ -131,26 +134,19 @@ def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(tiny, train):
 
 def test_added_tokens_go_on_with_the_rows_that_they_had(tiny, tmp_path, train):
     data = thinking(tiny, tmp_path)
-    adapter = {"r": 4, "trainable_token_indices": ADDED}
-    first = train("first", **data, adapter=adapter, model={"add_tokens": ADDED})
-    further = train(
-            "further", **data, adapter=adapter,
-        model={"add_tokens": ADDED, "adapter": str(first.root)},
-    )  # fmt: skip
+    rows = {"r": 4, "trainable_token_indices": ADDED}
+    first = train("first", **data, adapter=rows, model={"add_tokens": ADDED})
+    named = {"add_tokens": ADDED, "adapter": str(first.root)}
+    further = train("further", **data, adapter=rows, model=named)
     merged = plain(ft.export(first, tmp_path / "merged", merge=True))
     tokenizer = AutoTokenizer.from_pretrained(first.final)
     assert abs(losses(further)[0] - conversation_loss(merged, tokenizer, data["data"])) < CLOSE
-    with pytest.raises(
-        ft.FinetuneError, match=r"model.add_tokens: .* has no rows for <new>; merge"
-    ):
-        train(
-            "more", **data,
-            model={"add_tokens": ["<new>"], "adapter": str(first.root)},
-        )  # fmt: skip
+    told = r"model.add_tokens: .* has no rows for <new>; merge"
+    with pytest.raises(ft.FinetuneError, match=told):
+        train("more", **data, model=named | {"add_tokens": ["<new>"]})
 
 
-def test_an_adapter_goes_on_over_a_base_in_nf4(tiny, tmp_path, train):
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_an_adapter_goes_on_over_a_base_in_nf4(tiny, adapter, train):
     quantised = {"quantization": "nf4"}
     run = train("run", model={"adapter": str(adapter), **quantised})
     new = train("new", model=quantised, adapter={"r": 4})
@@ -162,8 +158,7 @@ def test_an_adapter_goes_on_over_a_base_in_nf4(tiny, tmp_path, train):
     assert abs(losses(new)[0] - wanted) > 10 * CLOSE
 
 
-def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, tmp_path, train):
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, adapter, train):
     sections = {"model": {"adapter": str(adapter)}, "saving": {"every": 2}}
     sections["optim"] = {"schedule": "constant", "warmup": 0}
     straight = train("straight", **sections, max_steps=4)
@@ -177,10 +172,9 @@ def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, tmp_path, train
         train("cut", resume=True, **sections, max_steps=6)
 
 
-def test_what_contradicts_the_adapter_is_refused_by_name(tiny, tmp_path):
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_what_contradicts_the_adapter_is_refused_by_name(tiny, adapter):
     mine = {"r": 8, "alpha": 8, "targets": ["q_proj"], "use_dora": True, "dropout": 0.1}
-    told = problems_of(recipe_of(tiny, model={"adapter": str(adapter)}, adapter=mine))
+    told = refused(recipe_of(tiny, model={"adapter": str(adapter)}, adapter=mine))
     way = f"leave the field out, or set adapter=null to take all of them from {adapter}"
     has = "but the adapter of model.adapter has"
     assert told == (
@@ -201,11 +195,6 @@ def unfinished_run(run: ft.Run, folder: Path) -> Path:
     return Path(shutil.copy(run.recipe, folder / "unfinished")).parent
 
 
-def changed(adapter: Path, **fields: Any) -> None:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
@@ -215,15 +204,13 @@ def changed(adapter: Path, **fields: Any) -> None:
         ({"init_lora_weights": "loftq"}, "its initialisation 'loftq' changed the base weights"),
     ],
 )
-def test_an_adapter_of_another_kind_is_refused(tiny, tmp_path, fields, problem):
-    adapter = foreign(tiny, tmp_path / "adapter")
-    changed(adapter, **fields)
-    (told,) = problems_of(recipe_of(tiny, model={"adapter": str(adapter)}))
+def test_an_adapter_of_another_kind_is_refused(tiny, adapter, fields, problem):
+    change_json(adapter / "adapter_config.json", **fields)
+    (told,) = refused(recipe_of(tiny, model={"adapter": str(adapter)}))
     assert told.startswith(f"model.adapter: {adapter}: {problem}")
 
 
-def test_tensors_that_do_not_fit_the_base_are_named(tiny, tmp_path, train):
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_tensors_that_do_not_fit_the_base_are_named(tiny, adapter, train):
     path = adapter / "adapter_model.safetensors"
     tensors = load_file(path)
     q, up = (
@@ -233,17 +220,14 @@ def test_tensors_that_do_not_fit_the_base_are_named(tiny, tmp_path, train):
     tensors[q] = tensors[q][:2].clone()
     tensors["base_model.model.model.other.lora_A.weight"] = tensors.pop(up)
     save_file(tensors, path)
-    with pytest.raises(ft.FinetuneError) as error:
-        train("run", model={"adapter": str(adapter)})
-    assert error.value.problems == (
+    assert problems_of(train, model={"adapter": str(adapter)}) == (
         f"model.adapter: {adapter} does not fit {tiny.model}: {up} is missing; "
         f"{q} is [2, 64], and the base needs [4, 64]; "
         "base_model.model.model.other.lora_A.weight belongs to no module of the base",
     )
 
 
-def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(tiny, tmp_path, train):
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(tiny, adapter, train):
     path, table = adapter / "adapter_model.safetensors", plain(tiny.model).lm_head.weight.detach()
     key = "base_model.model.lm_head.weight"
     save_file(load_file(path) | {key: table.clone()}, path)
@@ -271,7 +255,7 @@ def test_a_run_is_the_model_that_it_made(tiny, tmp_path, run_of):
         f"model.name={unfinished}": "is a run without a result; finish it",
     }
     for pair, words in told.items():
-        (problem,) = problems_of(catalog.override(recipe_of(tiny), [pair]))
+        (problem,) = refused(catalog.override(recipe_of(tiny), [pair]))
         assert words in problem, pair
 
 
@@ -289,9 +273,7 @@ def test_a_run_may_be_the_teacher_or_the_reference(tiny, tmp_path, run_of):
     assert resolved("dpo", full.root).reference == str(full.final)
     assert resolved("dpo", full.final).reference == str(full.final)
     for method, field in (("distill", "teacher.name"), ("dpo", "reference"), ("kto", "reference")):
-        with pytest.raises(ft.FinetuneError) as error:
-            resolved(method, lora.root)
-        assert error.value.problems == (
+        assert problems_of(resolved, method, lora.root) == (
             f"{field}: {lora.root} is a run with an adapter, expected a complete model; merge it "
             f"first: finetune export {lora.root} --merge --to FOLDER",
         )
@@ -313,15 +295,12 @@ def test_a_run_with_a_score_head_is_no_language_model(tiny, tmp_path, method):
         ({"method": "dpo", "reference": str(run)}, "reference"),
         ({"method": "distill", "teacher": {"name": str(run)}}, "teacher.name"),
     ):
-        with pytest.raises(ft.FinetuneError) as error:
-            complete_adapter(recipe_of(tiny, **fields))
-        assert error.value.problems == (f"{field}: {why}",)
+        assert problems_of(complete_adapter, recipe_of(tiny, **fields)) == (f"{field}: {why}",)
 
 
-def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, tmp_path, run_of):
+def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, adapter, tmp_path, run_of):
     full = run_of(max_steps=1)
     (tmp_path / "empty").mkdir()
-    adapter = foreign(tiny, tmp_path / "adapter")
     with_config = shutil.copytree(adapter, tmp_path / "with_config")
     shutil.copy(tiny.model / "config.json", with_config)
     told = {
@@ -335,13 +314,11 @@ def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, tmp_path, 
         f"model.name={with_config}": f"model.adapter={with_config}",
     }
     for pair, words in told.items():
-        assert words in problems_of(catalog.override(recipe_of(tiny), [pair]))[0], pair
+        assert words in refused(catalog.override(recipe_of(tiny), [pair]))[0], pair
     words = "to train an adapter further, set model.adapter=FOLDER"
     for pair in ("adapter.start=x", "adapter.path=x", "model.lora_path=x", "peft_path=x",
                  "adapter_name_or_path=x", "resume_from_adapter=x", str(adapter)):  # fmt: skip
-        with pytest.raises(ft.FinetuneError) as error:
-            catalog.override(recipe_of(tiny), [pair])
-        assert words in error.value.problems[0], pair
+        assert words in problems_of(catalog.override, recipe_of(tiny), [pair])[0], pair
     lora = run_of(adapter={"r": 4}, max_steps=1)
     other = recipe_of(tiny, adapter={"r": 4}, data=[{"source": "x.jsonl", "format": "messages"}])
     with pytest.raises(ft.FinetuneError, match=f"set model.adapter={lora.root} and choose another"):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    FP32,
     Tiny,
     assert_same_losses,
     cut_off,
     end_tree,
     equal_state,
     losses,
+    slow,
     start,
     wait_for,
     write_recipe,
@@ -24,23 +24,11 @@ from conftest import (
 from safetensors.torch import load_file
 
 import finetune as ft
-from finetune import catalog
 from finetune.runs.manifest import damage
 from finetune.training.optim import learning_rate
 from finetune.verification.proofs.runs import family_of
 
 LORA = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
-
-
-def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> ft.Run:
-    """A run of one process, in this one."""
-    recipe = catalog.from_fields(tiny.fields(**sections))
-    return ft.train(recipe, precision="fp32", output=place, resume=resume)
-
-
-@pytest.fixture
-def own_cache(session_cache: Path) -> Path:
-    return session_cache
 
 
 @pytest.mark.parametrize("micro_rows", [4, 1])
@@ -58,39 +46,12 @@ def test_accumulation_does_not_change_the_training(run_of, train, micro_rows):
     assert all(torch.allclose(before[key], after[key], atol=3e-4) for key in before)
 
 
-def test_the_gradient_is_that_of_the_mean_over_all_tokens(tiny, train):
-    """Against plain transformers: the first step's loss and gradient norm over eight rows."""
-    from transformers import AutoModelForCausalLM
-
-    from finetune.cache import cache
-    from finetune.data.chat.render import load_chat
-    from finetune.data.collate import collate
-    from finetune.data.order import rows_of_step
-    from finetune.data.prepare import prepare
-    from finetune.models.model import load_tokenizer
-
-    run = train(max_steps=1)
-    recipe = catalog.load(run.recipe)
-    chat = load_chat(load_tokenizer(recipe), None)
-    rows = prepare(recipe, chat, cache("data")).train
-    batch = collate(rows, rows_of_step(0, len(rows), 8, recipe.seed), 0, "cpu")
-    model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
-    outputs = model(batch.ids, attention_mask=batch.attention_mask, labels=batch.labels)
-    outputs.loss.backward()
-    grads = [parameter.grad for parameter in model.parameters()]
-    norm = torch.nn.utils.get_total_norm(grads).item()
-    first = next(run.read_metrics("train"))
-    assert abs(first["loss"] - outputs.loss.item()) < FP32
-    assert abs(first["grad_norm"] - norm) < 1e-5
-    assert first["trained_tokens"] == int((batch.labels[:, 1:] != -100).sum())
-
-
 @pytest.mark.parametrize(
     "sections",
     [
         {"adapter": {"r": 8, "dropout": 0.2}, "optim": {"lr": 5e-3}},
         {"optim": {"name": "adamw_8bit"}},
-        pytest.param({"optim": {"name": "paged_adamw_8bit"}}, marks=pytest.mark.slow),
+        slow({"optim": {"name": "paged_adamw_8bit"}}),
         {"optim": {"name": "adafactor"}},
         {"optim": {"name": "muon"}},
     ],
@@ -107,9 +68,7 @@ def test_resuming_on_one_process_continues_bit_for_bit(train, tmp_path, sections
     assert equal_state(straight.checkpoint(4), resumed.checkpoint(4))
 
 
-@pytest.mark.parametrize(
-    "backend", ["single", pytest.param("fsdp_full_shard", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", ["single", slow("fsdp_full_shard")])
 def test_a_killed_run_continues_as_if_it_had_not_been(tiny, run_of, finetune, tmp_path, backend):
     sections = {"max_steps": 20, "saving": {"every": 2}}
     straight, killed = run_of(backend, **sections), ft.Run(tmp_path / "killed")
@@ -217,7 +176,7 @@ def test_saving_in_the_background_writes_the_same_checkpoints(train):
 
 @pytest.mark.parametrize(
     ("processes", "steps"),
-    [(1, 1), (2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (2, 1)))],
+    [(1, 1), (2, 2), *(slow(*each) for each in ((1, 2), (2, 1)))],
 )
 def test_a_disk_that_fills_between_checkpoints_is_reported(
     tiny, tmp_path, small_disk, processes, steps
@@ -234,9 +193,7 @@ def test_a_disk_that_fills_between_checkpoints_is_reported(
     assert any(f"{file}{said}" in told for file in files), told
 
 
-IN_BACKGROUND = pytest.mark.parametrize(
-    "background", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+IN_BACKGROUND = pytest.mark.parametrize("background", [False, slow(True)])
 
 
 @IN_BACKGROUND

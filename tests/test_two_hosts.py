@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import end_tree, environment, wait_for
-from test_backends import FP32, largest, losses
+from conftest import FP32, apart, end_tree, environment, wait_for
 
 from finetune.runs.run import Run
 
@@ -97,5 +96,5 @@ def test_a_lost_host_ends_the_other_and_both_resume(run_of, tmp_path, hosts):
     again = [start_on(number, words, tmp_path) for number in range(2)]
     outputs = [process.communicate(timeout=300) for process in again]
     assert [process.returncode for process in again] == [0, 0], outputs
-    assert largest(losses(run), losses(straight)) < FP32
+    assert apart(run, straight) < FP32
     assert run.final.exists()

@@ -1,14 +1,13 @@
 """Tokens without a row: padding never needs one, added tokens get one, others are refused."""
 
 import functools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, losses
+from conftest import Tiny, Train, change_json, losses, problems_of, read, slow
 from conversations import ADDED, conversation_loss, plain, thinking
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
@@ -23,8 +22,6 @@ from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.shapes.architecture import Architecture
 
 CLOSE = 1e-5  # sums in fp32 in another order
-
-
 SHORT: dict[str, Any] = {"saving": {}, "evaluation": {}, "max_steps": 2}
 
 
@@ -40,14 +37,12 @@ def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
     """The tiny model with a tokenizer whose pad token was added, and has no row."""
     shutil.copytree(tiny.model, folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    rows = read(folder / "config.json")["vocab_size"]
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert tokenizer.pad_token_id >= rows
     tokenizer.save_pretrained(folder)
     if in_config:
-        config = json.loads((folder / "config.json").read_text())
-        config["pad_token_id"] = tokenizer.pad_token_id
-        (folder / "config.json").write_text(json.dumps(config))
+        change_json(folder / "config.json", pad_token_id=tokenizer.pad_token_id)
     return folder
 
 
@@ -56,10 +51,8 @@ def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
     [
         (None, True),
         ({"r": 4}, False),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((None, False), ({"r": 4}, True))
-        ),
+        slow(None, False),
+        slow({"r": 4}, True),
     ],
 )
 def test_a_pad_token_without_a_row_changes_nothing(
@@ -89,16 +82,13 @@ def tied(tiny: Tiny, folder: Path) -> Path:
 def grown(base: Path, tokenizer: Any) -> Any:
     """The base in plain transformers, with the mean of its rows for each new token."""
     model = plain(base)
-    tables = {
-        id(t.weight): t for t in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
-    means = [table.weight.detach().mean(0) for table in tables.values()]
+    tables = model.get_input_embeddings, model.get_output_embeddings  # which may be one
+    means = [table().weight.detach().mean(0) for table in tables]
     old = model.config.vocab_size
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    again = {id(t.weight): t for t in (model.get_input_embeddings(), model.get_output_embeddings())}
     with torch.no_grad():
-        for table, mean in zip(again.values(), means, strict=True):
-            table.weight[old:] = mean
+        for table, mean in zip(tables, means, strict=True):
+            table().weight[old:] = mean
     return model
 
 
@@ -116,8 +106,8 @@ WAYS: dict[str, Any] = {
         ("rows", True),
         ("tables", True),
         ("all weights", False),
-        pytest.param("tables", False, marks=pytest.mark.slow),
-        pytest.param("all weights", True, marks=pytest.mark.slow),
+        slow("tables", False),
+        slow("all weights", True),
     ],
 )
 def test_added_tokens_start_as_the_mean_and_are_in_every_result(
@@ -125,16 +115,13 @@ def test_added_tokens_start_as_the_mean_and_are_in_every_result(
 ):
     base = tied(tiny, tmp_path / "base") if is_tied else tiny.model
     data = thinking(tiny, tmp_path)
-    run = train(
-        **data, adapter=WAYS[way],
-        model={"name": str(base), "add_tokens": ADDED}, batch={"rows": 48, "micro_rows": 8},
-        optim={"lr": 1e-2, "warmup": 0},
-    )  # fmt: skip
+    model = {"name": str(base), "add_tokens": ADDED}
+    given = {"batch": {"rows": 48, "micro_rows": 8}, "optim": {"lr": 1e-2, "warmup": 0}}
+    run = train(**data, **given, adapter=WAYS[way], model=model)
     tokenizer = AutoTokenizer.from_pretrained(run.final)
     before = grown(base, tokenizer)
-    assert [tokenizer.convert_tokens_to_ids(token) for token in ADDED] == list(
-        range(before.config.vocab_size - 3, before.config.vocab_size)
-    )
+    size = before.config.vocab_size
+    assert tokenizer.convert_tokens_to_ids(ADDED) == [*range(size - 3, size)]
     assert abs(losses(run)[0] - conversation_loss(before, tokenizer, data["data"])) < CLOSE
     trained = losses(run, "eval")[-1]
     merged = plain(ft.export(run, tmp_path / "merged", merge=WAYS[way] is not None))
@@ -168,12 +155,10 @@ def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny, tmp_path, train)
 
 
 def test_an_id_that_no_table_can_hold_is_refused(tiny, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny.model, folder)
-    fields = json.loads((folder / "tokenizer.json").read_text())
-    word = next(iter(fields["model"]["vocab"]))
-    fields["model"]["vocab"][word] = 2**31
-    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    folder = Path(shutil.copytree(tiny.model, tmp_path / "model"))
+    model = read(folder / "tokenizer.json")["model"]
+    model["vocab"][next(iter(model["vocab"]))] = 2**31
+    change_json(folder / "tokenizer.json", model=model)
     with pytest.raises(ft.FinetuneError, match="has id 2,147,483,648, above 100,000,000"):
         load_tokenizer(ft.SFT(model=ft.Model(name=str(folder))))
 
@@ -184,9 +169,7 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path, trai
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     sections = thinking(tiny, tmp_path) | {"model": {"tokenizer": str(tmp_path / "tokenizer")}}
     rows = len(tokenizer) - 3
-    with pytest.raises(ft.FinetuneError) as error:
-        train("refused", **sections)
-    assert error.value.problems == (
+    assert problems_of(train, "refused", **sections) == (
         f"model.tokenizer: '{tmp_path / 'tokenizer'}' gave the token {rows + 2}, but the model has "
         f'{rows}; tokens without a row: "<think>", "</think>", " a b"; add rows with '
         'model.add_tokens=["<think>", "</think>", " a b"], or name the tokenizer that belongs to '
@@ -229,9 +212,8 @@ WAYS_OUT = (
     ],
 )
 def test_rows_that_would_never_be_trained_are_refused(train, adapter, problem):
-    with pytest.raises(ft.FinetuneError) as error:
-        train(adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
-    assert error.value.problems[0] == problem
+    found = problems_of(train, adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
+    assert found[0] == problem
 
 
 def test_rows_of_known_tokens_can_be_trained_alone(tiny, tmp_path, train):
@@ -276,8 +258,7 @@ def test_a_plan_counts_the_rows_of_added_tokens(tiny, tmp_path):
     assert grown.vocab == vocabulary.rows_needed(tokenizer) == plain.vocab + 2
     assert grown.parameters == plain.parameters + 2 * 2 * plain.hidden  # embedding and head
     roomy = Path(shutil.copytree(tiny.model, tmp_path / "roomy"))
-    config = json.loads((roomy / "config.json").read_text()) | {"vocab_size": plain.vocab + 9}
-    (roomy / "config.json").write_text(json.dumps(config))
+    change_json(roomy / "config.json", vocab_size=plain.vocab + 9)
     assert shape_of(roomy, "<x>", "<y>").vocab == plain.vocab + 9
     (roomy / "tokenizer.json").unlink()
     assert shape_of(roomy, "<x>", "<y>").vocab == plain.vocab + 11
