@@ -105,6 +105,33 @@ class Tiny:
             base[name] = base[name] | value if merge else value
         return base
 
+    def other(
+        self,
+        folder: Path,
+        kind: str,
+        seed: int = 7,
+        change: Callable[[str, Any], object] = lambda name, weight: None,
+        **sizes: Any,
+    ) -> Path:
+        """Write a model of another kind with random weights and this tokenizer."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        given: dict[str, Any] = {
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer),
+            "max_position_embeddings": 256, "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+        } | sizes  # fmt: skip
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+        for name, parameter in model.named_parameters():
+            change(name, parameter.data)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -203,6 +230,93 @@ def copy_of(run: Run, place: Path) -> Run:
     """A copy of a finished run, for a test that damages it or goes on with it."""
     shutil.copytree(run.root, place)
     return Run(place)
+
+
+def cut_off(run: Run, place: Path, step: int) -> Run:
+    """A copy of a run as a kill after the checkpoint of a step would have left it."""
+    cut = copy_of(run, place)
+    for later in cut.steps():
+        if later > step:
+            shutil.rmtree(cut.checkpoint(later))
+    shutil.rmtree(cut.final)
+    return cut
+
+
+def slow(*given: Any) -> Any:
+    """A row of a table that is left to the slow tests."""
+    return pytest.param(*given, marks=pytest.mark.slow)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(read(path) | fields))
+
+
+def problems_of(call: Callable[..., object], *given: Any, **named: Any) -> tuple[str, ...]:
+    """The problems with which a call is refused."""
+    with pytest.raises(ft.FinetuneError) as refusal:
+        call(*given, **named)
+    return refusal.value.problems
+
+
+FP32 = 2e-6
+"""Losses of about 6 in fp32: the order of a sum over ranks and pieces moves the seventh digit."""
+
+
+def losses(run: Run, kind: str = "train") -> list[float]:
+    return [record["loss"] for record in run.read_metrics(kind)]
+
+
+def largest(first: list[float], second: list[float]) -> float:
+    assert len(first) == len(second) > 0
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def apart(first: Run, second: Run, kind: str = "train") -> float:
+    """The largest difference of the losses of two runs."""
+    return largest(losses(first, kind), losses(second, kind))
+
+
+def assert_same_losses(first: Run, second: Run) -> None:
+    """Losses of steps and evaluations, and gradient norms, in fp32."""
+    for kind in ("train", "eval"):
+        assert apart(first, second, kind) < FP32
+    norms = [[step["grad_norm"] for step in run.read_metrics("train")] for run in (first, second)]
+    assert largest(*norms) < 1e-4  # norms of about 3
+
+
+def equal_state(first: Path, second: Path) -> bool:
+    """Whether two checkpoints hold the same weights and moments, bit for bit."""
+    import torch
+    from safetensors import safe_open
+
+    for file in (first / "state").iterdir():
+        with safe_open(file, "pt") as a, safe_open(second / "state" / file.name, "pt") as b:
+            if set(a.keys()) != set(b.keys()):
+                return False
+            if not all(torch.equal(a.get_tensor(key), b.get_tensor(key)) for key in a.keys()):  # noqa: SIM118
+                return False
+    return True
+
+
+def launch(
+    finetune: "Finetune",
+    recipe: Path,
+    backend: str,
+    place: Path,
+    *words: str,
+    seconds: float = LAUNCH_SECONDS,
+) -> None:
+    """Two processes; one is started by itself, without Accelerate's launcher."""
+    verb = ["train", recipe] if backend == "single" else ["launch", recipe, "--processes", "2"]
+    done = finetune(
+        *verb, "--backend", backend, "--precision", "fp32", "--output", place, *words,
+        seconds=seconds,
+    )  # fmt: skip
+    assert done.status == 0, done.output
 
 
 @pytest.fixture
@@ -359,6 +473,34 @@ def run_command(
             end_tree(process.pid)
             process.wait()
     return Finished(process.returncode, stdout, stderr)
+
+
+def accelerate_launch(
+    backend: str | Path,
+    cache: Path,
+    *words: str | Path,
+    cold: bool = False,
+    env: dict[str, str] | None = None,
+) -> Finished:
+    """Plain `accelerate launch` with the file of a backend: `... "-m", "finetune", "train"`.
+
+    Its workers read the sizes of stages and experts from its command line, which only a `cold`
+    launcher has.
+    """
+    named = isinstance(backend, str)
+    config = ROOT / f"accelerate_configs/{backend}.yaml" if named else backend
+    given = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", "0"]
+    python = sys.executable if cold else warm_python()
+    command = [python, "-m", "accelerate.commands.launch", *map(str, [*given, *words])]
+    return run_command(command, cache, env=env)
+
+
+def together(script: str, count: int, folder: Path) -> Finished:
+    """Run a script in so many processes, which leave their group at its end."""
+    path = folder / "script.py"
+    path.write_text(script + "dist.destroy_process_group()\n")
+    launched = [warm_python(), "-m", "torch.distributed.run", "--standalone"]
+    return run_command([*launched, f"--nproc-per-node={count}", str(path)], folder)
 
 
 def start(words: list[str], cache: Path, warm: bool = False, **env: str) -> "subprocess.Popen[str]":

@@ -12,17 +12,14 @@ from finetune.cli import run
 from finetune.training import stages
 
 folder, sys.argv = sys.argv[1], sys.argv[:1] + sys.argv[2:]
-KINDS = {
-    "all_reduce": "all-reduce",
-    "allreduce_": "all-reduce",
-    "send": "send",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
-    "alltoall_base_": "all-to-all",
-    "_allgather_base_": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
+NAMES = {
+    "all-reduce": ("all_reduce", "allreduce_"),
+    "send": ("send",),
+    "all-gather": ("all_gather_into_tensor", "_allgather_base_"),
+    "reduce-scatter": ("reduce_scatter_tensor", "_reduce_scatter_base_"),
+    "all-to-all": ("all_to_all_single", "alltoall_base_"),
 }
+KINDS = {name: kind for kind, names in NAMES.items() for name in names}
 PARTS = {"all_gather_into_tensor", "_reduce_scatter_base_"}  # whose first argument is one part
 
 

@@ -51,70 +51,51 @@ NEEDED: dict[str, dict[str, Any]] = {
     "grpo": {"reward_funcs": ["json_valid"], "max_completion_length": 16},
     "rloo": {"reward_funcs": ["json_valid"], "max_completion_length": 16},
 }
-AS_ONE = "test_backends_train_as_one_process_does"
-PUBLISHED = "test_training_reproduces_published_values"
-DIVIDED = "test_division.py::test_every_division_learns_what_one_process_learns"
-EXPERTS = "test_divided_experts.py::test_divided_experts_learn_what_one_process_learns"
-FIRST = "test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work"
 EVERYWHERE = "test_method_backends.py::test_a_method_trains_there_as_on_one_process"
 PACKS = "test_method_backends.py::test_packs_train_as_rows_do"
-SAMPLED = "test_rollouts.py::test_processes_sample_the_same_and_take_the_same_steps"
-TAUGHT = "test_a_divided_teacher_gives_the_losses_of_one_process"
-GATHERED = "test_completions_of_gathered_weights_are_those_of_one_process"
-
-
-def _on(groups: str, test: str) -> dict[str, str]:
-    return dict.fromkeys(groups.split("; "), test)
-
-
-SEVERAL = "DDP; FSDP2; ZeRO-1, -2; ZeRO-3"
-SCORES = {
-    "one process": f"test_scores.py::{PUBLISHED}",
-    **_on(SEVERAL, f"test_scores.py::{AS_ONE}"),
-    PACKED: "test_scores.py::test_packs_train_as_rows_do",
-}
+AS_ONE = "test_backends_train_as_one_process_does"
+PUBLISHED = "test_training_reproduces_published_values"
+ONE, SEVERAL = "one process", "DDP; FSDP2; ZeRO-1, -2; ZeRO-3"
+CELLS = [
+    ("test_backends", "test_losses_are_those_of_one_process", "sft", f"{ONE}; {SEVERAL}"),
+    ("test_division", "test_every_division_learns_what_one_process_learns", "sft",
+     "`tp`; `pp`; `pp_tp`; `sp`"),
+    ("test_divided_experts", "test_divided_experts_learn_what_one_process_learns", "sft", "`ep`"),
+    ("test_packed_training", "test_packed_losses_on_two_processes_are_those_of_one", "sft", PACKED),
+    ("test_quickstart",
+     "test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work", "pretrain", ONE),
+    ("test_dpo", PUBLISHED, "dpo", ONE),
+    ("test_dpo", AS_ONE, "dpo", SEVERAL),
+    ("test_dpo", "test_packs_hold_whole_pairs_and_train_as_pairs_do", "dpo", PACKED),
+    ("test_pair_methods", PUBLISHED, "orpo simpo cpo", ONE),
+    ("test_pair_methods", AS_ONE, "orpo", "FSDP2"),
+    ("test_pair_methods", AS_ONE, "simpo", "ZeRO-3"),
+    ("test_kto", PUBLISHED, "kto", ONE),
+    ("test_kto", AS_ONE, "kto", "DDP; FSDP2; ZeRO-3"),
+    ("test_kto", "test_packs_train_as_their_answers_do", "kto", PACKED),
+    ("test_scores", PUBLISHED, "reward classifier", ONE),
+    ("test_scores", AS_ONE, "reward classifier", SEVERAL),
+    ("test_scores", "test_packs_train_as_rows_do", "reward classifier", PACKED),
+    ("test_distill", PUBLISHED, "distill", ONE),
+    ("test_distill", AS_ONE, "distill", SEVERAL),
+    ("test_divided_methods", "test_a_divided_teacher_gives_the_losses_of_one_process", "distill",
+     "`tp`"),
+    ("test_rollouts", "test_a_run_learns_from_its_groups_and_says_how", "grpo", ONE),
+    ("test_rollouts", "test_processes_sample_the_same_and_take_the_same_steps", "grpo", SEVERAL),
+    ("test_divided_methods", "test_completions_of_gathered_weights_are_those_of_one_process",
+     "grpo", "`tp`"),
+    ("test_online", "test_losses_and_gradients_are_the_published_ones", "rloo", ONE),
+]  # fmt: skip
+"""Tests that train methods on groups of backends, or packed; `EVERYWHERE` trains the others."""
 RUN: dict[str, dict[str, str]] = {
-    "sft": {
-        **_on(f"one process; {SEVERAL}", "test_backends.py::test_losses_are_those_of_one_process"),
-        **_on("`tp`; `pp`; `pp_tp`; `sp`", DIVIDED),
-        "`ep`": EXPERTS,
-        PACKED: "test_packed_training.py::test_packed_losses_on_two_processes_are_those_of_one",
-    },
-    "pretrain": _on("one process", f"test_quickstart.py::{FIRST}"),
-    "dpo": {
-        "one process": f"test_dpo.py::{PUBLISHED}",
-        **_on(SEVERAL, f"test_dpo.py::{AS_ONE}"),
-        PACKED: "test_dpo.py::test_packs_hold_whole_pairs_and_train_as_pairs_do",
-    },
-    "orpo": {
-        "one process": f"test_pair_methods.py::{PUBLISHED}",
-        "FSDP2": f"test_pair_methods.py::{AS_ONE}",
-    },
-    "simpo": {
-        "one process": f"test_pair_methods.py::{PUBLISHED}",
-        "ZeRO-3": f"test_pair_methods.py::{AS_ONE}",
-    },
-    "cpo": _on("one process", f"test_pair_methods.py::{PUBLISHED}"),
-    "kto": {
-        "one process": f"test_kto.py::{PUBLISHED}",
-        **_on("DDP; FSDP2; ZeRO-3", f"test_kto.py::{AS_ONE}"),
-        PACKED: "test_kto.py::test_packs_train_as_their_answers_do",
-    },
-    "reward": SCORES,
-    "classifier": SCORES,
-    "distill": {
-        "one process": f"test_distill.py::{PUBLISHED}",
-        **_on(SEVERAL, f"test_distill.py::{AS_ONE}"),
-        "`tp`": f"test_divided_methods.py::{TAUGHT}",
-    },
-    "grpo": {
-        "one process": "test_rollouts.py::test_a_run_learns_from_its_groups_and_says_how",
-        **_on(SEVERAL, SAMPLED),
-        "`tp`": f"test_divided_methods.py::{GATHERED}",
-    },
-    "rloo": _on("one process", "test_online.py::test_losses_and_gradients_are_the_published_ones"),
-}  # fmt: skip
-"""Tests that train a method on a group of backends, or packed; `EVERYWHERE` trains the others."""
+    method: {
+        column: f"{file}.py::{test}"
+        for file, test, methods, columns in CELLS
+        if method in methods.split()
+        for column in columns.split("; ")
+    }
+    for method in METHODS
+}
 
 
 def recipe_of(method: str, kind: str = "all weights", packing: bool = False) -> Recipe:
@@ -133,10 +114,10 @@ def recipe_of(method: str, kind: str = "all weights", packing: bool = False) -> 
     return dataclasses.replace(made, model=model, adapter=LoRA())
 
 
-def reasons(recipe: Recipe, backend: str) -> list[str]:
+def reasons(recipe: Recipe, backend: Any, processes: int | None = None) -> list[str]:
     """Why the planner refuses a recipe on a backend; none where it does not."""
     try:
-        plan(recipe, backend)
+        plan(recipe, backend, processes)
     except FinetuneError as error:
         return list(error.problems)
     return []

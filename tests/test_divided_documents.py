@@ -1,96 +1,59 @@
 """Methods on documents whose tokens several processes share: the same numbers as one process."""
 
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, write_recipe
-from test_division import assert_planned, train
-from test_dpo import pairs
+from conftest import Tiny, Train, cut_off, launch
+from divided import assert_learned, assert_planned, processes_of, sources_of
 
 import finetune as ft
-from finetune import catalog
 from finetune.data.collate import UNTRAINED, Boundaries, MicroBatch
 from finetune.distributed.sequence import part
-from finetune.errors import FinetuneError
 from finetune.methods.losses import token_logps
-from finetune.runs.run import Run
-from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import FP32
-from finetune.verification.proofs.runs import steps_of
 
 STEPS = 2
 OF_METHODS: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.3, "sft_weight": 0.1},
     "ipo": {"method": "dpo", "loss_type": "ipo", "beta": 0.3},
-    "orpo": {},
-    "simpo": {},
-    "cpo": {},
     "kto": {"beta": 0.3},
     "reward": {"center_rewards_coefficient": 0.01},
-    "classifier": {"labels": ["no", "yes"]},
+    "classifier": {"labels": ["a", "b"]},
 }
 
 
 @pytest.fixture(scope="module")
-def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe of each method, with all weights and with LoRA."""
-    folder = tmp_path_factory.mktemp("documents")
-    rows = pairs(32)
-    both = [(row, row[name][0], name) for row in rows for name in ("chosen", "rejected")]
-    sources: dict[str, tuple[str, list[dict[str, Any]]]] = {
-        "kto": ("kto", [
-            {"prompt": row["prompt"], "completion": [answer], "label": name == "chosen"}
-            for row, answer, name in both
-        ]),
-        "classifier": ("labelled", [
-            {"text": answer["content"], "label": "yes" if name == "chosen" else "no"}
-            for _, answer, name in both
-        ]),
-    }  # fmt: skip
-    for name, changes in OF_METHODS.items():
-        kind, found = sources.get(name, ("preference", rows))
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in found))
-        given: dict[str, Any] = {
-            "method": name,
-            "model": {"name": str(tiny.model)},
-            "data": [{"source": str(path), "format": kind}],
-            "eval_rows": 5,
-            "batch": {"rows": 8, "micro_rows": 2, "max_length": 128},
-            "optim": {"lr": 1e-3, "warmup": 0, "max_grad_norm": 0.5},
-            "saving": {"every": 1},
-            "evaluation": {"every": STEPS},
-            "data_checks": "report",
-            "max_steps": STEPS,
-        } | changes
-        if name == "kto":  # one row at a time, so that some parts have no label
-            given["batch"]["micro_rows"] = 1
-        write_recipe(folder / f"{name}.json", given)
-        adapter = {"adapter": {"r": 4, "targets": "all-linear"}}
-        write_recipe(folder / f"{name}-lora.json", given | adapter)
-        packing = given["batch"] | {"packing": True, "micro_rows": 1, "rows": 4}
-        write_recipe(folder / f"{name}-packed.json", given | {"batch": packing})
-    return folder
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    return sources_of(tmp_path_factory.mktemp("documents"), 32)
 
 
-def train_alone(work: Path, name: str) -> Run:
-    """A run of a recipe on one process, which is this one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FINETUNE_CACHE", str(work / "cache"))
-        recipe = catalog.resolve(str(work / f"{name}.json"))
-        return ft.train(recipe, precision="fp32", output=work / f"{name}-alone")
+def fields_of(name: str, tiny: Tiny, sources: dict[str, Any]) -> dict[str, Any]:
+    """A recipe of a method: with all weights, with `-lora`, or `-packed`."""
+    name, _, way = name.partition("-")
+    changes = {"method": name} | OF_METHODS[name]
+    rows = {"kto": "kto", "classifier": "labelled"}.get(changes["method"], "preference")
+    # KTO takes one row at a time, so that some parts have no label.
+    batch = {"rows": 8, "micro_rows": 1 if name == "kto" else 2, "max_length": 128}
+    if way == "packed":
+        batch |= {"packing": True, "micro_rows": 1, "rows": 4}
+    return {
+        "model": {"name": str(tiny.model)},
+        "data": [sources[rows]],
+        "eval_rows": 5,
+        "batch": batch,
+        "adapter": {"r": 4, "targets": "all-linear"} if way == "lora" else None,
+        "optim": {"lr": 1e-3, "warmup": 0, "max_grad_norm": 0.5},
+        "saving": {"every": 1},
+        "evaluation": {"every": STEPS},
+        "data_checks": "report",
+        "max_steps": STEPS,
+    } | changes
 
 
-def assert_equal(alone: Run, run: Run, first: int = 1) -> None:
-    """Losses, norms and weights within what a proof allows; metrics of steps and evaluations."""
-    steps = range(first, STEPS + 1)
-    wrong, _ = compare_steps(steps_of(alone.metrics), steps_of(run.metrics), steps, FP32)
-    assert wrong == []
-    assert weights_apart(alone, run, STEPS) <= FP32.weights
+def assert_equal(alone: ft.Run, run: ft.Run, first: int = 1) -> None:
+    """What was learned; losses and metrics of steps and evaluations."""
+    assert_learned(alone, run, first, STEPS)
     for kind in ("train", "eval"):
         for theirs, mine in zip(alone.read_metrics(kind), run.read_metrics(kind), strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=FP32.loss)
@@ -98,30 +61,21 @@ def assert_equal(alone: Run, run: Run, first: int = 1) -> None:
 
 
 @pytest.fixture(scope="module")
-def judged(work: Path) -> Run:
-    return train_alone(work, "kto")
+def judged(run_of: Train, tiny: Tiny, sources: dict[str, Any]) -> ft.Run:
+    return run_of(fields=fields_of("kto", tiny, sources))
 
 
-def test_kto_on_divided_documents_learns_what_one_process_learns(
-    work: Path, judged: Run, finetune: Finetune
-) -> None:
+def test_kto_on_divided_documents_learns_what_one_process_learns(run_of, tiny, sources, judged):
     """The reference, the KL of each step, and answers that end on either process."""
-    run = train(finetune, work, "kto", "cp")
+    run = run_of("cp", fields=fields_of("kto", tiny, sources))
     assert_equal(judged, run)
     assert_planned(run)
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_goes_on_with_divided_documents(
-    work: Path, judged: Run, finetune: Finetune
-) -> None:
-    run = Run(work / "resumed")
-    shutil.copytree(judged.root, run.root)
-    shutil.rmtree(run.checkpoint(STEPS))
-    shutil.rmtree(run.final)
-    words = ("--backend", "sp", "--precision", "fp32", "--output", run.root)
-    done = finetune("launch", work / "kto.json", *words, "--resume")
-    assert done.status == 0, done.output
+def test_a_run_of_one_process_goes_on_with_divided_documents(judged, tmp_path, finetune):
+    run = cut_off(judged, tmp_path / "run", 1)
+    launch(finetune, judged.recipe, "sp", run.root, "--resume")
     assert_equal(judged, run, STEPS)
 
 
@@ -136,14 +90,14 @@ def test_a_run_of_one_process_goes_on_with_divided_documents(
         ("dpo-packed", "cp", ("--rotation", "alltoall")),
     ],
 )
-def test_methods_learn_what_one_process_learns(
-    name: str, backend: str, words: tuple[str, ...], work: Path, finetune: Finetune
-) -> None:
-    assert_equal(train_alone(work, name), train(finetune, work, name, backend, *words))
+def test_methods_learn_what_one_process_learns(name, backend, words, train, run_of, tiny, sources):
+    fields = fields_of(name, tiny, sources)
+    run = run_of(backend, *words, processes=processes_of(backend), fields=fields)
+    assert_equal(train(fields=fields), run)
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 6])
-def test_parts_of_a_row_have_all_labels_and_ends_of_its_documents(ways: int) -> None:
+def test_parts_of_a_row_have_all_labels_and_ends_of_its_documents(ways):
     """Labels of a document are predicted from the token before, which another part may have."""
     ends = (0, 3, 8, 9, 12)  # the last document is padding
     labels = torch.tensor(
@@ -169,5 +123,5 @@ def test_parts_of_a_row_have_all_labels_and_ends_of_its_documents(ways: int) -> 
     owned = [(len(each.document_labels), len(each.columns["margin"])) for each in parts]
     assert owned == [(3, 3)] + [(0, 0)] * (ways - 1)
     assert sum(len(each.last_places) for each in parts) == 3
-    with pytest.raises(FinetuneError, match="no process has all tokens of one"):
+    with pytest.raises(ft.FinetuneError, match="no process has all tokens of one"):
         token_logps(torch.nn.Identity(), parts[0])

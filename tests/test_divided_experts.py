@@ -2,181 +2,89 @@
 
 import dataclasses
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import divided
 import pytest
-import torch
-from conftest import ROOT, Finetune, Tiny, write_recipe
-from safetensors.torch import load_file
-from test_division import (
-    LLAMA,
-    assert_equal,
-    assert_planned,
-    counted_step,
-    read,
-    refused,
-    train,
-)
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from conftest import Tiny, cut_off
 
+import finetune as ft
 from finetune import backend as backends
-from finetune.errors import FinetuneError
-from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.planner.estimate import traffic
-from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.mesh import Mesh
-from finetune.recipe import Data, LoRA, Model
-from finetune.runs.run import Run
-from finetune.verification.memory.launch import verify
-from finetune.verification.memory.mesh_comparison import Stages
 
-STEPS, MIDDLE = 4, 2
-EXPERTS = 4
-
-
-@pytest.fixture(scope="module")
-def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recipes of a mixture with q/k norms, whose experts are balanced.
-
-    Of each pair of experts, a token first chooses the one whose logit is positive.
-    """
-    folder = tmp_path_factory.mktemp("experts")
-    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    config = Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=96, moe_intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=len(tokenizer),
-        num_experts=EXPERTS, num_experts_per_tok=2, tie_word_embeddings=True,
-        max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(7)
-    model = Qwen3MoeForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-        else:
-            parameter.data.normal_(std=0.08)
-        if name.endswith("mlp.gate.weight"):
-            parameter.data[1::2] = -parameter.data[::2]
-    model.save_pretrained(folder / "moe")
-    tokenizer.save_pretrained(folder / "moe")
-    shared: dict[str, Any] = {
-        "model": {"name": str(folder / "moe"), "router_aux_loss": "0.1"},
-        "max_steps": STEPS,
-        "saving": {"every": MIDDLE},
-        "evaluation": {"every": MIDDLE},
-    }
-    write_recipe(folder / "full.json", tiny.fields(**shared))
-    write_recipe(folder / "packed.json", tiny.fields(**shared, batch={"packing": True}))
-    attention = {"r": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    write_recipe(folder / "lora.json", tiny.fields(**shared, adapter=attention))
-    more = attention | {"dropout": 0.2, "use_dora": True}
-    write_recipe(folder / "dropout.json", tiny.fields(**shared, adapter=more))
-    return folder
+ATTENTION = {"r": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "packed": {"batch": {"packing": True}},
+    "lora": {"adapter": ATTENTION},
+    "dropout": {"adapter": ATTENTION | {"dropout": 0.2, "use_dora": True}},
+}
 
 
 @pytest.fixture(scope="module")
-def alone(work: Path, finetune: Finetune) -> Run:
-    return train(finetune, work, "full", "single")
+def sections(tiny: Tiny, shared: Path) -> dict[str, Any]:
+    return divided.mixture(tiny, shared)
 
 
-@pytest.fixture(scope="module")
-def divided(work: Path) -> Run:
-    """Expert parallel by plain `accelerate launch`, which knows nothing of this project."""
-    run = Run(work / "full-ep_fsdp")
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-         str(ROOT / "accelerate_configs/ep_fsdp.yaml"), "--mixed_precision", "no",
-         "--main_process_port", "0", "-m", "finetune", "train", str(work / "full.json"),
-         "--output", str(run.root), "--no-plot"],
-        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run
-
-
-def test_divided_experts_learn_what_one_process_learns(alone: Run, divided: Run) -> None:
+def test_divided_experts_learn_what_one_process_learns(run_of, sections):
     """Uneven rows on each process, accumulation, and the load-balancing loss by document."""
-    assert_equal(alone, divided)
-    assert_planned(divided)
-    held = [rank["parameters"] for rank in read(divided.realised)["ranks"]]
-    whole = read(alone.realised)["ranks"][0]["parameters"]
-    assert sum(held) == whole
+    alone, several = run_of(**sections), run_of("ep_fsdp", **sections)
+    divided.assert_equal(alone, several)
+    divided.assert_planned(several)
+    held, (whole,) = divided.parameters_held(several), divided.parameters_held(alone)
+    assert sum(held) == divided.weights_written(several) == whole
     assert max(held) < 0.51 * whole
-    files = (divided.checkpoint(STEPS) / "state").glob("*.safetensors")
-    tensors = [item for path in files for item in load_file(path).items()]
-    assert sum(value.numel() for name, value in tensors if "|weight|" in name) == whole
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        logits = [
-            AutoModelForCausalLM.from_pretrained(each.final, dtype=torch.float32)(ids).logits
-            for each in (alone, divided)
-        ]
-    assert (logits[0] - logits[1]).abs().max() < 1e-4
+    divided.assert_same_logits(alone, several)
 
 
-def test_stages_balance_their_experts_together(work: Path, alone: Run, finetune: Finetune) -> None:
+def test_stages_balance_their_experts_together(run_of, sections):
     """Each stage has a layer; how often a document visits an expert counts in both of them."""
-    run = train(finetune, work, "full", "pp")
-    assert_equal(alone, run)
-    assert_planned(run)
+    run = run_of("pp", **sections)
+    divided.assert_equal(run_of(**sections), run)
+    divided.assert_planned(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "backend", "words"),
+    ("name", "backend", "changes"),
     [
-        ("full", "sp_fsdp", ()),
-        ("packed", "cp", ()),
-        ("lora", "sp", ()),
-        ("full", "pp_fsdp", ()),
-        ("full", "pp", ("batch.padding_free=false",)),
+        ("full", "sp_fsdp", {}),
+        ("packed", "cp", {}),
+        ("lora", "sp", {}),
+        ("full", "pp_fsdp", {}),
+        ("full", "pp", {"batch": {"padding_free": False}}),
+        # Adapters of attention beside divided experts.
+        ("lora", "ep_fsdp", {}),
+        # Each process drops elements of its own rows, as one process does.
+        ("dropout", "ep_fsdp", {}),
     ],
 )
-def test_complete_experts_learn_what_one_process_learns(
-    name: str, backend: str, words: tuple[str, ...], work: Path, finetune: Finetune
-) -> None:
-    """Processes count the visits of documents of which they have some tokens, or some layers."""
-    runs = [train(finetune, work, name, each, *words) for each in ("single", backend)]
-    assert_equal(*runs)
-    if name != "lora" and not words:  # otherwise rows are padded to the longest of a step
-        assert_planned(runs[1])
+def test_processes_with_all_or_some_experts_learn_what_one_process_learns(
+    name, backend, changes, run_of, sections
+):
+    """They count the visits of documents of which they have some tokens, or some layers."""
+    given = sections | KINDS[name] | changes
+    alone, run = run_of(**given), run_of(backend, processes=divided.processes_of(backend), **given)
+    divided.assert_equal(alone, run)
+    if name == "dropout":  # of so small a model, the plan of DoRA is a little high, also on one
+        divided.assert_planned(alone, within=0.08)
+        divided.assert_planned(run, within=0.08)
+    elif (name, backend) != ("lora", "sp") and not changes:  # these pad to the longest of a step
+        divided.assert_planned(run)
 
 
 @pytest.mark.slow
-def test_experts_and_tensor_parallel_go_on_from_shards(
-    work: Path, alone: Run, divided: Run, finetune: Finetune
-) -> None:
-    run = Run(work / "from-shards")
-    shutil.copytree(divided.root, run.root)
-    shutil.rmtree(run.checkpoint(STEPS))
-    shutil.rmtree(run.final)
-    words = ("--backend", "ep_tp", "--precision", "fp32", "--output", run.root, "--no-plot")
-    done = finetune("launch", work / "full.json", *words, "--resume")
+def test_experts_and_tensor_parallel_go_on_from_shards(run_of, sections, tmp_path, finetune):
+    alone, shards = run_of(**sections), run_of("ep_fsdp", **sections)
+    run = cut_off(shards, tmp_path / "run", divided.MIDDLE)
+    words = ("--precision", "fp32", "--output", run.root, "--no-plot", "--resume")
+    done = finetune("launch", alone.recipe, "--backend", "ep_tp", *words)
     assert done.status == 0, done.output
-    assert_equal(alone, run)
-    assert_planned(run)
-
-
-@pytest.mark.slow
-def test_adapters_of_attention_with_divided_experts(work: Path, finetune: Finetune) -> None:
-    runs = [train(finetune, work, "lora", backend) for backend in ("single", "ep_fsdp")]
-    assert_equal(*runs)
-    assert_planned(runs[1])
-
-
-@pytest.mark.slow
-def test_dropout_and_dora_beside_divided_experts(work: Path, finetune: Finetune) -> None:
-    """Each process drops elements of its own rows, as one process does of the same micro-batch."""
-    runs = [train(finetune, work, "dropout", backend) for backend in ("single", "ep_fsdp")]
-    assert_equal(*runs)
-    for run in runs:  # of so small a model, the plan of DoRA is a little high on one process too
-        assert_planned(run, within=0.08)
+    divided.assert_equal(alone, run)
+    divided.assert_planned(run)
 
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -188,11 +96,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "adapter", "experts"),
-    [("qwen3_moe", None, 4), ("mixtral", LoRA(r=4, targets=("q_proj", "v_proj")), 2)],
+    [("qwen3_moe", None, 4), ("mixtral", ft.LoRA(r=4, targets=("q_proj", "v_proj")), 2)],
 )
-def test_the_plan_of_divided_experts_is_that_of_a_trace(
-    kind: str, adapter: LoRA | None, experts: int, tmp_path: Path
-) -> None:
+def test_the_plan_of_divided_experts_is_that_of_a_trace(kind, adapter, experts, tmp_path):
     """Gathered and reduced alone, or by two processes with the same experts.
 
     Large enough for activations, weights and the buffers of FSDP2 to matter alike.
@@ -203,12 +109,12 @@ def test_the_plan_of_divided_experts_is_that_of_a_trace(
         "num_experts_per_tok": 2, "tie_word_embeddings": False, "max_position_embeddings": 512,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    recipe = SFT(Model(str(tmp_path)), adapter=adapter, data=(Data("none.jsonl", "messages"),))
+    recipe = ft.SFT(
+        ft.Model(str(tmp_path)), adapter=adapter, data=(ft.Data("none.jsonl", "messages"),)
+    )
     recipe = recipe.with_batch(rows=16, micro_rows=2, max_length=512)
-    machine, count = backends.divided(backends.load("ep_fsdp"), 4, {"experts": experts})
-    settled = plan(recipe, machine, count)
-    traced = verify(settled, workload_of(settled, model_source(recipe).shape))
-    assert isinstance(traced, Stages)
+    machine, _ = backends.divided(backends.load("ep_fsdp"), 4, {"experts": experts})
+    _, traced = divided.traced_plan(recipe, machine)
     (found,) = traced.each.values()
     for row in found.rows:
         assert row.predicted == pytest.approx(row.traced, rel=0.02), row.component
@@ -219,19 +125,15 @@ def test_the_plan_of_divided_experts_is_that_of_a_trace(
 
 
 @pytest.mark.slow
-def test_the_plan_and_a_trace_count_the_bytes_of_experts(work: Path, tmp_path: Path) -> None:
+def test_the_plan_and_a_trace_count_the_bytes_of_experts(sections, tmp_path):
     """Four processes, two of which hold the same experts.
 
     The router decides how many tokens a process receives, but all of them together receive what
     they sent: what the trace sends, as often as there are processes.
     """
-    text = (ROOT / "accelerate_configs/ep_fsdp.yaml").read_text()
-    text = text.replace("num_processes: 2", "num_processes: 4").replace(
-        "shard_size: 2", "shard_size: 4"
-    )
-    config = tmp_path / "experts.yaml"
-    config.write_text(text)
-    counts, workload, traced = counted_step(work / "moe", config, 16, tmp_path)
+    four = [(f"{name}: 2", f"{name}: 4") for name in ("num_processes", "shard_size")]
+    config = divided.write_config(tmp_path / "experts.yaml", "ep_fsdp", *four)
+    counts, workload, traced = divided.counted_step(sections["model"]["name"], config, 16, tmp_path)
     found = traced.each[0].traced.payload
     # Experts are divided over neighbors, and shared by those two apart.
     sent = sum(each["tensor"]["all-to-all"] for each in counts)
@@ -246,34 +148,29 @@ def test_the_plan_and_a_trace_count_the_bytes_of_experts(work: Path, tmp_path: P
             assert size == pytest.approx(traced_size, rel=0.05), (axis, kind)
 
 
-MIXTURE = LLAMA | {
+MIXTURE = divided.LLAMA | {
     "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8,
 }  # fmt: skip
+JAMBA = {"model_type": "jamba"}
 
 
 @pytest.mark.parametrize(
     ("backend", "fields", "sizes", "problem"),
     [
+        *((each, {}, {}, "") for each in ("pp", "pp_fsdp", "sp", "sp_fsdp", "cp")),
         ("ep_fsdp", {}, {"experts": 4}, "6 experts do not divide over 4 processes; use 2 or 3"),
         ("ep_tp", {}, {"experts": 3}, "multiple of the 2 tensor parallel processes that divides"),
         ("ep_fsdp", {"num_experts": 1}, {}, "qwen3_moe has no experts to divide"),
-        ("ep_fsdp", {"model_type": "jamba"}, {}, "dividing the experts of jamba is not supported"),
-        ("ep_tp", {"model_type": "jamba"}, {}, "tensor parallelism of jamba is not supported"),
+        ("ep_fsdp", JAMBA, {}, "dividing the experts of jamba is not supported"),
+        ("ep_tp", JAMBA, {}, "tensor parallelism of jamba is not supported"),
         ("tp", {}, {}, "experts of qwen3_moe are not divided by columns and rows (tensor 2); use"),
-        ("sp", {"model_type": "jamba"}, {}, "a mixture of experts of type jamba is not supported"),
-        ("pp", {"model_type": "jamba"}, {}, "pipeline parallelism of jamba is not supported"),
+        ("sp", JAMBA, {}, "a mixture of experts of type jamba is not supported"),
+        ("pp", JAMBA, {}, "pipeline parallelism of jamba is not supported"),
         ("cp", {"sliding_window": 64}, {}, "sliding_window=64, but the keys of all previous"),
     ],
 )
-def test_experts_that_do_not_divide_are_refused(
-    backend: str, fields: dict[str, Any], sizes: dict[str, int], problem: str
-) -> None:
-    assert any(problem in each for each in refused(backend, MIXTURE | fields, sizes))
-
-
-@pytest.mark.parametrize("backend", ["pp", "pp_fsdp", "sp", "sp_fsdp", "cp"])
-def test_complete_experts_are_planned(backend: str) -> None:
-    assert refused(backend, MIXTURE, {}) == []
+def test_experts_that_do_not_divide_are_refused(backend, fields, sizes, problem):
+    divided.assert_named(divided.refused(backend, MIXTURE | fields, sizes), problem)
 
 
 @pytest.mark.parametrize(
@@ -284,18 +181,13 @@ def test_complete_experts_are_planned(backend: str) -> None:
         ({"targets": ("q_proj",)}, ""),
     ],
 )
-def test_adapters_of_divided_experts_are_refused(adapter: dict[str, Any], problem: str) -> None:
-    model = Model(config=MIXTURE, tokenizer="x")
-    recipe = SFT(model).with_data(Data("rows.jsonl", "messages")).with_lora(**adapter)
-    found: list[str] = []
-    try:
-        plan(recipe.with_batch(rows=8, micro_rows=1), "ep_fsdp", 2)
-    except FinetuneError as error:
-        found = list(error.problems)
-    assert [each.startswith(problem) for each in found] == ([True] if problem else [])
+def test_adapters_of_divided_experts_are_refused(adapter, problem):
+    recipe = dataclasses.replace(divided.BASE, model=ft.Model(config=MIXTURE, tokenizer="x"))
+    recipe = recipe.with_lora(**adapter).with_batch(rows=8, micro_rows=1)
+    divided.assert_refused(divided.reasons(recipe, "ep_fsdp", 2), problem)
 
 
-def test_experts_are_divided_over_the_processes_of_a_copy() -> None:
+def test_experts_are_divided_over_the_processes_of_a_copy():
     machine, count = backends.divided(backends.load("ep_fsdp"), None, {"experts": 4})
     assert (machine.axes.experts, count) == (4, 4)
     mesh = Mesh(replicate=2, shard=4, tensor=2, experts=4)
@@ -304,29 +196,16 @@ def test_experts_are_divided_over_the_processes_of_a_copy() -> None:
     assert mesh.summary()["experts"] == 4
 
 
-def test_a_file_whose_experts_do_not_fit_its_processes_is_refused(tmp_path: Path) -> None:
-    text = (ROOT / "accelerate_configs/ep_fsdp.yaml").read_text()
-    path = tmp_path / "mine.yaml"
-    path.write_text(text.replace("ep_size: 2", "ep_size: 3"))
-    with pytest.raises(FinetuneError, match=r"divides the 2 processes of one copy .* got 3; use 2"):
+def test_a_file_whose_experts_do_not_fit_its_processes_is_refused(tmp_path):
+    path = divided.write_config(tmp_path / "mine.yaml", "ep_fsdp", ("ep_size: 2", "ep_size: 3"))
+    told = r"divides the 2 processes of one copy .* got 3; use 2"
+    with pytest.raises(ft.FinetuneError, match=told):
         backends.load(str(path))
 
 
-def test_shards_without_their_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts whose size was lost on the way would train as data parallel."""
-    given = {
-        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0",
-    }  # fmt: skip
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(FinetuneError, match="2 processes should share one copy of the model"):
-        backends.launched()
-
-
-def test_a_recipe_is_not_changed_by_the_processes_of_its_experts() -> None:
+def test_a_recipe_is_not_changed_by_the_processes_of_its_experts():
     machine = dataclasses.replace(backends.load("ep_fsdp"), precision="fp32")
-    recipe = SFT(Model(config=MIXTURE, tokenizer="x")).with_data(Data("rows.jsonl", "messages"))
+    recipe = dataclasses.replace(divided.BASE, model=ft.Model(config=MIXTURE, tokenizer="x"))
     recipe = recipe.with_batch(rows=8, micro_rows=1)
     assert plan(recipe, machine, 2).accumulation == plan(recipe, "ddp", 2).accumulation == 4
     assert plan(recipe, "ep_tp", 2).accumulation == 8

@@ -2,202 +2,106 @@
 
 import dataclasses
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import divided
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, Finetune, Tiny, warm_python, write_recipe
+from conftest import (
+    Finetune,
+    Tiny,
+    Train,
+    accelerate_launch,
+    copy_of,
+    cut_off,
+    launch,
+    problems_of,
+    read,
+)
 from safetensors.torch import load_file
 from torch.autograd.profiler_util import FunctionEvent
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.distributed import mixin
 
+import finetune as ft
 from finetune import backend as backends
-from finetune import catalog
 from finetune.backend import megatron
-from finetune.backend.axes import Axes, Schedule
+from finetune.backend.axes import Axes
 from finetune.data.collate import Boundaries, MicroBatch
 from finetune.distributed import layers
 from finetune.distributed.context import attention_of_part
 from finetune.distributed.filling import padded
 from finetune.distributed.pipeline import PASS
-from finetune.errors import FinetuneError
-from finetune.methods.classifier import Classifier
-from finetune.methods.kto import KTO
-from finetune.methods.reward import RewardModel
-from finetune.methods.sft import SFT
 from finetune.models.packed_attention import attend
-from finetune.planner import plan, schedules
+from finetune.planner import schedules
 from finetune.planner.estimate import memory, traffic
-from finetune.planner.estimate.predict import model_source, workload_of
-from finetune.planner.estimate.workload import Workload
 from finetune.planner.mesh import Mesh
-from finetune.recipe import Batch, Data, Model, Recipe
 from finetune.reports import mesh_drawings
-from finetune.reports.page import report
-from finetune.runs.run import Run
 from finetune.training import rank_profiles
 from finetune.verification.memory.comparison import extrapolate
-from finetune.verification.memory.launch import verify
-from finetune.verification.memory.mesh_comparison import Stages
-from finetune.verification.proofs.checks import compare_steps, weights_apart
-from finetune.verification.proofs.matrix import BF16, FP32
+from finetune.verification.proofs.checks import compare_steps
+from finetune.verification.proofs.matrix import BF16
 from finetune.verification.proofs.runs import steps_of
 
-STEPS, MIDDLE = 4, 2
+ADAPTER = {"r": 4, "targets": "all-linear"}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "packed": {"batch": {"packing": True}},
+    "lora": {"adapter": ADAPTER},
+    "dora": {"adapter": ADAPTER | {"use_dora": True}},
+}
 
 
 @pytest.fixture(scope="module")
-def work(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recipes of a tied Qwen3 of five layers, whose q/k norms have weights."""
-    folder = tmp_path_factory.mktemp("division")
-    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    config = Qwen3Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=len(tokenizer), tie_word_embeddings=True,
-        max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(7)
-    model = Qwen3ForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder / "qwen")
-    tokenizer.save_pretrained(folder / "qwen")
-    shared: dict[str, Any] = {
-        "model": {"name": str(folder / "qwen")},
-        "max_steps": STEPS,
-        "saving": {"every": MIDDLE},
-        "evaluation": {"every": MIDDLE},
-    }
-    write_recipe(folder / "full.json", tiny.fields(**shared))
-    write_recipe(folder / "packed.json", tiny.fields(**shared, batch={"packing": True}))
-    adapter = {"r": 4, "targets": "all-linear"}
-    write_recipe(folder / "lora.json", tiny.fields(**shared, adapter=adapter))
-    write_recipe(folder / "dora.json", tiny.fields(**shared, adapter=adapter | {"use_dora": True}))
-    return folder
+def sections(tiny: Tiny, shared: Path) -> dict[str, Any]:
+    return divided.qwen(tiny, shared)
 
 
-def train(
-    finetune: Finetune, work: Path, name: str, backend: str, *words: str, precision: str = "fp32"
-) -> Run:
-    """A run of a recipe, made once; `single` is this machine's one process."""
-    run = Run(work / f"{name}-{backend}{precision}{''.join(words)}")
-    if run.final.is_dir():
-        return run
-    verb = ("train",) if backend == "single" else ("launch",)
-    machine = () if backend == "single" else ("--backend", backend)
-    shared = ("--precision", precision, "--output", run.root, "--no-plot")
-    done = finetune(*verb, work / f"{name}.json", *words, *machine, *shared)
+@pytest.fixture(scope="module")
+def alone(run_of: Train, sections: dict[str, Any]) -> ft.Run:
+    return run_of(**sections)
+
+
+@pytest.fixture(scope="module")
+def tensor(alone: ft.Run, tmp_path_factory: pytest.TempPathFactory) -> ft.Run:
+    """Tensor parallel by plain `accelerate launch`, which knows nothing of this project."""
+    run = ft.Run(tmp_path_factory.mktemp("tensor") / "run")
+    words = ("-m", "finetune", "train", alone.recipe, "--output", run.root, "--no-plot")
+    done = accelerate_launch("tp", run.root.parent, *words)
     assert done.status == 0, done.output
     return run
 
 
-@pytest.fixture(scope="module")
-def alone(work: Path, finetune: Finetune) -> Run:
-    return train(finetune, work, "full", "single")
-
-
-@pytest.fixture(scope="module")
-def tensor(work: Path) -> Run:
-    """Tensor parallel by plain `accelerate launch`, which knows nothing of this project."""
-    run = Run(work / "full-tp")
-    config = str(ROOT / "accelerate_configs/tp.yaml")
-    done = subprocess.run(
-        [warm_python(), "-m", "accelerate.commands.launch", "--config_file", config,
-         "--mixed_precision", "no", "--main_process_port", "0", "-m", "finetune", "train",
-         str(work / "full.json"), "--output", str(run.root), "--no-plot"],
-        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run
-
-
-def assert_equal(reference: Run, run: Run, first: int = 1) -> None:
-    """Losses, norms, evaluations and weights within what a proof allows."""
-    steps = range(first, STEPS + 1)
-    wrong, _ = compare_steps(steps_of(reference.metrics), steps_of(run.metrics), steps, FP32)
-    assert wrong == []
-    assert weights_apart(reference, run, STEPS) <= FP32.weights
-    alone, here = ([r["loss"] for r in each.read_metrics("eval")] for each in (reference, run))
-    assert here[-1] == pytest.approx(alone[-1], rel=FP32.loss)
-
-
-def assert_planned(run: Run, within: float = 0.05) -> None:
-    """The peak of every stage's fullest process is about what the plan says of it.
-
-    Copies of the data have other rows, and the plan is of the fullest.
-    """
-    counted, settled = list(run.read_metrics("memory"))[-1], read(run.plan)
-    assert len(counted["planned"]) == len(counted["peaks"]) == settled["processes"]
-    mesh = settled["mesh"]
-    stages = mesh.get("pipeline", 1)
-    planned, peaks = (
-        np.reshape(counted[name], (stages, -1)).max(axis=1) for name in ("planned", "peaks")
-    )
-    assert planned == pytest.approx(peaks, rel=within)
-    largest = max(counted["peaks"]), max(counted["planned"])
-    assert (counted["peak"], counted["predicted"]) == largest
-
-
-def test_tensor_parallel_learns_what_one_process_learns(alone: Run, tensor: Run) -> None:
+def test_tensor_parallel_learns_what_one_process_learns(alone, tensor):
     """Accumulation 4 and q/k norms: transformers 5.23 alone has the norm wrong by 6e-3."""
-    assert_equal(alone, tensor)
-    assert_planned(tensor)
-    held = [rank["parameters"] for rank in read(tensor.realised)["ranks"]]
-    whole = read(alone.realised)["ranks"][0]["parameters"]
+    divided.assert_equal(alone, tensor)
+    divided.assert_planned(tensor)
+    held, (whole,) = divided.parameters_held(tensor), divided.parameters_held(alone)
     assert len(held) == 2
     assert max(held) < 0.52 * whole  # norms are on both
-    # Each element of the checkpoint is written once.
-    files = (tensor.checkpoint(STEPS) / "state").glob("*.safetensors")
-    tensors = [item for path in files for item in load_file(path).items()]
-    assert sum(value.numel() for name, value in tensors if "|weight|" in name) == whole
+    assert divided.weights_written(tensor) == whole
     assert "distributed_config" not in read(tensor.final / "config.json")
 
 
-def read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 @pytest.fixture(scope="module")
-def pipelined(work: Path, tensor: Run, finetune: Finetune) -> Run:
+def pipelined(tensor: ft.Run, finetune: Finetune) -> ft.Run:
     """A pipeline that goes on from the middle of tensor parallel."""
-    run = Run(work / "from-tensor")
-    shutil.copytree(tensor.root, run.root)
-    shutil.rmtree(run.checkpoint(STEPS))
-    shutil.rmtree(run.final)
-    words = ("--backend", "pp", "--precision", "fp32", "--output", run.root, "--no-plot")
-    done = finetune("launch", work / "full.json", *words, "--resume")
-    assert done.status == 0, done.output
+    run = cut_off(tensor, tensor.root.parent / "pipelined", divided.MIDDLE)
+    launch(finetune, tensor.recipe, "pp", run.root, "--resume")
     return run
 
 
-def test_a_pipeline_goes_on_from_tensor_parallel(alone: Run, pipelined: Run) -> None:
+def test_a_pipeline_goes_on_from_tensor_parallel(alone, pipelined):
     """Five layers in two stages, a tied table on both; its result is a plain model."""
-    assert_equal(alone, pipelined)
-    assert_planned(pipelined)
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        logits = [
-            AutoModelForCausalLM.from_pretrained(each.final, dtype=torch.float32)(ids).logits
-            for each in (alone, pipelined)
-        ]
-    assert (logits[0] - logits[1]).abs().max() < 1e-4
+    divided.assert_equal(alone, pipelined)
+    divided.assert_planned(pipelined)
+    divided.assert_same_logits(alone, pipelined)
 
 
-def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(
-    pipelined: Run, alone: Run
-) -> None:
-    page, settled = report(pipelined).read_text(), read(pipelined.plan)
+def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(pipelined, alone, tmp_path):
+    page, settled = ft.report(pipelined).read_text(), read(pipelined.plan)
     counted = list(pipelined.read_metrics("memory"))[-1]
     assert re.findall(r"<title>(rank [^<]*)<", page) == ["rank 0: pipeline 0", "rank 1: pipeline 1"]
     assert re.findall(r">layers ([^<]*)<", page) == ["0 to 2", "3 to 4"]
@@ -216,41 +120,17 @@ def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(
             found = re.findall(rf">{name} pass, micro-batch (\d), part {stage}<", page)
             assert found == [str(each) for each in range(settled["accumulation"])]
     assert f"1F1B: a stage waits {settled['bubble']:.1%} of a step" in page
-    assert "Who held what" not in report(alone).read_text()
+    assert "Who held what" not in ft.report(copy_of(alone, tmp_path / "alone")).read_text()
 
 
-@pytest.mark.slow
-def test_zero_goes_on_from_tensor_parallel_and_a_pipeline_from_zero(
-    work: Path, alone: Run, tensor: Run, finetune: Finetune
-) -> None:
-    """Blocks of rows and columns, ranges of flat buffers, and layers of their own."""
-    run = Run(work / "from-tensor-by-zero")
-    shutil.copytree(tensor.root, run.root)
-    for backend in ("zero2", "pp"):
-        shutil.rmtree(run.checkpoint(STEPS))
-        shutil.rmtree(run.final)
-        words = ("--backend", backend, "--precision", "fp32", "--output", run.root, "--no-plot")
-        done = finetune("launch", work / "full.json", "saving.every=1", *words, "--resume")
-        assert done.status == 0, done.output
-        assert_equal(alone, run)
-    assert [each["resumed_from"] for each in run.read_metrics("start")] == [None, 2, 3]
-
-
-def test_a_refusal_on_one_rank_is_said_once_with_its_place(
-    work: Path, tmp_path: Path, finetune: Finetune
-) -> None:
+def test_a_refusal_on_one_rank_is_said_once_with_its_place(alone, tmp_path):
     """The others would wait for a rank that has left."""
     script = tmp_path / "launch.py"
     script.write_text(ONE_RANK_REFUSES)
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
-         str(ROOT / "accelerate_configs/pp.yaml"), "--mixed_precision", "no",
-         "--main_process_port", "0", str(script), "train", str(work / "full.json"), "--output",
-         str(tmp_path / "run"), "--no-plot"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
+    words = ("train", alone.recipe, "--output", tmp_path / "run", "--no-plot")
+    sizes = backends.load("pp").axes.variables()
+    done = accelerate_launch("pp", tmp_path, script, *words, env=sizes)
+    assert done.status != 0
     assert "rank 1 (pipeline 1): model.name: the head is not what it was" in done.stderr
 
 
@@ -271,29 +151,34 @@ run()
 """
 
 
+INTERLEAVED = ("--schedule", "Interleaved1F1B", "--profile")
+ROTATED = ("--rotation", "alltoall")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "backend", "words"),
+    ("name", "backend", "changes", "words"),
     [
-        ("lora", "tp_fsdp", ()),
-        ("lora", "pp_tp", ("adapter.exclude_modules=[q_proj]",)),
-        ("packed", "sp_tp", ()),
-        ("packed", "cp", ()),
-        ("packed", "cp", ("--rotation", "alltoall", "--context", "4")),
-        ("lora", "cp", ("--rotation", "alltoall", "batch.packing=true")),
-        ("full", "pp", ("--schedule", "Interleaved1F1B", "--profile")),
-        ("full", "pp_tp_fsdp", ("batch.rows=16",)),
-        ("full", "sp_fsdp", ()),
+        ("lora", "tp_fsdp", {}, ()),
+        ("lora", "pp_tp", {"adapter": ADAPTER | {"exclude_modules": ["q_proj"]}}, ()),
+        ("packed", "sp_tp", {}, ()),
+        ("packed", "cp", {}, (*ROTATED, "--context", "4")),
+        ("lora", "cp", {"batch": {"packing": True}}, ROTATED),
+        ("full", "pp", {}, INTERLEAVED),
+        ("full", "pp_tp_fsdp", {"batch": {"rows": 16}}, ()),
+        # DoRA on complete layers: a stage has some, and FSDP2 gathers those of split rows.
+        ("dora", "pp", {}, ()),
+        ("dora", "sp", {}, ()),
     ],
 )
 def test_every_division_learns_what_one_process_learns(
-    name: str, backend: str, words: tuple[str, ...], work: Path, finetune: Finetune
-) -> None:
-    overrides = tuple(word for word in words if "=" in word)
-    alone = train(finetune, work, name, "single", *overrides)
-    run = train(finetune, work, name, backend, *words)
-    assert_equal(alone, run)
-    assert_planned(run)
+    name, backend, changes, words, run_of, sections
+):
+    given = sections | KINDS[name] | changes
+    count = 4 if "--context" in words else divided.processes_of(backend)
+    alone, run = run_of(**given), run_of(backend, *words, processes=count, **given)
+    divided.assert_equal(alone, run)
+    divided.assert_planned(run)
     if name == "lora":  # plain PEFT finds the layers of all stages
         named = tuple(read(run.final / "adapter_config.json")["target_modules"])
         for key in load_file(run.final / "adapter_model.safetensors"):
@@ -302,7 +187,7 @@ def test_every_division_learns_what_one_process_learns(
         assert_profiled(run)
 
 
-def assert_profiled(run: Run) -> None:
+def assert_profiled(run: ft.Run) -> None:
     """Each rank has a trace with the passes of its parts, and its times beside those of others."""
     count = read(run.plan)["accumulation"]
     for rank in range(2):
@@ -320,67 +205,21 @@ def assert_profiled(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["pp", "sp"])
-def test_dora_on_complete_layers_learns_what_one_process_learns(
-    backend: str, work: Path, finetune: Finetune
-) -> None:
-    """A stage has some of the layers, and FSDP2 gathers those of split rows."""
-    runs = [train(finetune, work, "dora", each) for each in ("single", backend)]
-    assert_equal(*runs)
-    assert_planned(runs[1])
-
-
-@pytest.mark.slow
-def test_a_sharded_pipeline_hands_on_what_it_computes_in_bf16(
-    work: Path, finetune: Finetune
-) -> None:
+def test_a_sharded_pipeline_hands_on_what_it_computes_in_bf16(run_of, sections):
     alone, run = (
-        train(finetune, work, "full", backend, precision="bf16")
+        run_of(backend, "--precision", "bf16", processes=divided.processes_of(backend), **sections)
         for backend in ("single", "pp_fsdp")
     )
     found = (steps_of(each.metrics) for each in (alone, run))
-    wrong, _ = compare_steps(*found, range(1, STEPS + 1), BF16)
+    wrong, _ = compare_steps(*found, range(1, divided.STEPS + 1), BF16)
     assert wrong == []
-    assert_planned(run)
-
-
-def counted_step(
-    model: Path, config: Path, rows: int, folder: Path
-) -> tuple[list[dict[str, Any]], Workload, Stages]:
-    """The bytes of each collective of a step on each of four processes, its plan and its trace."""
-    texts = [{"text": f"{number} and then " * 40} for number in range(16)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
-    fields = {
-        "method": "pretrain",
-        "model": {"name": str(model), "activation_checkpointing": True},
-        "data": [{"source": str(folder / "rows.jsonl"), "format": "text"}],
-        "batch": {"rows": rows, "micro_rows": 2, "max_length": 48, "overlong": "truncate"},
-        "data_checks": "report",
-        "max_steps": 2,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config),
-         "--mixed_precision", "no", "--main_process_port", "0",
-         str(ROOT / "tests/count_collectives.py"), str(folder), "train",
-         str(write_recipe(folder / "r.json", fields)), "--output", str(folder / "run"),
-         "--no-plot"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    recipe, machine = catalog.resolve(str(folder / "r.json")), backends.load(str(config))
-    settled = plan(recipe, dataclasses.replace(machine, precision="fp32"), 4)
-    workload = workload_of(settled, model_source(recipe).shape)
-    traced = verify(settled, workload)
-    assert isinstance(traced, Stages)
-    return [read(folder / f"counted-{rank}.json") for rank in range(4)], workload, traced
+    divided.assert_planned(run)
 
 
 @pytest.mark.slow
-def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path: Path) -> None:
+def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(sections, tmp_path):
     """Every collective of a step on four processes, by the ranks of its group."""
-    config = ROOT / "accelerate_configs/pp_tp.yaml"
-    counts, workload, traced = counted_step(work / "qwen", config, 8, tmp_path)
+    counts, workload, traced = divided.counted_step(sections["model"]["name"], "pp_tp", 8, tmp_path)
     for rank, counted in enumerate(counts):
         assert counted["tokens"] == 2 * 48
         found = dict(traced.each[rank // 2].traced.payload)
@@ -400,7 +239,7 @@ def test_the_plan_and_a_trace_count_the_bytes_of_each_axis(work: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("least", "counts"), [(100, False), (1_000, True)])
-def test_only_moments_that_may_be_the_peak_must_be_linear(least: int, counts: bool) -> None:
+def test_only_moments_that_may_be_the_peak_must_be_linear(least, counts):
     """A moment with 10 bytes more than its line predicts, far below the peak and near it."""
 
     def step(layers: int, more: int) -> dict[str, Any]:
@@ -422,12 +261,12 @@ def test_only_moments_that_may_be_the_peak_must_be_linear(least: int, counts: bo
 # What is refused.
 
 
-def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_that_divides_otherwise_is_named(monkeypatch):
     """5.17 has no such name; its loader would fail in the middle of a model."""
     monkeypatch.delattr(mixin, "initialize_distributed_mesh")
     meshes: Any = None
     with (
-        pytest.raises(FinetuneError, match=r"mixin has no initialize_distributed_mesh, which"),
+        pytest.raises(ft.FinetuneError, match=r"mixin has no initialize_distributed_mesh, which"),
         layers.dividing(meshes, torch.device("cpu"), Axes(tensor=2)),
     ):
         pass
@@ -447,65 +286,37 @@ def test_a_transformers_that_divides_otherwise_is_named(monkeypatch: pytest.Monk
         ("sp", {"use_dora": True}, ""),
     ],
 )
-def test_an_adapter_that_does_not_divide_is_refused(
-    backend: str, change: dict[str, Any], problem: str
-) -> None:
-    recipe = BASE.with_lora(**({"dropout": 0.0} | change)).with_batch(rows=16, micro_rows=1)
-    found: list[str] = []
-    try:
-        plan(recipe, backend)
-    except FinetuneError as error:
-        found = list(error.problems)
-    assert [problem in each for each in found] == ([True] if problem else [])
+def test_an_adapter_that_does_not_divide_is_refused(backend, change, problem):
+    recipe = divided.BASE.with_lora(**({"dropout": 0.0} | change)).with_batch(rows=16, micro_rows=1)
+    divided.assert_refused(divided.reasons(recipe, backend), problem)
 
 
 @pytest.mark.parametrize(
     ("method", "backend", "problem"),
     [
-        (Classifier(labels=("a", "b")), "pp", "needs a score head"),
-        (RewardModel(), "pp_tp", "needs a score head"),
-        (RewardModel(), "tp", ""),
-        (KTO(), "pp", ""),
-        (KTO(), "cp", ""),
-        (RewardModel(), "sp_tp", ""),
+        (ft.Classifier(labels=("a", "b")), "pp", "needs a score head"),
+        (ft.RewardModel(), "pp_tp", "needs a score head"),
+        (ft.RewardModel(), "tp", ""),
+        (ft.KTO(), "pp", ""),
+        (ft.KTO(), "cp", ""),
+        (ft.RewardModel(), "sp_tp", ""),
     ],
 )
-def test_a_method_that_does_not_divide_is_refused(
-    method: Recipe, backend: str, problem: str
-) -> None:
+def test_a_method_that_does_not_divide_is_refused(method, backend, problem):
+    batch = ft.Batch(rows=16, micro_rows=1)
     recipe = dataclasses.replace(
-        method, model=Model("models/small"), batch=Batch(rows=16, micro_rows=1)
+        method, model=divided.BASE.model, data=divided.BASE.data, batch=batch
     )
-    found: list[str] = []
-    try:
-        plan(recipe.with_data(Data("rows.jsonl", "messages")), backend)
-    except FinetuneError as error:
-        found = [each for each in error.problems if each.startswith("method: ")]
-    assert [problem in each for each in found] == ([True] if problem else [])
-
-
-BASE = SFT(Model("models/small")).with_data(Data("rows.jsonl", "messages"))
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "hidden_size": 48, "vocab_size": 64,
-}  # fmt: skip
-
-
-def refused(backend: str, fields: dict[str, Any], sizes: dict[str, Any], **batch: int) -> list[str]:
-    """Reasons against a model from a config on a backend with sizes of its axes."""
-    recipe = dataclasses.replace(BASE, model=Model(config=LLAMA | fields, tokenizer="x"))
-    recipe = recipe.with_batch(**({"rows": 64, "micro_rows": 1} | batch))
-    machine, count = backends.divided(backends.load(backend), None, sizes)
-    try:
-        plan(recipe, machine, count)
-    except FinetuneError as error:
-        return list(error.problems)
-    return []
+    found = [each for each in divided.reasons(recipe, backend) if each.startswith("method: ")]
+    divided.assert_refused(found, problem)
 
 
 @pytest.mark.parametrize(
     ("backend", "fields", "sizes", "problem"),
     [
+        ("tp", {}, {}, ""),
+        ("pp", {}, {"pipeline": 6}, ""),
+        ("pp_tp_fsdp", {}, {"pipeline": 3}, ""),
         ("tp", {}, {"tensor": 4}, "6 attention heads do not divide over 4 processes; use 2 or 3"),
         ("tp", {}, {"tensor": 3}, "2 key heads do not divide over 3 processes; use 2"),
         ("tp", {"model_type": "phi3"}, {}, "tensor parallelism of phi3 is not supported"),
@@ -520,76 +331,43 @@ def refused(backend: str, fields: dict[str, Any], sizes: dict[str, Any], **batch
         ("sp", {}, {"sequence": 4}, "6 attention heads do not divide over 4 processes; use 2 or 3"),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused(
-    backend: str, fields: dict[str, Any], sizes: dict[str, int], problem: str
-) -> None:
-    assert any(problem in each for each in refused(backend, fields, sizes))
-
-
-def test_what_does_divide_is_planned() -> None:
-    assert refused("tp", {}, {}) == refused("pp", {}, {"pipeline": 6}) == []
-    assert refused("pp_tp_fsdp", {}, {"pipeline": 3}) == []
-
-
-def test_fewer_micro_batches_than_stages_are_refused() -> None:
-    (problem,) = refused("pp", {}, {"pipeline": 4}, rows=2)
-    assert problem.endswith("leaves stages without work; use batch.rows=4")
+def test_a_model_that_does_not_divide_is_refused(backend, fields, sizes, problem):
+    divided.assert_named(divided.refused(backend, fields, sizes), problem)
 
 
 @pytest.mark.parametrize(
     ("backend", "processes", "problem"),
     [
-        ("tp", 3, "3 are not a multiple of tensor 2 (2 processes)"),
         ("tp", 4, "tp with tensor 2 runs 2, got 4; use tp_fsdp"),
         ("tp_fsdp", 2, "leaves 1 of 2 processes to shard over; use tp"),
     ],
 )
-def test_sizes_multiply_to_the_processes(backend: str, processes: int, problem: str) -> None:
-    with pytest.raises(FinetuneError) as refusal:
-        plan(BASE.with_batch(rows=16, micro_rows=1), backend, processes)
-    assert problem in "; ".join(refusal.value.problems)
-
-
-def test_an_axis_that_a_backend_lacks_is_refused() -> None:
-    with pytest.raises(FinetuneError, match="--tensor 2: pp has no such axis; the backends with"):
-        backends.divided(backends.load("pp"), None, {"tensor": 2})
-    with pytest.raises(FinetuneError, match="--tensor 1: expected at least 2"):
-        backends.divided(backends.load("tp"), None, {"tensor": 1})
-    with pytest.raises(
-        FinetuneError, match=r"--rotation alltoall: sp has no such axis; .* are cp$"
-    ):
-        backends.divided(backends.load("sp"), None, {"rotation": "alltoall"})
-    machine, count = backends.divided(backends.load("tp_fsdp"), None, {"tensor": 4})
-    assert (machine.axes.tensor, count) == (4, 8)
+def test_sizes_multiply_to_the_processes(backend, processes, problem):
+    found = divided.reasons(divided.BASE.with_batch(rows=16, micro_rows=1), backend, processes)
+    assert problem in "; ".join(found)
 
 
 @pytest.mark.parametrize(
-    ("lines", "problem"),
+    ("backend", "sizes", "problem"),
     [
-        ("  parallelism_config_tp_size: 4", "4 processes, but num_processes is 2"),
-        ("  tp_size: 2", "parallelism_config.tp_size: unknown key"),
-        ("  parallelism_config_pp_schedule: 1f1b\n  parallelism_config_pp_size: 2", "got '1f1b'"),
-        ("  parallelism_config_pp_size: two", "got 'two', expected a whole number"),
+        ("pp", {"tensor": 2}, "--tensor 2: pp has no such axis; the backends with"),
+        ("tp", {"tensor": 1}, "--tensor 1: expected at least 2"),
+        ("sp", {"rotation": "alltoall"}, r"--rotation alltoall: sp has no such axis; .* are cp$"),
     ],
 )
-def test_a_file_with_a_wrong_axis_is_refused(lines: str, problem: str, tmp_path: Path) -> None:
-    """Accelerate takes each of these, and trains data parallel without a word."""
-    text = (ROOT / "accelerate_configs/tp.yaml").read_text().splitlines()[:-1]
-    path = tmp_path / "mine.yaml"
-    path.write_text("\n".join([*text, lines]) + "\n")
-    with pytest.raises(FinetuneError) as refusal:
-        backends.load(str(path))
-    assert problem in "; ".join(refusal.value.problems)
+def test_an_axis_that_a_backend_lacks_is_refused(backend, sizes, problem):
+    with pytest.raises(ft.FinetuneError, match=problem):
+        backends.divided(backends.load(backend), None, sizes)
 
 
-def test_megatron_lm_is_refused_by_name_and_at_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_lm_is_refused_by_name_and_at_launch(monkeypatch):
     """Accelerate's launcher sets this variable, and its flags would otherwise train as DDP."""
-    with pytest.raises(FinetuneError, match="backend megatron: Megatron-LM has no backend here"):
+    with pytest.raises(ft.FinetuneError, match="backend megatron: Megatron-LM has no backend here"):
         backends.load("megatron")
-    for name in ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.setenv(name, {"ACCELERATE_MIXED_PRECISION": "no"}.get(name, "true"))
-    with pytest.raises(FinetuneError, match="--use_megatron_lm: Megatron-LM has no backend here"):
-        backends.launched()
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    (told,) = problems_of(backends.launched)
+    assert "--use_megatron_lm: Megatron-LM has no backend here" in told
 
 
 @pytest.mark.parametrize(
@@ -610,30 +388,24 @@ def test_megatron_lm_is_refused_by_name_and_at_launch(monkeypatch: pytest.Monkey
          ["num_micro_batches: 2 for 4 stages leaves stages without work", megatron.INSTEAD]),
     ],
 )  # fmt: skip
-def test_a_file_for_megatron_lm_is_checked_and_translated(
-    processes: int, section: dict[str, Any], problems: list[str], tmp_path: Path
-) -> None:
+def test_a_file_for_megatron_lm_is_checked_and_translated(processes, section, problems, tmp_path):
     """Accelerate ignores a misspelt key, and trains with one process for each layer."""
     lines = [f"  {key}: {json.dumps(value)}" for key, value in section.items()]
     head = ["distributed_type: MEGATRON_LM", f"num_processes: {processes}", "megatron_lm_config:"]
     path = tmp_path / "mine.yaml"
     path.write_text("\n".join([*head, *lines]) + "\n")
-    with pytest.raises(FinetuneError) as refusal:
-        backends.load(str(path))
-    found = refusal.value.problems
-    assert [problem in each for problem, each in zip(problems, found, strict=True)] == [
-        True for _ in problems
-    ]
+    found = problems_of(backends.load, str(path))
+    assert all(problem in each for problem, each in zip(problems, found, strict=True))
     assert megatron.REASON in found[-1]
 
 
-def test_the_known_keys_of_megatron_lm_are_those_that_accelerate_reads() -> None:
+def test_the_known_keys_of_megatron_lm_are_those_that_accelerate_reads():
     words = {option.lstrip("-") for option in launch_command_parser()._option_string_actions}
     assert {word for word in words if word.startswith(megatron.PREFIX)} == megatron.KEYS
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 6])
-def test_a_part_of_a_row_sees_what_it_sees_in_the_whole(ways: int) -> None:
+def test_a_part_of_a_row_sees_what_it_sees_in_the_whole(ways):
     """Documents that lie within a part, and ones that began on another process."""
     made = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, heads, 12, 8, generator=made) for heads in (4, 2, 2))
@@ -650,32 +422,22 @@ def test_a_part_of_a_row_sees_what_it_sees_in_the_whole(ways: int) -> None:
     assert torch.allclose(torch.cat(found, dim=2).transpose(1, 2), whole, atol=1e-6)
 
 
-def test_an_axis_that_a_worker_did_not_get_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stages whose size was lost on the way would train as data parallel."""
-    given = {
-        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "WORLD_SIZE": "2", "RANK": "0",
-    }  # fmt: skip
-    for name in [name for name in os.environ if name.startswith("PARALLELISM_CONFIG")]:
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(FinetuneError, match="1 copies x 1 processes, but 2 were started"):
-        backends.launched()
-
-
 # Who holds what.
 
 
-def test_ranks_lie_along_the_axes() -> None:
+def test_ranks_lie_along_the_axes():
+    machine, count = backends.divided(backends.load("tp_fsdp"), None, {"tensor": 4})
+    assert (machine.axes.tensor, count) == (4, 8)
     mesh = Mesh(pipeline=2, replicate=1, shard=2, tensor=2)
     assert mesh.processes == 8
     assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     place = {"pipeline": 1, "replicate": 0, "shard": 1, "sequence": 0, "tensor": 0}
     assert mesh.place(6) == place
+    assert mesh.where(5) == "pipeline 1, shard 0, tensor 1"
+    assert Mesh().where(0) == ""
 
 
-def test_stages_have_all_layers_once() -> None:
+def test_stages_have_all_layers_once():
     two = Axes(pipeline=2)
     assert schedules.spans(5, two) == [range(0, 3), range(3, 5)]
     assert [schedules.parts_of(stage, two) for stage in range(2)] == [[0], [1]]
@@ -685,7 +447,7 @@ def test_stages_have_all_layers_once() -> None:
     assert [schedules.parts_of(stage, v) for stage in range(2)] == [[0, 3], [1, 2]]
 
 
-def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels() -> None:
+def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels():
     def documents(*lengths: int) -> MicroBatch:
         ids = torch.arange(sum(lengths))[None]
         ends = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -706,7 +468,7 @@ def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels() -> Non
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
-def test_ranks_that_keep_to_the_schedule_wait_as_the_formula_says(schedule: Schedule) -> None:
+def test_ranks_that_keep_to_the_schedule_wait_as_the_formula_says(schedule):
     """The passes of a profile as the plan times them: a stage of two parts has shorter ones."""
     axes, mesh = Axes(pipeline=2, schedule=schedule), Mesh(pipeline=2, tensor=2)
     found: list[rank_profiles.Shares] = []
@@ -731,11 +493,3 @@ def test_ranks_that_keep_to_the_schedule_wait_as_the_formula_says(schedule: Sche
 
 def event(name: str, start: float, end: float) -> FunctionEvent:
     return FunctionEvent(0, name, 0, start, end)
-
-
-@pytest.mark.parametrize(("count", "expected"), [(4, 1 / 5), (8, 1 / 9)])
-def test_a_plan_tells_how_long_a_stage_waits(count: int, expected: float) -> None:
-    """(P - 1) / (P - 1 + M), arXiv:2104.04473."""
-    found = plan(BASE.with_batch(rows=count, micro_rows=1), "pp", 2)
-    assert found.bubble == pytest.approx(expected)
-    assert f"a stage is idle for {expected:.1%} of a step with {count}" in found.explain()

@@ -3,19 +3,19 @@
 import copy
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Finetune, write_recipe
+from architectures import FIELDS
 from documents import documents_of
 from families import SIZES, build, distance, gradients
 from test_plan import ROWS, refused
 from tiny_run import VOCABULARY, byte_tokenizer, save_base
 from transformers import AutoConfig
 
+import finetune as ft
 from finetune.data.collate import MicroBatch, collate
 from finetune.data.store import Rows, single_rows
 from finetune.distributed.filling import padded
@@ -24,33 +24,20 @@ from finetune.kernels.balance import Balance, balance_of, parts
 from finetune.kernels.balance import documents_of as documents_of_tokens
 from finetune.kernels.head import give_loss
 from finetune.methods.losses import token_loss, token_loss_sum
-from finetune.methods.sft import SFT
 from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS
 from finetune.planner.experts import coefficient
-from finetune.recipe import Model
 
 FACTOR = 0.1
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": FACTOR}
-PLAIN = {"num_experts": 4, "num_experts_per_tok": 2}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOE: dict[str, dict[str, Any]] = {
-    "mixtral": LOCAL,
-    "qwen3_moe": PLAIN | {"moe_intermediate_size": 24, "head_dim": 16},
-    "qwen2_moe": PLAIN
-    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
-    "olmoe": PLAIN,
-    "gpt_oss": LOCAL | {"head_dim": 16, "sliding_window": 16},
-    "granitemoe": LOCAL,
-    "phimoe": LOCAL,
-    "ernie4_5_moe": PLAIN | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
-    "qwen3_next": PLAIN
-    | {
-        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    },
+    kind: FIELDS[kind] | {"head_dim": 16}
+    for kind in (
+        "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe",
+        "qwen3_next",
+    )
 }  # fmt: skip
+MOE["ernie4_5_moe"] = FIELDS["ernie4_5_moe"] | {"moe_layer_start_index": 0}
 
 
 def balanced(kind: str, attention: str | None = None) -> Any:
@@ -58,7 +45,7 @@ def balanced(kind: str, attention: str | None = None) -> Any:
     if attention is not None:
         model.set_attn_implementation(attention)
     chunked = kind in ("mixtral", "qwen3_moe")  # and the others from all logits
-    give_loss(model, chunked=chunked, balance=balance_of(model, Model()))
+    give_loss(model, chunked=chunked, balance=balance_of(model, ft.Model()))
     return model
 
 
@@ -87,7 +74,7 @@ def step(model: Any, batches: list[MicroBatch]) -> tuple[float, float, dict[str,
 
 
 @pytest.mark.parametrize("kind", MOE)
-def test_one_row_has_the_loss_and_the_gradient_of_transformers(kind: str) -> None:
+def test_one_row_has_the_loss_and_the_gradient_of_transformers(kind):
     model = balanced(kind)
     (batch,) = [collate(rows_of([19]), np.array([0]), 0, "cpu")]
     plain = build(kind, **(MOE[kind] | ASKED)).train()
@@ -101,7 +88,7 @@ def test_one_row_has_the_loss_and_the_gradient_of_transformers(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-def test_a_step_does_not_depend_on_how_its_rows_are_split(kind: str) -> None:
+def test_a_step_does_not_depend_on_how_its_rows_are_split(kind):
     """Any accumulation, padded or side by side, and beside ranks that have no rows."""
     rows = rows_of([19, 7, 12, 3, 16, 5, 9, 11])
     numbers = np.arange(8)
@@ -125,7 +112,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_split(kind: str) -> None:
         assert distance(found, wanted) < 2e-5, name
 
 
-def test_padding_of_a_long_pack_is_not_counted() -> None:
+def test_padding_of_a_long_pack_is_not_counted():
     """On a CPU a pack of 1,024 tokens or more is filled up, with a document of padding."""
     rows = rows_of([1000, 30])
     packed = dataclasses.replace(rows, bounds=np.array([0, 2]), packed=True)
@@ -137,7 +124,7 @@ def test_padding_of_a_long_pack_is_not_counted() -> None:
     assert (number, found.bincount().tolist()) == (3, [1000, 30, 0, 58])
 
 
-def test_evaluation_leaves_the_balance_out() -> None:
+def test_evaluation_leaves_the_balance_out():
     model = balanced("mixtral").eval()
     batch = collate(rows_of([19, 7]), np.arange(2), 0, "cpu")
     labels = batch.labels
@@ -149,7 +136,7 @@ def test_evaluation_leaves_the_balance_out() -> None:
         assert token_loss_sum(model, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
-def test_a_router_that_chooses_evenly_has_the_least_loss() -> None:
+def test_a_router_that_chooses_evenly_has_the_least_loss():
     """Two layers of two experts, one chosen: even choices give N * 2 * (1/2 * 1/2) = 1."""
     even = torch.tensor([[9.0, -9.0], [-9.0, 9.0]])
     single = torch.tensor([[9.0, -9.0], [9.0, -9.0]])
@@ -159,7 +146,7 @@ def test_a_router_that_chooses_evenly_has_the_least_loss() -> None:
     assert balance.sum((single, single), tokens, 1).item() == pytest.approx(0.5 * 2 * 2, rel=1e-6)
 
 
-def test_layers_of_several_stages_have_the_loss_of_all_layers() -> None:
+def test_layers_of_several_stages_have_the_loss_of_all_layers():
     """Documents of 3 and 2 tokens and a token of padding, next to a micro-batch of 4 documents."""
     made = torch.Generator().manual_seed(2)
     layers = [torch.randn(6, 4, generator=made).requires_grad_() for _ in range(3)]
@@ -173,7 +160,7 @@ def test_layers_of_several_stages_have_the_loss_of_all_layers() -> None:
         assert torch.equal(grad, expected)
 
 
-def test_stages_on_one_process_pass_on_what_their_routers_chose() -> None:
+def test_stages_on_one_process_pass_on_what_their_routers_chose():
     """Two parts of one model, whose rows are padded to one shape."""
     model = balanced("qwen3_moe")
     complete = copy.deepcopy(model)
@@ -192,7 +179,7 @@ def test_stages_on_one_process_pass_on_what_their_routers_chose() -> None:
     assert distance(gradients(model), gradients(complete)) < 1e-5
 
 
-def test_rows_padded_to_one_shape_are_documents_without_their_padding() -> None:
+def test_rows_padded_to_one_shape_are_documents_without_their_padding():
     ids = torch.arange(6).reshape(2, 3)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     short = MicroBatch(ids, ids, mask, 2, 4, 4)
@@ -204,13 +191,11 @@ def test_rows_padded_to_one_shape_are_documents_without_their_padding() -> None:
         assert (found.tolist(), number) == (wanted, 2)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_recomputed_blocks_give_the_same_gradient(checkpointed: bool) -> None:
+def test_recomputed_blocks_give_the_same_gradient():
     model = balanced("qwen3_moe")
     batch = collate(rows_of([19, 7]), np.arange(2), 0, "cpu")
     _, _, wanted = step(model, [batch])
-    if checkpointed:
-        recompute(model, True)
+    recompute(model, True)
     _, _, found = step(model, [batch])
     assert distance(found, wanted) < 1e-6
 
@@ -229,11 +214,9 @@ def test_recomputed_blocks_give_the_same_gradient(checkpointed: bool) -> None:
         (0.0, {"output_router_logits": True}, None),
     ],
 )
-def test_the_factor_is_that_of_the_recipe_or_of_the_config(
-    asked: Any, fields: dict[str, Any], factor: float | None
-) -> None:
+def test_the_factor_is_that_of_the_recipe_or_of_the_config(asked, fields, factor):
     config = {"model_type": "mixtral", "num_local_experts": 4} | fields
-    assert coefficient(Model(router_aux_loss=asked), config) == (factor, "")
+    assert coefficient(ft.Model(router_aux_loss=asked), config) == (factor, "")
 
 
 @pytest.mark.parametrize(
@@ -248,49 +231,38 @@ def test_the_factor_is_that_of_the_recipe_or_of_the_config(
         ),
     ],
 )
-def test_a_loss_that_is_not_known_is_refused_by_the_plan(
-    asked: Any, config: dict[str, Any], source: str
-) -> None:
-    model = Model(config=config, tokenizer="t", router_aux_loss=asked)
-    assert refused(SFT(model).with_data(ROWS), "single") == [
+def test_a_loss_that_is_not_known_is_refused_by_the_plan(asked, config, source):
+    model = ft.Model(config=config, tokenizer="t", router_aux_loss=asked)
+    assert refused(ft.SFT(model).with_data(ROWS), "single") == [
         f"model.router_aux_loss: {source}, but no load-balancing loss is implemented for "
         f"{config['model_type']}; set model.router_aux_loss=none to train without one"
     ]
 
 
 @pytest.mark.parametrize("kind", sorted({"olmoe", "flex_olmo", "mixtral", "qwen3_moe", "jamba"}))
-def test_default_factors_are_those_of_transformers(kind: str) -> None:
+def test_default_factors_are_those_of_transformers(kind):
     config = AutoConfig.for_model(kind, output_router_logits=True)
     stated = config.router_aux_loss_coef
     fields = config.to_dict() | {"router_aux_loss_coef": None}
-    assert coefficient(Model(), fields) == (stated, "")
+    assert coefficient(ft.Model(), fields) == (stated, "")
 
 
-def test_a_run_records_and_reports_the_balance(finetune: Finetune, tmp_path: Path) -> None:
+def test_a_run_records_and_reports_the_balance(train, tmp_path, capsys):
     """The first step of all weights has the loss of transformers on each row, by its tokens."""
     fields = SIZES | MOE["qwen3_moe"] | ASKED | {"vocab_size": VOCABULARY, "eos_token_id": 256}
     model = build("qwen3_moe", **fields)
-    save_base(model, tmp_path / "base")
+    base, rows = save_base(model, tmp_path / "base"), tmp_path / "rows.jsonl"
     samples = [("the cat", " sat on it"), ("a dog ran to the old tree", " and back")] * 2
-    rows = [json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in samples]
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    rows.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in samples))
     recipe = {
-        "method": "sft", "model": {"name": str(tmp_path / "base")}, "max_steps": 1,
-        "data": [{"source": str(tmp_path / "rows.jsonl"), "format": "prompt_completion"}],
+        "method": "sft", "model": {"name": str(base)}, "max_steps": 1, "train_on": "all",
+        "data": [{"source": str(rows), "format": "prompt_completion"}],
         "batch": {"rows": 4, "micro_rows": 2, "max_length": 64, "padding_free": False},
-        "train_on": "all",
     }  # fmt: skip
-    write_recipe(tmp_path / "r.json", recipe)
-    run = tmp_path / "run"
-    done = finetune("train", tmp_path / "r.json", "--precision", "fp32", "--output", run)
-    assert done.status == 0, done.stderr
+    run = train(fields=recipe)
     told = "model.router_aux_loss: 0.1 x the load-balancing loss of the experts, by document, is"
-    assert told in " ".join(done.output.split())
-    (line,) = [
-        record
-        for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        if record["kind"] == "train"
-    ]
+    assert told in " ".join(capsys.readouterr().out.split())
+    (line,) = run.read_metrics("train")
     tokenizer = byte_tokenizer()
     cross = balance = terms = tokens = 0.0
     for prompt, completion in samples:

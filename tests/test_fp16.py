@@ -1,25 +1,18 @@
 """fp16 with a scaled loss: near fp32, alike on every engine, and an overflow leaves no row out."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, write_recipe
-from test_backends import largest, losses
-from test_training import own_cache
+from conftest import apart, losses
 
-import finetune as ft
 from finetune import catalog
 from finetune.checkpoints import checkpoint
 from finetune.distributed import loss_scale
 from finetune.distributed.loss_scale import FIRST, LossScale
 from finetune.errors import FinetuneError
 from finetune.planner import plan
-from finetune.runs.run import Run
-
-pytestmark = pytest.mark.usefixtures(own_cache.__name__)
 
 FP16 = 5e-3
 """Losses of about 6 over six steps: fp16 keeps 11 bits, 0.05 %, of each activation."""
@@ -28,38 +21,27 @@ ORDER = 2e-3
 LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
 
 
-def train(tiny: Tiny, place: Path, precision: Any, **sections: Any) -> Run:
-    recipe = catalog.from_fields(tiny.fields(**sections))
-    return ft.train(recipe, precision=precision, output=place)
-
-
 @pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_losses_in_fp16_are_near_those_of_fp32(
-    tiny: Tiny, tmp_path: Path, kind: dict[str, Any]
-) -> None:
-    narrow = train(tiny, tmp_path / "fp16", "fp16", **kind)
-    assert losses(narrow) != losses(wide := train(tiny, tmp_path / "fp32", "fp32", **kind))
-    assert largest(losses(narrow), losses(wide)) < FP16
+def test_losses_in_fp16_are_near_those_of_fp32(run_of, train, kind):
+    narrow, wide = train(precision="fp16", **kind), run_of(**kind)
+    assert losses(narrow) != losses(wide)
+    assert apart(narrow, wide) < FP16
 
 
-def test_the_recorded_norm_is_that_of_the_gradient_without_the_scale(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_the_recorded_norm_is_that_of_the_gradient_without_the_scale(train):
     """Adam and clipping hide a scale that stays; the record of the norm does not."""
-    runs = [train(tiny, tmp_path / each, each, max_steps=2) for each in ("fp16", "fp32")]
+    runs = [train(each, precision=each, max_steps=2) for each in ("fp16", "fp32")]
     narrow, wide = ([step["grad_norm"] for step in run.read_metrics("train")] for run in runs)
     assert narrow == pytest.approx(wide, rel=FP16)
 
 
-def test_an_overflow_takes_the_same_step_again(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overflow_takes_the_same_step_again(train, monkeypatch):
     """A scale that overflows at first ends with the bits of one that never does.
 
     Scales are powers of two, and these gradients are far from fp16's smallest number.
     """
-    sections: dict[str, Any] = {"max_steps": 3, "saving": {"every": 1, "keep": 2}}
-    straight = train(tiny, tmp_path / "straight", "fp16", **sections)
+    given: dict[str, Any] = {"max_steps": 3, "saving": {"every": 1, "keep": 2}, "precision": "fp16"}
+    straight = train("straight", **given)
     monkeypatch.setattr(loss_scale, "FIRST", 2.0**40)
     lowered = list[float]()
     lower = LossScale.lower
@@ -69,7 +51,7 @@ def test_an_overflow_takes_the_same_step_again(
         return lower(scale)
 
     monkeypatch.setattr(LossScale, "lower", counted)
-    overflowed = train(tiny, tmp_path / "overflowed", "fp16", **sections)
+    overflowed = train("overflowed", **given)
     assert lowered[0] == 2.0**40
     assert losses(overflowed) == losses(straight)
     assert not list(overflowed.read_metrics("skipped"))
@@ -79,13 +61,12 @@ def test_an_overflow_takes_the_same_step_again(
     assert kept == {"value": 2.0**40 / loss_scale.FALL**count, "clean": 2}
     shutil.rmtree(overflowed.checkpoint(3))
     shutil.rmtree(overflowed.final)
-    recipe = catalog.from_fields(tiny.fields(**sections))
-    resumed = ft.train(recipe, precision="fp16", output=overflowed.root, resume=True)
+    resumed = train("overflowed", resume=True, **given)
     assert len(lowered) == count
     assert losses(resumed) == losses(straight)
 
 
-def test_the_scale_falls_at_once_and_rises_in_time() -> None:
+def test_the_scale_falls_at_once_and_rises_in_time():
     scale = LossScale(used=True)
     assert scale.lower()
     assert scale.value == FIRST / 4
@@ -98,14 +79,14 @@ def test_the_scale_falls_at_once_and_rises_in_time() -> None:
     assert not LossScale(used=False).lower()
 
 
-def test_deepspeed_is_refused(tiny: Tiny) -> None:
+def test_deepspeed_is_refused(tiny):
     recipe = catalog.from_fields(tiny.fields())
     with pytest.raises(FinetuneError, match="fp16 needs loss scaling, which zero2 implements"):
         plan(recipe, "zero2", 2, "fp16")
     assert plan(recipe, "fsdp_full_shard", 2, "fp16").quant_storage == "float16"
 
 
-def test_gradients_of_a_large_vocabulary_do_not_vanish() -> None:
+def test_gradients_of_a_large_vocabulary_do_not_vanish():
     """Shares of 1e-8 of each of 100,000 tokens, whose gradient fp16 itself would hold as 0."""
     from finetune.kernels.chunked_loss import ChunkedLoss
 
@@ -125,12 +106,6 @@ def test_gradients_of_a_large_vocabulary_do_not_vanish() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard"])
-def test_several_processes_have_the_losses_of_one(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
-) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**LORA))
-    words = ["--backend", backend, "--processes", 2, "--precision", "fp16"]
-    done = finetune("launch", recipe, *words, "--output", tmp_path / "two")
-    assert done.status == 0, done.output
-    alone = train(tiny, tmp_path / "one", "fp16", **LORA)
-    assert largest(losses(Run(tmp_path / "two")), losses(alone)) < ORDER
+def test_several_processes_have_the_losses_of_one(run_of, backend):
+    together, alone = (run_of(each, "--precision", "fp16", **LORA) for each in (backend, "single"))
+    assert apart(together, alone) < ORDER

@@ -6,8 +6,6 @@ of an embedding is added up by atomic operations).
 
 import gc
 import importlib
-import json
-import shutil
 import sys
 import time
 import warnings
@@ -17,27 +15,37 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from conftest import Finetune, Tiny, run_command, write_recipe
+from conftest import (
+    Finetune,
+    Tiny,
+    Train,
+    apart,
+    cut_off,
+    largest,
+    losses,
+    read,
+    run_command,
+    write_recipe,
+)
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from test_backends import largest, losses
-from test_training import own_cache, train
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import finetune as ft
 from finetune.checkpoints.staging import Staging
+from finetune.data.collate import collate
 from finetune.inference.load import load_weights
 from finetune.launchers.accelerate import free_port
+from finetune.methods.losses import token_loss_sum
 from finetune.models.model import recompute
 from finetune.models.packed_attention import attend
-from finetune.recipe import Optim
-from finetune.runs.run import Run
+from finetune.planner import plan
 from finetune.training import optim, stages
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU"),
-    pytest.mark.usefixtures(own_cache.__name__),
 ]
 
 KERNEL = 2e-2
@@ -48,6 +56,8 @@ BF16 = 2e-2
 """Losses of about 6 over six steps: bf16 keeps 8 bits, 0.4 %, of each activation. Two processes on
 CPUs differ from fp32 by 2e-3."""
 LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
+KINDS = pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+ROUNDED = ("--precision", "bf16")
 
 READ_BACK = """
 import datetime, json, sys
@@ -85,73 +95,68 @@ found = {
         ("zero3", "DEEPSPEED", "torch.bfloat16"),
     ],
 )
-def test_one_gpu_realises_the_backend(
-    tiny: Tiny, tmp_path: Path, backend: str, engine: str, dtype: str
-) -> None:
+def test_one_gpu_realises_the_backend(tiny, tmp_path, backend, engine, dtype):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=2))
-    run = Run(tmp_path / "run")
+    run = ft.Run(tmp_path / "run")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables = {} if backend == "single" else alone | meeting
     command = [sys.executable, "-c", READ_BACK, str(recipe), backend, "bf16", str(run.root)]
     done = run_command(command, tmp_path / "cache", cwd=tmp_path, env=variables)
     assert done.status == 0, done.output
-    found = json.loads((run.root / "found.json").read_text())
+    found = read(run.root / "found.json")
     assert found["engine"] == engine
     assert found["dtypes"] == [dtype]
     assert found["devices"] == ["cuda"]
     assert found["sharded"] == (found["parameters"] if engine == "FSDP" else 0)
-    realised = json.loads(run.realised.read_text())
+    realised = read(run.realised)
     assert realised["mixed_precision"] == "bf16"
     assert realised["device"].startswith("cuda")
     (rank,) = realised["ranks"]
     assert rank["parameters"] == rank["optimizer"] == realised["parameters"]
 
 
-@pytest.mark.parametrize("backend", ["single", "fsdp_full_shard", "zero2", "zero3"])
-def test_launch_trains_on_one_gpu(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
-) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
-    words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
-    done = finetune("launch", recipe, *words)
-    assert done.status == 0, done.output
-    alone = train(tiny, tmp_path / "fp32")
-    assert largest(losses(Run(tmp_path / "run")), losses(alone)) < BF16
+@pytest.fixture
+def on_cpu(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> Train:
+    """A run that sees no GPU."""
+
+    def run(precision: str = "fp32", **sections: Any) -> ft.Run:
+        recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
+        words = ("--precision", precision, "--output", tmp_path / "cpu")
+        done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
+        assert done.status == 0, done.output
+        return ft.Run(tmp_path / "cpu")
+
+    return run
 
 
-@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_a_gpu_gives_the_losses_of_a_cpu(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, kind: dict[str, Any]
-) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
-    words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
-    done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.status == 0, done.output
-    on_cpu, on_gpu = Run(tmp_path / "cpu"), train(tiny, tmp_path / "gpu", **kind)
-    assert json.loads(on_cpu.realised.read_text())["device"] == "cpu"
-    assert json.loads(on_gpu.realised.read_text())["device"].startswith("cuda")
-    assert largest(losses(on_cpu), losses(on_gpu)) < ORDER
-    assert largest(losses(on_cpu, "eval"), losses(on_gpu, "eval")) < ORDER
+BACKENDS = ["single", "fsdp_full_shard", "zero2", "zero3"]
 
 
-@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_bf16_gives_the_losses_of_fp32(tiny: Tiny, tmp_path: Path, kind: dict[str, Any]) -> None:
-    precise = train(tiny, tmp_path / "fp32", **kind)
-    recipe = ft.SFT(**fields_of(precise))
-    rounded = ft.train(recipe, precision="bf16", output=tmp_path / "bf16")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_launch_trains_on_one_gpu(train, run_of, backend):
+    launched = run_of(backend, *ROUNDED, processes=1)
+    assert apart(launched, train()) < BF16
+
+
+@KINDS
+def test_a_gpu_gives_the_losses_of_a_cpu(train, on_cpu, kind):
+    alone, on_gpu = on_cpu(**kind), train(**kind)
+    assert read(alone.realised)["device"] == "cpu"
+    assert read(on_gpu.realised)["device"].startswith("cuda")
+    assert apart(alone, on_gpu) < ORDER
+    assert apart(alone, on_gpu, "eval") < ORDER
+
+
+@KINDS
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_numbers_give_the_losses_of_fp32(train, precision, kind):
+    precise, rounded = (train(each, precision=each, **kind) for each in ("fp32", precision))
     assert losses(precise) != losses(rounded)
-    assert largest(losses(precise), losses(rounded)) < BF16
+    assert apart(precise, rounded) < BF16
 
 
-def fields_of(run: Run) -> dict[str, Any]:
-    """The recipe of a run as the arguments of its class."""
-    fields = json.loads(run.recipe.read_text())
-    del fields["method"]
-    return fields
-
-
-def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny: Tiny) -> None:
+def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny):
     torch.manual_seed(0)
     ids = torch.randint(3, 300, (4, 48))
     found = []
@@ -165,16 +170,20 @@ def test_nf4_on_a_gpu_has_the_loss_of_nf4_on_a_cpu(tiny: Tiny) -> None:
     assert abs(found[0] - found[1]) < 5e-3
 
 
-def test_inputs_of_checkpointed_blocks_wait_in_host_memory() -> None:
+def llama(layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1_536, num_hidden_layers=8, num_attention_heads=8,
+        hidden_size=512, intermediate_size=1_536, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=8, vocab_size=512, max_position_embeddings=1024,
     )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def test_inputs_of_checkpointed_blocks_wait_in_host_memory():
     ids = torch.randint(0, 512, (4, 1024), device="cuda")
     held: dict[str, int] = {}
     ways: dict[str, Literal[True, "offload"]] = {"device": True, "host": "offload"}
     for place, how in ways.items():
-        model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).train()
+        model = llama(8).to("cuda", torch.bfloat16).train()
         recompute(model, how)
         before = torch.cuda.memory_allocated()
         hidden = model.model(input_ids=ids).last_hidden_state
@@ -186,14 +195,10 @@ def test_inputs_of_checkpointed_blocks_wait_in_host_memory() -> None:
     assert held["device"] - held["host"] == pytest.approx(inputs, rel=0.15)
 
 
-def test_a_base_in_nf4_takes_about_half_a_byte_per_weight(tmp_path: Path) -> None:
+def test_a_base_in_nf4_takes_about_half_a_byte_per_weight(tmp_path):
     """4 bits, 1 byte per 64 weights, and 4 bytes per 64 x 256: 0.516 bytes; 0.5625 without double
     quantisation. Above that stand 1 KiB of codes a tensor and the allocator's blocks of 512."""
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1_536, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=512, max_position_embeddings=128,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    llama(4).save_pretrained(tmp_path)
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = load_weights(tmp_path, torch.bfloat16, quantization="nf4", device="cuda")
@@ -216,22 +221,17 @@ def packed_weights(model: nn.Module) -> tuple[int, int]:
     return weights, sum(tensor.nbytes for tensor in [*rest, *model.buffers()])
 
 
-def test_qlora_trains_on_a_gpu_as_on_a_cpu(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
-    kind: dict[str, Any] = LORA | {"model": {"name": str(tiny.model), "quantization": "nf4"}}
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
-    words = ["--precision", "fp32", "--output", tmp_path / "cpu"]
-    done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.status == 0, done.output
-    on_gpu = train(tiny, tmp_path / "gpu", **kind)
-    assert largest(losses(Run(tmp_path / "cpu")), losses(on_gpu)) < BF16
+def test_qlora_trains_on_a_gpu_as_on_a_cpu(train, on_cpu):
+    kind: dict[str, Any] = LORA | {"model": {"quantization": "nf4"}}
+    assert apart(on_cpu(**kind), train(**kind)) < BF16
 
 
-def test_the_recorded_peak_is_that_of_the_allocator(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_recorded_peak_is_that_of_the_allocator(train):
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run = train(tiny, tmp_path / "run")
-    parameters = json.loads(run.realised.read_text())["parameters"]
+    run = train()
+    parameters = read(run.realised)["parameters"]
     recorded = [step["memory"] for step in run.read_metrics("train")]
     (end,) = run.read_metrics("end")
     assert recorded == sorted(recorded)
@@ -240,30 +240,28 @@ def test_the_recorded_peak_is_that_of_the_allocator(tiny: Tiny, tmp_path: Path) 
     assert end["peak_memory"] <= torch.cuda.max_memory_allocated()
 
 
-def test_the_peak_of_a_step_is_planned(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_peak_of_a_step_is_planned(train):
     """Within 5 %: each of its many small tensors takes a multiple of 512 bytes."""
-    run = train(tiny, tmp_path / "run", batch={"rows": 32, "micro_rows": 16})
+    run = train(batch={"rows": 32, "micro_rows": 16})
     (counted,) = run.read_metrics("memory")
     assert counted["predicted"] == pytest.approx(counted["peak"], rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
-def test_8_bit_adamw_trains_and_resumes(tiny: Tiny, tmp_path: Path, name: str) -> None:
-    whole = train(tiny, tmp_path / "adamw")
-    straight = train(tiny, tmp_path / "straight", optim={"name": name})
+def test_8_bit_adamw_trains_and_resumes(tmp_path, train, name):
+    whole = train("adamw")
+    straight = train("straight", optim={"name": name})
     # Moments in 8 bits: the losses of AdamW, of about 6, to 1 % over six steps.
-    assert largest(losses(straight), losses(whole)) < 5e-2
-    resumed = Run(tmp_path / "resumed")
-    shutil.copytree(straight.root, resumed.root)
-    shutil.rmtree(resumed.checkpoint(6))
-    train(tiny, resumed.root, resume=True, optim={"name": name})
-    assert largest(losses(resumed), losses(straight)) < ORDER
+    assert apart(straight, whole) < 5e-2
+    cut_off(straight, tmp_path / "resumed", 3)
+    resumed = train("resumed", resume=True, optim={"name": name})
+    assert apart(resumed, straight) < ORDER
 
 
-def test_adamw_is_fused_and_steps_as_the_plain_one() -> None:
+def test_adamw_is_fused_and_steps_as_the_plain_one():
     torch.manual_seed(0)
     network = nn.Linear(64, 64, device="cuda")
-    (fused,) = optim.build(network, Optim(weight_decay=0.1), 1e-2, torch.device("cuda"))
+    (fused,) = optim.build(network, ft.Optim(weight_decay=0.1), 1e-2, torch.device("cuda"))
     assert isinstance(fused, torch.optim.AdamW)
     assert all(group["fused"] for group in fused.param_groups)
     twin = nn.Linear(64, 64, device="cuda")
@@ -284,8 +282,8 @@ def test_adamw_is_fused_and_steps_as_the_plain_one() -> None:
     assert torch.allclose(network.bias, twin.bias, atol=1e-5)
 
 
-def test_a_gpu_answers_as_a_cpu_does(tiny: Tiny, tmp_path: Path) -> None:
-    run = train(tiny, tmp_path / "run", **LORA)
+def test_a_gpu_answers_as_a_cpu_does(train):
+    run = train(**LORA)
     loaded = ft.load(run, dtype=torch.float32)
     assert loaded.model.device.type == "cuda"
     prompts = [[{"role": "user", "content": text}] for text in ("the cat", "a red house sings")]
@@ -295,10 +293,8 @@ def test_a_gpu_answers_as_a_cpu_does(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
-def test_what_a_gpu_trained_loads_without_one(tiny: Tiny, tmp_path: Path, merge: bool) -> None:
-    from peft import AutoPeftModelForCausalLM
-
-    run = train(tiny, tmp_path / "run", **LORA)
+def test_what_a_gpu_trained_loads_without_one(tmp_path, train, merge):
+    run = train(**LORA)
     folder = ft.export(run, tmp_path / "out", merge=merge)
     plain = AutoModelForCausalLM if merge else AutoPeftModelForCausalLM
     elsewhere = plain.from_pretrained(folder, dtype=torch.float32).eval()
@@ -323,8 +319,8 @@ def test_what_a_gpu_trained_loads_without_one(tiny: Tiny, tmp_path: Path, merge:
     [(None, (0, 1, 90, 173, 300)), (7, (0, 1, 90, 173, 300)), (None, (0, 2_100))],
 )
 def test_the_kernel_of_packed_documents_computes_what_a_cpu_does_one_by_one(
-    window: int | None, places: tuple[int, ...], size: int, dtype: torch.dtype, tolerance: float
-) -> None:
+    window, places, size, dtype, tolerance
+):
     """With shared key heads; in fp32 by a kernel call per document, also on the GPU."""
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, places[-1], size, dtype=torch.bfloat16) for heads in (8, 2, 2)]
@@ -344,18 +340,10 @@ def test_the_kernel_of_packed_documents_computes_what_a_cpu_does_one_by_one(
         assert (alone - together).abs().max() < tolerance * alone.abs().max()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(
-    tiny: Tiny, tmp_path: Path, finetune: Finetune, precision: str
-) -> None:
-    fields = tiny.fields(batch={"rows": 4, "micro_rows": 2, "packing": True}, **LORA)
-    recipe = write_recipe(tmp_path / "r.json", fields)
-    words = ["train", str(recipe), "--precision", precision, "--output"]
-    assert finetune(*words, tmp_path / "gpu").status == 0
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    assert finetune(*words, tmp_path / "cpu", env=hidden).status == 0
-    runs = [losses(Run(tmp_path / place)) for place in ("gpu", "cpu")]
-    assert largest(*runs) < (ORDER if precision == "fp32" else BF16)
+@pytest.mark.parametrize(("precision", "near"), [("fp32", ORDER), ("bf16", BF16)])
+def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(train, on_cpu, precision, near):
+    given = {"batch": {"rows": 4, "packing": True}, **LORA, "precision": precision}
+    assert apart(train(**given), on_cpu(**given)) < near
 
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -365,41 +353,35 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @pytest.mark.parametrize(
     "backend", ["ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero2", "zero3"]
 )
-@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
+@KINDS
 def test_two_gpus_have_the_losses_of_one_and_resume(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str, kind: dict[str, Any]
-) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**kind))
-    words = ["--backend", backend, "--processes", "2", "--output", tmp_path / "run"]
-    done = finetune("launch", recipe, *words)
-    assert done.status == 0, done.output
-    run, alone = Run(tmp_path / "run"), train(tiny, tmp_path / "fp32", **kind)
-    straight = losses(run)
-    assert largest(straight, losses(alone)) < BF16
-    shutil.rmtree(run.checkpoint(6))
-    done = finetune("launch", recipe, *words, "--resume")
-    assert done.status == 0, done.output
-    assert largest(losses(run), straight) < BF16
+    tmp_path, train, run_of, finetune, backend, kind
+):
+    straight = run_of(backend, *ROUNDED, **kind)
+    assert_resumes(straight, train(**kind), backend, 2, finetune, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["fsdp_full_shard_offload", "zero2_offload"])
 def test_a_backend_that_offloads_trains_and_resumes_on_one_gpu(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str
+    tmp_path, train, run_of, finetune, backend
+):
+    straight = run_of(backend, *ROUNDED, processes=1)
+    assert_resumes(straight, train(), backend, 1, finetune, tmp_path)
+
+
+def assert_resumes(
+    straight: ft.Run, alone: ft.Run, backend: str, processes: int, finetune: Finetune, folder: Path
 ) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
-    words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
-    done = finetune("launch", recipe, *words)
+    """A run in bf16 has the losses of fp32, and has them again after half of its steps."""
+    assert apart(straight, alone) < BF16
+    resumed = cut_off(straight, folder / "resumed", 3)
+    words = ("--processes", processes, *ROUNDED, "--output", resumed.root, "--resume")
+    done = finetune("launch", straight.recipe, "--backend", backend, *words)
     assert done.status == 0, done.output
-    run = Run(tmp_path / "run")
-    straight = losses(run)
-    assert largest(straight, losses(train(tiny, tmp_path / "fp32"))) < BF16
-    shutil.rmtree(run.checkpoint(6))
-    done = finetune("launch", recipe, *words, "--resume")
-    assert done.status == 0, done.output
-    assert largest(losses(run), straight) < BF16
+    assert apart(resumed, straight) < BF16
 
 
-def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones() -> None:
+def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones():
     """A model of 0.1 billion weights with two moments; the measured rates are printed."""
     device = torch.device("cuda", torch.cuda.current_device())
     given = [torch.randn(4_096, 4_096, device=device) for _ in range(18)]
@@ -422,42 +404,23 @@ def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones() -> None:
     staging.release()
 
 
-def test_compiled_operations_have_the_losses_of_eager_ones(tiny: Tiny, tmp_path: Path) -> None:
-    recipe = ft.SFT(**fields_of(train(tiny, tmp_path / "fp32")))
+def test_compiled_operations_have_the_losses_of_eager_ones(train):
     eager, compiled = (
-        losses(
-            ft.train(recipe.with_kernels(pointwise=how), precision="bf16", output=tmp_path / how)
-        )
+        losses(train(how, precision="bf16", kernels={"pointwise": how}))
         for how in ("eager", "compiled")
     )
     assert largest(eager, compiled) < BF16
 
 
-def test_fp16_has_the_losses_of_fp32(tiny: Tiny, tmp_path: Path) -> None:
-    precise = train(tiny, tmp_path / "fp32")
-    recipe = ft.SFT(**fields_of(precise))
-    narrow = ft.train(recipe, precision="fp16", output=tmp_path / "fp16")
-    assert largest(losses(precise), losses(narrow)) < BF16
-
-
-def test_the_parts_of_a_profile_are_its_step(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields())
-    done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
-    assert done.status == 0, done.output
-    found = json.loads((Run(tmp_path / "run").profile / "where-rank-00000.json").read_text())
-    step = Run(tmp_path / "run").read_metrics("train")
-    seconds = next(record["seconds"] for record in step if record["step"] == 3)
+def test_the_parts_of_a_profile_are_its_step(run_of):
+    run = run_of("single", *ROUNDED, "--profile")
+    found = read(run.profile / "where-rank-00000.json")
+    seconds = next(each["seconds"] for each in run.read_metrics("train") if each["step"] == 3)
     assert sum(found.values()) <= 1.1 * seconds  # the profiler's own time is part of the step's
 
 
-@pytest.mark.parametrize("kind", [{}, LORA], ids=["full", "lora"])
-def test_a_forward_and_a_backward_pass_wait_for_no_value(kind: dict[str, Any]) -> None:
-    from finetune.data.collate import collate
-    from finetune.methods.losses import token_loss_sum
-    from finetune.planner import plan
-
+@KINDS
+def test_a_forward_and_a_backward_pass_wait_for_no_value(kind):
     sys.path.insert(0, str(Path(__file__).parent / "cuda_trace"))
     traced = importlib.import_module("traced")
     recipe = traced.recipe_of("qwen3", bool(kind), "packs", head_dim=16)
@@ -474,9 +437,7 @@ def test_a_forward_and_a_backward_pass_wait_for_no_value(kind: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("batch", [{"packing": True}, {"padding_free": False, "micro_rows": 4}])
-def test_a_step_waits_for_the_gpu_twice(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]
-) -> None:
+def test_a_step_waits_for_the_gpu_twice(train, monkeypatch, batch):
     """For the norm of the gradient, and for the sums that are reported."""
     waits = list[int]()
     step_of = stages.train_step
@@ -492,5 +453,5 @@ def test_a_step_waits_for_the_gpu_twice(
                 waits.append(sum("synchronizing CUDA" in str(each.message) for each in told))
 
     monkeypatch.setattr(stages, "train_step", counted)
-    train(tiny, tmp_path / "run", batch=batch)
+    train(batch=batch)
     assert max(waits[2:]) <= 2  # kernels are loaded, and memory was measured, in the first ones

@@ -3,19 +3,16 @@
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import method_matrix
 import pytest
 import torch
-from conftest import Finetune, Tiny, run_command, write_recipe
+from conftest import read, run_command, write_recipe
 from safetensors.torch import load_file
-from test_method_backends import OF_A_PROCESS, TIES, Work, sources, work
+from test_method_backends import OF_A_PROCESS, TIES, TRAIN, Work, sources, work
 from test_scores import CLASSES, labelled
 
-import finetune as ft
-from finetune import catalog
 from finetune.runs.run import Run
 
 __all__ = ["sources", "work"]  # fixtures
@@ -28,14 +25,6 @@ pytestmark = [
 ORDER = 1e-4
 """Losses in fp32 (TF32 is off) whose sums are added in another order."""
 ON_CPU: dict[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
-TRAIN = """
-import json, sys
-import finetune as ft
-from finetune import catalog
-
-for place, fields in json.load(open(sys.argv[1])).items():
-    ft.train(catalog.from_fields(fields), precision="fp32", output=place)
-"""
 
 
 def fields_of(work: Work, method: str) -> dict[str, Any]:
@@ -57,19 +46,16 @@ def on_cpu(work: Work) -> Callable[[str], Run]:
     recipes = {str(place): fields_of(work, method) for method, place in places.items()}
     asked = work.folder / "recipes.json"
     asked.write_text(json.dumps(recipes))
-    command = [sys.executable, "-c", TRAIN, str(asked)]
+    command = [sys.executable, str(TRAIN), str(asked)]
     done = run_command(command, work.folder, env=ON_CPU)
     assert done.status == 0, done.output
     return lambda method: Run(places[method])
 
 
 @pytest.mark.parametrize("method", method_matrix.METHODS)
-def test_a_method_measures_on_a_gpu_what_it_does_on_a_cpu(
-    work: Work, on_cpu: Callable[[str], Run], tmp_path: Path, method: str
-) -> None:
-    recipe = catalog.from_fields(fields_of(work, method))
-    run = ft.train(recipe, precision="fp32", output=tmp_path / "run")
-    assert json.loads(run.realised.read_text())["device"].startswith("cuda")
+def test_a_method_measures_on_a_gpu_what_it_does_on_a_cpu(train, work, on_cpu, method):
+    run = train(fields=fields_of(work, method))
+    assert read(run.realised)["device"].startswith("cuda")
     steps = zip(run.read_metrics("train"), on_cpu(method).read_metrics("train"), strict=True)
     for mine, theirs in steps:
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=ORDER, abs=1e-6)
@@ -82,9 +68,7 @@ def test_a_method_measures_on_a_gpu_what_it_does_on_a_cpu(
 
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 @pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3"])
-def test_a_method_trains_in_bf16_on_a_sharding_backend(
-    work: Work, finetune: Finetune, tmp_path: Path, method: str, backend: str
-) -> None:
+def test_a_method_trains_in_bf16_on_a_sharding_backend(tmp_path, finetune, work, method, backend):
     recipe = write_recipe(tmp_path / "r.json", fields_of(work, method))
     words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
     done = finetune("launch", recipe, *words)
@@ -93,14 +77,11 @@ def test_a_method_trains_in_bf16_on_a_sharding_backend(
     assert any(step["grad_norm"] > 0 for step in steps)
 
 
-def fields(tiny: Tiny, **sections: Any) -> dict[str, Any]:
-    return tiny.fields(adapter={"r": 8}, optim={"lr": 5e-3, "warmup": 0}, **sections)
+ADAPTED: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
 
 
-def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path
-) -> None:
-    run = ft.train(catalog.from_fields(fields(tiny)), precision="fp32", output=tmp_path / "run")
+def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(tiny, tmp_path, train, finetune):
+    run = train(**ADAPTED)
     found: dict[str, dict[str, Any]] = {}
     for place, variables in (("gpu", {}), ("cpu", ON_CPU)):
         folder = tmp_path / place
@@ -109,7 +90,7 @@ def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(
             "--max-new-tokens", "8", "--output", folder / "eval", env=variables,
         )  # fmt: skip
         assert done.status == 0, done.output
-        found[place] = json.loads((folder / "eval" / "results.json").read_text())
+        found[place] = read(folder / "eval" / "results.json")
         done = finetune("export", run.root, "--to", folder / "merged", "--merge", env=variables)
         assert done.status == 0, done.output
     here, there = (found[place]["measures"]["loss"] for place in ("gpu", "cpu"))
@@ -121,8 +102,8 @@ def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(
         assert torch.allclose(tensor.float(), merged[1][name].float(), atol=1e-2, rtol=1e-2), name
 
 
-def test_one_process_on_a_gpu_is_proved(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "r.json", fields(tiny))
+def test_one_process_on_a_gpu_is_proved(tiny, tmp_path, finetune):
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**ADAPTED))
     done = finetune(
         "prove", recipe, "--backends", "fsdp_full_shard,zero3", "--processes", "1", "--steps", "6",
         "--jobs", "2", "--output", tmp_path / "proof",

@@ -41,7 +41,7 @@ def pass_of(trained: torch.nn.Module, batch: Any, bf16: bool) -> tuple[float, fl
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packs_on_a_gpu_have_the_loss_and_gradient_of_a_cpu(kind: str, adapter: bool) -> None:
+def test_packs_on_a_gpu_have_the_loss_and_gradient_of_a_cpu(kind, adapter):
     recipe = recipe_of(kind, adapter, "packs")
     rows = packs(documents())
     torch.manual_seed(0)

@@ -1,10 +1,8 @@
 """Layouts that divide a model, as the plan sees them: schedules, bubbles, traffic, memory."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finetune
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import finetune as ft
@@ -42,7 +40,7 @@ def orders_of_torch(axes: Axes, count: int) -> list[list[tuple[str, int, int]]]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 12), (4, 4)])
-def test_stages_work_in_the_order_of_torch(schedule: Any, stages: int, count: int) -> None:
+def test_stages_work_in_the_order_of_torch(schedule, stages, count):
     axes = Axes(pipeline=stages, schedule=schedule)
     ours = [
         [(task.kind, task.part, task.micro) for task in order(stage, axes, count)]
@@ -56,7 +54,7 @@ def test_stages_work_in_the_order_of_torch(schedule: Any, stages: int, count: in
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_bubble_is_what_the_slots_of_the_schedule_leave(schedule: Any) -> None:
+def test_the_bubble_is_what_the_slots_of_the_schedule_leave(schedule):
     for stages, count in ((2, 8), (4, 8), (4, 12), (8, 32)):
         axes = Axes(pipeline=stages, schedule=schedule)
         assert bubble(axes, count) == pytest.approx(waiting_share(timed(axes, count)))
@@ -66,7 +64,7 @@ def test_the_bubble_is_what_the_slots_of_the_schedule_leave(schedule: Any) -> No
         assert fewer < stages or bubble(axes, fewer) >= 0.1
 
 
-def test_bubbles_have_their_published_forms() -> None:
+def test_bubbles_have_their_published_forms():
     def of(schedule: Any) -> float:
         return bubble(Axes(pipeline=4, schedule=schedule), 12)
 
@@ -81,8 +79,6 @@ LLAMA_70B: dict[str, Any] = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
     "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
 }  # fmt: skip
-
-
 GPT_175B: dict[str, Any] = LLAMA_70B | {
     "num_hidden_layers": 96, "hidden_size": 12288, "num_attention_heads": 96,
     "num_key_value_heads": 96, "intermediate_size": 32768, "vocab_size": 51200,
@@ -107,9 +103,7 @@ def planned(backend: str, gpus: int, sizes: dict[str, int], fields: Any, **batch
         (GPT_175B, 3072, {"tensor": 8, "pipeline": 12}, 32, {"rows": 1536, "max_length": 2048}),
     ],
 )
-def test_layouts_of_the_literature_fit_as_they_are_published(
-    fields: dict[str, Any], gpus: int, sizes: dict[str, int], data: int, batch: dict[str, int]
-) -> None:
+def test_layouts_of_the_literature_fit_as_they_are_published(fields, gpus, sizes, data, batch):
     found = planned("pp_tp_fsdp", gpus, sizes, fields, micro_rows=1, **batch)
     mesh = found.plan.mesh
     assert (mesh.tensor, mesh.pipeline, mesh.data) == (*sizes.values(), data)
@@ -124,41 +118,30 @@ def test_layouts_of_the_literature_fit_as_they_are_published(
     assert links["pipeline"].sent < links["tensor"].sent / 20
 
 
-def test_tensor_parallel_over_slow_links_is_refused(finetune: Finetune) -> None:
-    words = ("plan", "llama3_1_8b_full", "--backend", "tp_fsdp", "batch.rows=64")
-    done = finetune(*words, "--tensor", "16", "--gpu", "H100-80", "--gpus", "32", "--nodes", "4")
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--tensor 16 --gpu H100-80 --gpus 32", "key heads do not divide over 16 processes"),
+        ("--tensor 8 --gpu H100-80 --gpus 16 --nodes 4", "over 8 GPUs, but a node has 4"),
+        ("--tensor 2 --gpu RTX4090 --gpus 8", "needs NVLink between the GPUs of a node"),
+    ],
+)
+def test_tensor_parallel_over_slow_links_is_refused(finetune, words, problem):
+    done = finetune(*f"plan llama3_1_8b_full --backend tp_fsdp batch.rows=64 {words}".split())
     assert done.status == 2
-    assert "key heads do not divide over 16 processes" in done.output
-    done = finetune(*words, "--tensor", "8", "--gpu", "H100-80", "--gpus", "16", "--nodes", "4")
-    assert done.status == 2
-    assert "tensor parallel over 8 GPUs, but a node has 4" in done.output
-    done = finetune(*words, "--tensor", "2", "--gpu", "RTX4090", "--gpus", "8")
-    assert done.status == 2
-    assert "tensor parallel needs NVLink between the GPUs of a node" in done.output
+    assert problem in done.output
 
 
-def test_a_plan_of_a_mesh_shows_stages_links_and_the_bubble(finetune: Finetune) -> None:
-    words = ("plan", "llama3_1_8b_full", "--backend", "pp_tp_fsdp", "batch.rows=64")
-    done = finetune(
-        *words, "--tensor", "8", "--pipeline", "4", "--gpu", "H100-80", "--gpus", "64",
-        "--nodes", "8",
-    )  # fmt: skip
+def test_a_plan_of_a_mesh_and_its_page_show_stages_links_and_tasks(tmp_path, finetune):
+    words = f"plan llama3_1_8b_full batch.rows=16 --html {tmp_path / 'plan.html'}"
+    mesh = "--backend pp_tp_fsdp --tensor 2 --pipeline 4 --gpu H100-80 --gpus 16 --nodes 4"
+    done = finetune(*f"{words} {mesh}".split())
     assert done.status == 0, done.output
-    assert done.stdout.startswith("pp_tp_fsdp on 64 x H100-80 in 8 nodes: fits")
-    assert "the mesh: pipeline 4 x shard 2 x tensor 8" in done.stdout
-    assert "4 stages, 1F1B: a stage is idle for 8.6% of a step with 32 micro-batches" in done.stdout
+    assert done.stdout.startswith("pp_tp_fsdp on 16 x H100-80 in 4 nodes: fits")
+    assert "the mesh: pipeline 4 x shard 2 x tensor 2" in done.stdout
+    assert "4 stages, 1F1B: a stage is idle for 27.3% of a step with 8 micro-batches" in done.stdout
     assert "sent in a step, inside a node" in done.stdout
     assert "sent in a step, between nodes" in done.stdout
-
-
-def test_the_page_of_a_plan_draws_every_stage_and_every_task(
-    tmp_path: Path, finetune: Finetune
-) -> None:
-    words = ("plan", "llama3_1_8b_full", "batch.rows=16", "--html", str(tmp_path / "plan.html"))
-    machine = ("--gpu", "H100-80", "--gpus", "16", "--nodes", "2")
-    sizes = ("--backend", "pp_tp_fsdp", "--tensor", "2", "--pipeline", "4")
-    done = finetune(*words, *sizes, *machine)
-    assert done.status == 0, done.output
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<title>rank ") == 16
     assert "rank 5: pipeline 1, shard 0, tensor 1" in page
@@ -168,6 +151,6 @@ def test_the_page_of_a_plan_draws_every_stage_and_every_task(
     assert page.count(">backward pass, micro-batch") == 8 * 4
     assert "<script" not in page
     assert "http" not in page
-    alone = finetune(*words)
+    alone = finetune(*words.split())
     assert alone.status == 2
     assert "--html: the page is of one backend on a machine" in alone.output

@@ -4,12 +4,14 @@ import dataclasses
 import datetime
 import os
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import problems_of
+from divided import LLAMA as SMALL
+from divided import write_config
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
@@ -17,27 +19,23 @@ import finetune as ft
 from finetune import backend as backends
 from finetune.backend.axes import Axes, product_problem
 from finetune.distributed.pipeline import MarkedStage
-from finetune.errors import FinetuneError
 from finetune.launchers import accelerate
 from finetune.launchers.job import Job
 from finetune.planner import Plan, plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.forecast import Facts, forecast
-from finetune.planner.mesh import Mesh
 from finetune.process import rendezvous
-from finetune.recipe import Data, Model
-from finetune.runs.run import Run
 from finetune.training.out_of_memory import out_of_memory
 from finetune.training.preflight import check_here
 
 SECTION = "parallelism_config"
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320,
+KEY, SIZE = f"{SECTION}.{SECTION}", f"{SECTION}_tp_size: 2"
+LLAMA: dict[str, Any] = SMALL | {
+    "num_attention_heads": 8, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 320,
 }  # fmt: skip
 RECIPE = (
-    ft.SFT(model=Model(config=LLAMA, tokenizer="x"))
-    .with_data(Data("rows.jsonl", "messages"))
+    ft.SFT(model=ft.Model(config=LLAMA, tokenizer="x"))
+    .with_data(ft.Data("rows.jsonl", "messages"))
     .with_batch(rows=8, micro_rows=2, max_length=64)
 )
 
@@ -48,56 +46,42 @@ SCHEDULES = "expected one of GPipe, 1F1B, Interleaved1F1B, ZBVZeroBubble"
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("tp_size: 2", "tp_size: 0", f"{SECTION}.{SECTION}_tp_size: got 0, {WHOLE}"),
-        ("tp_size: 2", "tp_size: -2", f"{SECTION}.{SECTION}_tp_size: got -2, {WHOLE}"),
-        ("tp_size: 2", "tp_size: 1.5", f"{SECTION}.{SECTION}_tp_size: got 1.5, {WHOLE}"),
-        ("tp_size: 2", "tp_size: two", f"{SECTION}.{SECTION}_tp_size: got 'two', {WHOLE}"),
-        ("tp_size: 2", "tp_size:", f"{SECTION}.{SECTION}_tp_size: got None, {WHOLE}"),
+        *(
+            ("tp_size: 2", f"tp_size: {new}", f"{KEY}_tp_size: got {got}, {WHOLE}")
+            for new, got in (("0", "0"), ("-2", "-2"), ("1.5", "1.5"), ("two", "'two'"), ("", None))
+        ),
+        (SIZE, "tp_size: 2", f"{SECTION}.tp_size: unknown key; did you mean '{SECTION}_tp_size'?"),
         (
-            f"{SECTION}_tp_size: 2",
-            "tp_size: 2",
-            f"{SECTION}.tp_size: unknown key; did you mean '{SECTION}_tp_size'?",
+            SIZE, f"{SECTION}_pp_size: 2\n  {SECTION}_pp_schedule: 1f1b",
+            f"{KEY}_pp_schedule: got '1f1b', {SCHEDULES}; did you mean '1F1B'?",
         ),
         (
-            f"{SECTION}_tp_size: 2",
-            f"{SECTION}_pp_size: 2\n  {SECTION}_pp_schedule: 1f1b",
-            f"{SECTION}.{SECTION}_pp_schedule: got '1f1b', {SCHEDULES}; did you mean '1F1B'?",
+            SIZE, f"{SECTION}_cp_size: 2\n  {SECTION}_cp_comm_strategy: all_to_all",
+            f"{KEY}_cp_comm_strategy: got 'all_to_all', expected one of allgather, alltoall; did "
+            "you mean 'alltoall'?",
         ),
         (
-            "tp_size: 2",
-            f"cp_size: 2\n  {SECTION}_cp_comm_strategy: all_to_all",
-            f"{SECTION}.{SECTION}_cp_comm_strategy: got 'all_to_all', expected one of allgather, "
-            "alltoall; did you mean 'alltoall'?",
+            SIZE, f"{SIZE}\n  {SECTION}_cp_comm_strategy: alltoall",
+            f"{KEY}_cp_comm_strategy: got 'alltoall' without context parallelism; remove it, or "
+            f"set {SECTION}_cp_size",
         ),
         (
-            "tp_size: 2",
-            f"tp_size: 2\n  {SECTION}_cp_comm_strategy: alltoall",
-            f"{SECTION}.{SECTION}_cp_comm_strategy: got 'alltoall' without context parallelism; "
-            f"remove it, or set {SECTION}_cp_size",
-        ),
-        (
-            "tp_size: 2",
-            f"tp_size: 4\n  {SECTION}_dp_shard_size: 2",
+            SIZE, f"{SECTION}_tp_size: 4\n  {SECTION}_dp_shard_size: 2",
             f"{SECTION}: dp_shard 2 x tp 4 = 8 processes, but num_processes is 2; use "
             "num_processes: 8, or sizes whose product is 2",
         ),
         ("num_processes: 2", "num_processes: two", f"num_processes: got 'two', {WHOLE}"),
         (
-            "MULTI_GPU",
-            "MULTI_CPU",  # Accelerate would start one process and give it no sizes
+            "MULTI_GPU", "MULTI_CPU",  # Accelerate would start one process and give it no sizes
             "distributed_type: got 'MULTI_CPU', expected MULTI_GPU (also on CPUs) with axes that "
             "divide the model; parallelism_config_dp_shard_size shards it with FSDP2",
         ),
     ],
-)
-def test_a_wrong_value_in_a_file_is_one_problem(
-    old: str, new: str, problem: str, tmp_path: Path
-) -> None:
-    path, text = tmp_path / "mine.yaml", (ROOT / "accelerate_configs/tp.yaml").read_text()
-    path.write_text(text.replace(old, new))
-    with pytest.raises(FinetuneError) as refusal:
-        backends.load(str(path))
-    assert refusal.value.problems == (f"{path}: {problem}",)
+)  # fmt: skip
+def test_a_wrong_value_in_a_file_is_one_problem(old, new, problem, tmp_path):
+    """Accelerate takes most of these, and trains data parallel without a word."""
+    path = write_config(tmp_path / "mine.yaml", "tp", (old, new))
+    assert problems_of(backends.load, str(path)) == (f"{path}: {problem}",)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +94,11 @@ def test_a_wrong_value_in_a_file_is_one_problem(
         ("PP_SCHEDULE", "gpipe", f"got 'gpipe', {SCHEDULES}; did you mean 'GPipe'?"),
     ],
 )
-def test_a_wrong_variable_of_a_process_is_refused(variable: str, value: str, problem: str) -> None:
+def test_a_wrong_variable_of_a_process_is_refused(variable, value, problem):
     """torch finds a schedule in any case, and the plan counts in-flight micro-batches by name."""
     name = f"PARALLELISM_CONFIG_{variable}"
     given = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
-    with pytest.raises(FinetuneError, match=re.escape(f"{name}: {problem}")):
+    with pytest.raises(ft.FinetuneError, match=re.escape(f"{name}: {problem}")):
         backends.from_environment(given | {name: value})
 
 
@@ -128,15 +112,10 @@ def test_a_wrong_variable_of_a_process_is_refused(variable: str, value: str, pro
         (Axes(tensor=2), 2, 4, None),
     ],
 )
-def test_sizes_that_do_not_fit_the_processes_say_what_does(
-    axes: Axes, shard: int, started: int, instead: str | None
-) -> None:
+def test_sizes_that_do_not_fit_the_processes_say_what_does(axes, shard, started, instead):
     problem = product_problem(axes, 1, shard, started)
-    if instead is None:
-        assert problem is None
-    else:
-        assert problem is not None
-        assert f", but {started} were started; {instead}" in problem
+    assert (problem is None) == (instead is None)
+    assert problem is None or f", but {started} were started; {instead}" in problem
 
 
 @pytest.mark.parametrize(
@@ -170,47 +149,65 @@ def test_sizes_that_do_not_fit_the_processes_say_what_does(
     ],
 )  # fmt: skip
 def test_what_does_not_divide_is_one_problem_with_what_does(
-    backend: str, processes: int | None, sizes: dict[str, Any], rows: int, problem: str
-) -> None:
+    backend, processes, sizes, rows, problem
+):
     machine, count = backends.divided(backends.load(backend), processes, sizes)
-    with pytest.raises(FinetuneError) as refusal:
-        plan(RECIPE.with_batch(rows=rows), machine, count)
-    assert refusal.value.problems == (problem,)
+    assert problems_of(plan, RECIPE.with_batch(rows=rows), machine, count) == (problem,)
 
 
-def test_a_config_without_a_type_is_one_problem() -> None:
+def test_a_config_without_a_type_is_one_problem():
     config = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    recipe = dataclasses.replace(RECIPE, model=Model(config=config, tokenizer="x"))
-    with pytest.raises(FinetuneError) as refusal:
-        plan(recipe, "pp_tp")
+    recipe = dataclasses.replace(RECIPE, model=ft.Model(config=config, tokenizer="x"))
     told = "model.config: `model_type` is missing (llama, qwen3, mistral, ...)"
-    assert refusal.value.problems == (told,)
+    assert problems_of(plan, recipe, "pp_tp") == (told,)
 
 
-def test_another_backend_than_the_launched_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Variables of a process of two, with sizes of axes."""
+
+    def give(sizes: dict[str, str]) -> None:
+        for name in [each for each in os.environ if each.startswith("PARALLELISM_CONFIG")]:
+            monkeypatch.delenv(name)
+        given = {
+            "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "WORLD_SIZE": "2", "RANK": "0",
+        }  # fmt: skip
+        for name, value in (given | sizes).items():
+            monkeypatch.setenv(name, value)
+
+    return give
+
+
+def test_another_backend_than_the_launched_one_is_refused(launched):
     """Sizes may differ from the file's, axes may not."""
-    for name in [each for each in os.environ if each.startswith("PARALLELISM_CONFIG")]:
-        monkeypatch.delenv(name)
-    given = {
-        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_PP_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0",
-    }  # fmt: skip
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    launched({"PARALLELISM_CONFIG_PP_SIZE": "2"})
     told = (
         r"--backend tp: accelerate launch started another one \(axes: tensor 2 != pipeline 2 \(1F"
     )
-    with pytest.raises(FinetuneError, match=told):
+    with pytest.raises(ft.FinetuneError, match=told):
         check_here(RECIPE, "tp")
 
 
-def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({}, "1 copies x 1 processes, but 2 were started"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, "2 processes should share one copy of the"),
+    ],
+)
+def test_sizes_that_were_lost_on_the_way_are_refused(launched, sizes, told):
+    """Stages without their axis, and shards without their engine, would train as data parallel."""
+    launched(sizes)
+    with pytest.raises(ft.FinetuneError, match=told):
+        backends.launched()
+
+
+def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path):
     """It would be the last of two, and the plan would be of other processes."""
     flags = ("--num-processes", "4", "--parallelism_config_tp_size=4", "--config_file", "x.yaml")
-    job = Job(plan(RECIPE, "tp"), Run(tmp_path / "run"), False, None, (), flags, 0)
-    with pytest.raises(FinetuneError) as refusal:
-        accelerate.run(job)
-    assert refusal.value.problems == (
+    job = Job(plan(RECIPE, "tp"), ft.Run(tmp_path / "run"), False, None, (), flags, 0)
+    assert problems_of(accelerate.run, job) == (
         "--num_processes: finetune launch sets it from the plan; use --processes N",
         "--parallelism_config_tp_size: finetune launch sets it from the plan; use --tensor N",
         "--config_file: finetune launch sets it from the plan; use --backend FILE",
@@ -225,12 +222,7 @@ def test_a_flag_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None:
         ({"RANK": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, False),
     ],
 )
-def test_a_wait_for_another_machine_says_how_long(
-    given: dict[str, str],
-    told: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wait_for_another_machine_says_how_long(given, told, monkeypatch, capsys):
     """A launcher sees only the processes of its own machine."""
     meeting = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in {**given, **meeting, "WORLD_SIZE": "4"}.items():
@@ -258,8 +250,8 @@ FACTS = Facts(64, False, 128, 512.0, 64.0, True, False, True, 64)
     ],
 )  # fmt: skip
 def test_a_stage_that_runs_out_of_memory_is_named_with_its_layers_and_what_to_move(
-    backend: str, sizes: dict[str, Any], rank: int, where: str, layers: str
-) -> None:
+    backend, sizes, rank, where, layers
+):
     told = told_of(settled_on(backend, sizes), rank)
     at = f"step 3: out of memory on cpu of rank {rank} ({where}), which had used up to "
     assert told.startswith(at)
@@ -269,7 +261,7 @@ def test_a_stage_that_runs_out_of_memory_is_named_with_its_layers_and_what_to_mo
     assert moves == (rank in (1, 3))
 
 
-def test_changes_that_a_division_refuses_are_not_suggested() -> None:
+def test_changes_that_a_division_refuses_are_not_suggested():
     """8-bit moments and a head in chunks do not run under tensor parallelism."""
     told = told_of(settled_on("tp", {}), 1)
     assert "rank 1 (tensor 1)" in told
@@ -304,7 +296,7 @@ class Greedy(nn.Module):
     def __init__(self, backward: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.backward, self.at = backward, 0
+        self.backward = backward
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         made = given * self.weight
@@ -314,16 +306,12 @@ class Greedy(nn.Module):
         return made
 
 
-def summed(made: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return made.sum()
-
-
 def raise_memory(_: torch.Tensor) -> None:
     raise torch.OutOfMemoryError("no room backwards")
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward: bool, tmp_path: Path) -> None:
+def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward, tmp_path):
     """torch raises a RuntimeError in its place, with a text that names neither type nor cause."""
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", store, rank=0, world_size=1)
@@ -332,13 +320,8 @@ def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward: bool, tmp_path
         stage = MarkedStage(
             Greedy(backward), 0, 1, torch.device("cpu"), input_args=meta, output_args=meta
         )
-        schedule: Any = ScheduleGPipe(stage, 1, loss_fn=summed)
+        schedule: Any = ScheduleGPipe(stage, 1, loss_fn=lambda made, _: made.sum())
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             schedule.step(torch.ones(1), target=torch.ones(1))
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_rank_is_named_by_the_axes_that_divide() -> None:
-    assert Mesh(pipeline=2, shard=2, tensor=2).where(5) == "pipeline 1, shard 0, tensor 1"
-    assert Mesh().where(0) == ""

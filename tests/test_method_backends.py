@@ -1,17 +1,16 @@
 """Each method trains on each group of backends as on one process, where no other test says so."""
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import method_matrix
 import pytest
-import torch
-from conftest import Finetune, Tiny, conversations, write_recipe
-from test_dpo import other_model, pairs
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from conftest import Tiny, accelerate_launch, once, read, write_recipe
+from divided import sources_of
+from test_dpo import other_model
 
-import finetune as ft
+from finetune import backend as backends
 from finetune import catalog
 from finetune.runs.run import Run
 
@@ -26,47 +25,26 @@ TIES = {"rewards/accuracies"}
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Data of each kind that a method takes."""
-    folder = tmp_path_factory.mktemp("data")
-    rows: dict[str, list[dict[str, Any]]] = {
-        "preference": pairs(),
-        "text": [{"text": row[-1]["content"]} for row in conversations(24)],
-        "kto": [
-            {"prompt": pair["prompt"], "completion": pair[answer], "label": answer == "chosen"}
-            for pair in pairs()
-            for answer in ("chosen", "rejected")
-        ],
-        "prompts": [{"prompt": row[0]["content"]} for row in conversations(16)],
-        "messages": [{"messages": row} for row in conversations(24)],
-        "labelled": [
-            {"text": pair[answer][0]["content"], "label": "ab"[answer == "chosen"]}
-            for pair in pairs()
-            for answer in ("chosen", "rejected")
-        ],
-    }
-    found = {}
-    for name, each in rows.items():
-        source = folder / f"{name}.jsonl"
-        source.write_text("".join(json.dumps(row) + "\n" for row in each))
-        found[name] = {"source": str(source), "format": name}
-    return found
+    return sources_of(tmp_path_factory.mktemp("data"))
 
 
 class Work:
-    """Recipes, and what one process makes of them."""
+    """Recipes, and what one process or a backend makes of them."""
 
     def __init__(self, folder: Path, tiny: Tiny, sources: dict[str, dict[str, str]]) -> None:
         self.folder, self.sources = folder, sources
-        self.models = {"dense": tiny.model, "mixture": mixture(folder / "mixture", tiny.model)}
+        sizes: dict[str, Any] = {
+            "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8,
+            "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+        }  # fmt: skip
+        mixture = tiny.other(folder / "mixture", "qwen3_moe", **sizes)
+        self.models = {"dense": tiny.model, "mixture": mixture}
         self.teacher = other_model(tiny, folder / "teacher")
-        self.runs: dict[tuple[str, str], Run] = {}
-        self.count = 0
 
     def fields(self, method: str, model: str, **batch: Any) -> dict[str, Any]:
-        name = str(self.models[model])
         given: dict[str, Any] = {
             "method": method,
-            "model": {"name": name},
+            "model": {"name": str(self.models[model])},
             "data": [self.sources[method_matrix.ROWS.get(method, "messages")]],
             "batch": {"rows": 8, "micro_rows": 2, "max_length": 128, **batch},
             "optim": {"lr": 1e-3, "warmup": 0},
@@ -84,16 +62,23 @@ class Work:
             }  # fmt: skip
         return given
 
-    def train(self, given: dict[str, Any]) -> Run:
-        self.count += 1
-        place = self.folder / f"run-{self.count}"
-        return ft.train(catalog.from_fields(given), precision="fp32", output=place)
+    def runs(self, backend: str, model: str, methods: Iterable[str]) -> Path:
+        """A folder with a run of each method, trained one after another by the same processes."""
 
-    def alone(self, method: str, model: str) -> Run:
-        """The run of one process, made once."""
-        if (method, model) not in self.runs:
-            self.runs[method, model] = self.train(self.fields(method, model))
-        return self.runs[method, model]
+        def make(place: Path) -> None:
+            place.mkdir()
+            recipes = {str(place / each): self.fields(each, model) for each in methods}
+            words = (TRAIN, write_recipe(place / "recipes.json", recipes))
+            axes = backends.load(backend).axes
+            done = accelerate_launch(
+                backend, self.folder, *words, env=axes.variables() if axes.any else {}
+            )
+            assert done.status == 0, done.output
+
+        return once(self.folder / f"{backend}-{model}", make)
+
+
+TRAIN = Path(__file__).parent / "train_recipes.py"
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +86,6 @@ def work(
     tiny: Tiny, sources: dict[str, dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> Work:
     return Work(tmp_path_factory.mktemp("work"), tiny, sources)
-
-
-def mixture(folder: Path, dense: Path) -> Path:
-    """Write a model with four experts in each layer."""
-    tokenizer = AutoTokenizer.from_pretrained(dense)
-    config = Qwen3MoeConfig(
-        hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=len(tokenizer),
-        num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, bos_token_id=None,
-        max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(7)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def assert_equal(run: Run, alone: Run) -> None:
@@ -143,29 +112,28 @@ def left_to(test: str) -> list[tuple[str, str]]:
     ]
 
 
+OF_COLUMN: dict[str, list[str]] = {}
+for _method, _column in left_to(method_matrix.EVERYWHERE):
+    OF_COLUMN.setdefault(_column, []).append(_method)
+ALONE = {"dense": list(method_matrix.METHODS), "mixture": OF_COLUMN["`ep`"]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "column"), left_to(method_matrix.EVERYWHERE))
-def test_a_method_trains_there_as_on_one_process(
-    work: Work, finetune: Finetune, tmp_path: Path, method: str, column: str
-) -> None:
+def test_a_method_trains_there_as_on_one_process(work, method, column):
     backend, model = method_matrix.GROUPS[column][0], "mixture" if column == "`ep`" else "dense"
-    done = finetune(
-        "launch", write_recipe(tmp_path / "r.json", work.fields(method, model)), "--backend",
-        backend, "--precision", "fp32", "--output", tmp_path / "run", "--no-plot",
-    )  # fmt: skip
-    assert done.status == 0, done.output
-    assert_equal(Run(tmp_path / "run"), work.alone(method, model))
+    run = work.runs(backend, model, OF_COLUMN[column]) / method
+    assert_equal(Run(run), Run(work.runs("single", model, ALONE[model]) / method))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "_"), left_to(method_matrix.PACKS))
-def test_packs_train_as_rows_do(work: Work, method: str, _: str) -> None:
+@pytest.mark.parametrize("method", [method for method, _ in left_to(method_matrix.PACKS)])
+def test_packs_train_as_rows_do(work, train, method):
     """All packs in one step, so that its rows are those of the data."""
     packed = {"packing": True, "micro_rows": 1, "max_length": 256}
     recipe = work.fields(method, "dense", **packed)
-    counted = work.train(recipe)
-    counts = json.loads(counted.data.read_text())["train"]
-    packs = work.train(work.fields(method, "dense", **packed, rows=counts["rows"]))
+    counts = read(train("counted", fields=recipe).data)["train"]
     rows = counts["documents"] // catalog.from_fields(recipe).documents_per_row
     assert counts["rows"] < rows
-    assert_equal(packs, work.train(work.fields(method, "dense", rows=rows)))
+    packs = train("packs", fields=work.fields(method, "dense", **packed, rows=counts["rows"]))
+    assert_equal(packs, train("rows", fields=work.fields(method, "dense", rows=rows)))

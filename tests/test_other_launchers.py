@@ -1,19 +1,15 @@
 """Launchers other than ours train the same; what a scheduler left is refused or has no effect."""
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import Finetune, Tiny, run_command, write_recipe
-from test_backends import FP32, largest, losses
+from conftest import FP32, apart, losses, problems_of, read, run_command, slow, warm_python
 
+import finetune as ft
 from finetune import catalog
-from finetune.errors import FinetuneError
 from finetune.launchers.accelerate import free_port
 from finetune.process import rendezvous
 from finetune.process.quiet import OF_A_LAUNCH, OF_MPI
-from finetune.runs.run import Run
 from finetune.training import preflight
 
 COMPLETE = {
@@ -21,18 +17,21 @@ COMPLETE = {
     "MASTER_PORT": "29577",
 }  # fmt: skip
 """Of a job of two processes whose first address nobody answers."""
+TORCHRUN = COMPLETE | {"TORCHELASTIC_RUN_ID": "7"}
+ONE = {"WORLD_SIZE": "1"}
 SHORT = {"max_steps": 2, "saving": {}, "evaluation": {}, "adapter": {"r": 4}}
 
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (
-        *OF_A_LAUNCH,
-        "TORCHELASTIC_RUN_ID",
-        "ACCELERATE_MIXED_PRECISION",
-    ):
+    for name in (*OF_A_LAUNCH, "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
+
+
+def given_are(variables: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    for name, value in given.items():
+        variables.setenv(name, value)
 
 
 @pytest.mark.parametrize(
@@ -40,18 +39,15 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     [
         ({}, False, None),
         ({}, True, None),
-        ({**COMPLETE, "WORLD_SIZE": "1"}, True, None),
-        ({**COMPLETE, "TORCHELASTIC_RUN_ID": "7"}, False, 2),
-        ({**COMPLETE, "TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "1"}, False, None),
-        ({**COMPLETE, "TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "1"}, True, 1),
+        (COMPLETE | ONE, True, None),
+        (TORCHRUN, False, 2),
+        (TORCHRUN | ONE, False, None),
+        (TORCHRUN | ONE, True, 1),
         (COMPLETE, True, 2),
     ],
 )
-def test_the_variables_say_how_many_processes_there_are(
-    variables: pytest.MonkeyPatch, given: dict[str, str], named: bool, count: int | None
-) -> None:
-    for name, value in given.items():
-        variables.setenv(name, value)
+def test_the_variables_say_how_many_processes_there_are(variables, given, named, count):
+    given_are(variables, given)
     assert rendezvous.started(named) == count
 
 
@@ -63,96 +59,72 @@ def test_the_variables_say_how_many_processes_there_are(
         ({**COMPLETE, "WORLD_SIZE": "4"}, False, "TORCHELASTIC_RUN_ID not set"),
     ],
 )
-def test_variables_without_a_launcher_are_refused(
-    variables: pytest.MonkeyPatch, given: dict[str, str], named: bool, lacks: str
-) -> None:
-    for name, value in given.items():
-        variables.setenv(name, value)
-    with pytest.raises(FinetuneError) as error:
-        rendezvous.started(named)
-    (problem,) = error.value.problems
+def test_variables_without_a_launcher_are_refused(variables, given, named, lacks):
+    given_are(variables, given)
+    (problem,) = problems_of(rendezvous.started, named)
     assert f"({lacks}), and it would wait for 3 others" in problem
     assert "finetune launch --backend ddp --processes 4 or torchrun" in problem
     assert "unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT" in problem
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "0"])
-def test_an_invalid_world_size_is_refused(variables: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_world_size_is_refused(variables, text):
     variables.setenv("WORLD_SIZE", text)
-    with pytest.raises(FinetuneError, match=f"WORLD_SIZE={text}: expected a whole number"):
+    with pytest.raises(ft.FinetuneError, match=f"WORLD_SIZE={text}: expected a whole number"):
         rendezvous.started(False)
 
 
 @pytest.mark.parametrize("name", OF_MPI)
-def test_variables_of_mpi_are_refused_unless_there_is_a_world(
-    variables: pytest.MonkeyPatch, name: str
-) -> None:
+def test_variables_of_mpi_are_refused_unless_there_is_a_world(variables, name):
     variables.setenv(name, "1")
     assert rendezvous.started(False) is None
     variables.setenv(name, "4")
-    with pytest.raises(FinetuneError, match=f"{name}=4: set by mpirun or srun.* unset {name} "):
+    with pytest.raises(ft.FinetuneError, match=f"{name}=4: set by mpirun or srun.* unset {name} "):
         rendezvous.started(False)
-    for other, value in {**COMPLETE, "TORCHELASTIC_RUN_ID": "7"}.items():
-        variables.setenv(other, value)
+    given_are(variables, TORCHRUN)
     assert rendezvous.started(False) == 2
 
 
-def test_processes_of_accelerate_launch_name_no_other_backend(
-    variables: pytest.MonkeyPatch, tiny: Tiny
-) -> None:
-    for name, value in {**COMPLETE, "ACCELERATE_MIXED_PRECISION": "no"}.items():
-        variables.setenv(name, value)
+def test_processes_of_accelerate_launch_name_no_other_backend(variables, tiny):
+    given_are(variables, COMPLETE | {"ACCELERATE_MIXED_PRECISION": "no"})
     recipe = catalog.from_fields(tiny.fields())
     assert preflight.check_here(recipe, "ddp").backend.engine == "ddp"
-    with pytest.raises(FinetuneError, match=r"--backend zero2: accelerate launch started another"):
-        preflight.check_here(recipe, "zero2")
+    (told,) = problems_of(preflight.check_here, recipe, "zero2")
+    assert told.startswith("--backend zero2: accelerate launch started another")
     variables.delenv("RANK")
-    with pytest.raises(FinetuneError, match="WORLD_SIZE=2: set without RANK, as by accelerate"):
+    with pytest.raises(ft.FinetuneError, match="WORLD_SIZE=2: set without RANK, as by accelerate"):
         preflight.check_here(recipe)
 
 
-@pytest.fixture(scope="module")
-def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, finetune: Finetune) -> Run:
-    """A run of one process, in variables of a job of one that a scheduler left."""
-    folder = tmp_path_factory.mktemp("alone")
-    recipe = write_recipe(folder / "r.json", tiny.fields(**SHORT))
-    left = COMPLETE | {"WORLD_SIZE": "1"}
-    done = finetune(
-        "train", recipe, "--precision", "fp32", "--output", folder / "run", env=left, seconds=120
-    )
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (ONE, ["train"]),
+        ({"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}, ["launch", "--backend", "single"]),
+    ],
+)
+def test_variables_that_a_scheduler_left_reach_no_run_of_ours(
+    run_of, tmp_path, finetune, left, words
+):
+    alone = run_of(**SHORT)
+    given = (alone.recipe, "--precision", "fp32", "--output", tmp_path / "run")
+    done = finetune(*words, *given, env=COMPLETE | left, seconds=120)
     assert done.status == 0, done.output
-    return Run(folder / "run")
+    assert losses(ft.Run(tmp_path / "run")) == losses(alone)
 
 
-def test_variables_that_a_scheduler_left_reach_no_launch_of_ours(
-    tiny: Tiny, tmp_path: Path, finetune: Finetune, alone: Run
-) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
-    words = ("launch", recipe, "--backend", "single", "--precision", "fp32")
-    left = COMPLETE | {"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "other"}
-    done = finetune(*words, "--output", tmp_path / "run", env=left, seconds=120)
-    assert done.status == 0, done.output
-    assert losses(Run(tmp_path / "run")) == losses(alone)
-
-
-def torchrun(tmp_path: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+@pytest.mark.parametrize("named", ["ddp", slow("zero2")])
+def test_torchrun_starts_a_backend(run_of, tmp_path, named):
+    alone, run = run_of(**SHORT), ft.Run(tmp_path / "run")
+    command = [
+        warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+        "finetune", "train", str(alone.recipe), *(() if named == "ddp" else ("--backend", named)),
+        "--precision", "fp32", "--no-plot", "--output", str(run.root),
+    ]  # fmt: skip
     done = run_command(command, tmp_path, seconds=120)
-    return f"{done.status} {done.output}"
-
-
-@pytest.mark.parametrize("named", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
-def test_torchrun_starts_a_backend(tiny: Tiny, tmp_path: Path, alone: Run, named: str) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
-    chosen = () if named == "ddp" else ("--backend", named)
-    told = torchrun(
-        tmp_path, "--nproc-per-node", "2", "-m", "finetune", "train", str(recipe), *chosen,
-        "--precision", "fp32", "--no-plot", "--output", str(tmp_path / "run"),
-    )  # fmt: skip
-    assert told.startswith("0 "), told
-    run = Run(tmp_path / "run")
-    assert largest(losses(run), losses(alone)) < FP32
-    realised = json.loads(run.plan.read_text())
+    assert done.status == 0, done.output
+    assert apart(run, alone) < FP32
+    realised = read(run.plan)
     assert (realised["backend"], realised["processes"]) == (named, 2)
 
 
@@ -170,12 +142,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_notebook_launcher_starts_the_processes(tiny: Tiny, tmp_path: Path, alone: Run) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SHORT))
+def test_notebook_launcher_starts_the_processes(run_of, tmp_path):
+    alone, run = run_of(**SHORT), ft.Run(tmp_path / "run")
+    names = {"recipe": str(alone.recipe), "output": str(run.root)}
     script = tmp_path / "notebook.py"
-    script.write_text(
-        NOTEBOOK.format(recipe=str(recipe), output=str(tmp_path / "run"), port=free_port())
-    )
+    script.write_text(NOTEBOOK.format(**names, port=free_port()))
     done = run_command([sys.executable, str(script)], tmp_path, seconds=120)
     assert done.status == 0, done.output
-    assert largest(losses(Run(tmp_path / "run")), losses(alone)) < FP32
+    assert apart(run, alone) < FP32

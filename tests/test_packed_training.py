@@ -1,13 +1,11 @@
-"""Packed rows train as they should on any number of processes, and go on where they stopped."""
+"""Rows, packed or not, train as in plain transformers, on any number of processes."""
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, write_recipe
-from test_backends import FP32, equal_state, largest, launch, losses
+from conftest import FP32, assert_same_losses, cut_off, equal_state, losses, slow
+from transformers import AutoModelForCausalLM
 
 import finetune as ft
 from finetune import catalog
@@ -16,9 +14,8 @@ from finetune.data.chat.render import load_chat
 from finetune.data.collate import collate
 from finetune.data.order import rows_of_step
 from finetune.data.prepare import prepare
-from finetune.errors import FinetuneError
+from finetune.data.store import Rows
 from finetune.models.model import load_tokenizer
-from finetune.runs.run import Run
 
 PACKED: dict[str, Any] = {
     "batch": {"rows": 4, "micro_rows": 1, "packing": True},
@@ -27,24 +24,14 @@ PACKED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
+def rows_of(recipe: ft.Recipe) -> Rows:
+    return prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).train
 
 
-def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> Run:
-    recipe = catalog.from_fields(tiny.fields(**sections))
-    return ft.train(recipe, precision="fp32", output=place, resume=resume)
-
-
-def test_the_loss_of_a_step_is_that_of_its_documents_in_plain_transformers(
-    tiny: Tiny, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    run = train(tiny, tmp_path / "run", batch=PACKED["batch"], max_steps=1)
+def test_the_loss_of_a_step_is_that_of_its_documents_in_plain_transformers(tiny, train):
+    run = train(batch=PACKED["batch"], max_steps=1)
     recipe = catalog.load(run.recipe)
-    rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).train
+    rows = rows_of(recipe)
     model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
     total, terms = 0.0, 0
     for index in rows_of_step(0, len(rows), 4, recipe.seed):
@@ -63,40 +50,31 @@ def test_the_loss_of_a_step_is_that_of_its_documents_in_plain_transformers(
     assert (start["train_rows"], start["packing"]) == (len(rows), True)
 
 
-def test_the_cut_into_micro_batches_does_not_change_the_losses(tiny: Tiny, tmp_path: Path) -> None:
-    plain = {**PACKED, "adapter": {"r": 8}}
-    whole = train(
-        tiny, tmp_path / "whole", **plain | {"batch": PACKED["batch"] | {"micro_rows": 4}}
+def test_the_cut_into_micro_batches_does_not_change_the_losses(train):
+    sections = PACKED | {"adapter": {"r": 8}}
+    whole, *cut = (
+        train(str(micro), **sections | {"batch": PACKED["batch"] | micro})
+        for micro in ({"micro_rows": 4}, {"micro_rows": 1}, {"micro_tokens": 300})
     )
-    cuts = {"rows": {"micro_rows": 1}, "tokens": {"micro_tokens": 300}}
-    for name, cut in cuts.items():
-        run = train(tiny, tmp_path / name, **plain | {"batch": PACKED["batch"] | cut})
-        assert largest(losses(whole), losses(run)) < FP32
-        assert largest(losses(whole, "eval"), losses(run, "eval")) < FP32
+    for run in cut:
+        assert_same_losses(whole, run)
 
 
-def test_padded_micro_batches_may_be_given_in_tokens(tiny: Tiny, tmp_path: Path) -> None:
-    rows = train(tiny, tmp_path / "rows", batch={"micro_rows": 1})
-    tokens = train(tiny, tmp_path / "tokens", batch={"micro_tokens": 256})
-    assert largest(losses(rows), losses(tokens)) < FP32
+def test_padded_micro_batches_may_be_given_in_tokens(run_of, train):
+    tokens = train(batch={"micro_tokens": 256})
+    assert_same_losses(run_of(), tokens)
     assert all(record["slots"] <= 256 * 4 for record in tokens.read_metrics("train"))
 
 
-def test_recomputed_activations_know_where_documents_end(tiny: Tiny, tmp_path: Path) -> None:
-    kept = train(tiny, tmp_path / "kept", **PACKED)
-    model = {"activation_checkpointing": True}
-    again = train(tiny, tmp_path / "again", **PACKED, model={"name": str(tiny.model)} | model)
-    assert largest(losses(kept), losses(again)) < FP32
-
-
-def test_a_packed_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
-    straight = train(tiny, tmp_path / "straight", **PACKED)
-    shutil.copytree(straight.root, tmp_path / "resumed")
-    resumed = Run(tmp_path / "resumed")
-    shutil.rmtree(resumed.checkpoint(6))
-    train(tiny, resumed.root, resume=True, **PACKED)
+def test_a_packed_run_resumes_bit_for_bit_and_with_recomputed_activations(run_of, train, tmp_path):
+    """Which know where documents end."""
+    straight = run_of(**PACKED)
+    resumed = cut_off(straight, tmp_path / "resumed", 3)
+    train("resumed", resume=True, **PACKED)
     assert losses(resumed) == losses(straight)
     assert equal_state(straight.checkpoint(6), resumed.checkpoint(6))
+    again = train("again", **PACKED, model={"activation_checkpointing": True})
+    assert_same_losses(straight, again)
 
 
 @pytest.mark.parametrize(
@@ -104,39 +82,45 @@ def test_a_packed_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
     [
         ("ddp", {"micro_tokens": 200}),
         ("fsdp_full_shard", {"micro_rows": 1}),
-        pytest.param("zero3", {"micro_tokens": 200}, marks=pytest.mark.slow),
-        pytest.param("zero3", {"micro_rows": 1}, marks=pytest.mark.slow),
+        slow("zero3", {"micro_tokens": 200}),
     ],
 )
-def test_packed_losses_on_two_processes_are_those_of_one(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, backend: str, micro: dict[str, int]
-) -> None:
+def test_packed_losses_on_two_processes_are_those_of_one(run_of, backend, micro):
     sections = PACKED | {"batch": PACKED["batch"] | micro}
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
-    launch(finetune, recipe, backend, tmp_path / "together")
-    together = Run(tmp_path / "together")
-    alone = train(tiny, tmp_path / "alone", **sections)
-    assert largest(losses(alone), losses(together)) < FP32
-    assert largest(losses(alone, "eval"), losses(together, "eval")) < FP32
+    assert_same_losses(run_of(**sections), run_of(backend, **sections))
 
 
-def test_a_micro_batch_that_holds_no_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(
-        FinetuneError, match=r"micro_tokens: 100 tokens cannot hold a row of .*=128"
-    ):
-        train(tiny, tmp_path / "run", batch={"micro_tokens": 100})
+def test_a_micro_batch_that_holds_no_row_is_refused(train):
+    told = r"micro_tokens: 100 tokens cannot hold a row of .*=128"
+    with pytest.raises(ft.FinetuneError, match=told):
+        train(batch={"micro_tokens": 100})
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_tokens(tiny, train):
+    """Without packing: the first step's loss and gradient norm over eight rows."""
+    run = train(max_steps=1)
+    recipe = catalog.load(run.recipe)
+    rows = rows_of(recipe)
+    batch = collate(rows, rows_of_step(0, len(rows), 8, recipe.seed), 0, "cpu")
+    model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
+    outputs = model(batch.ids, attention_mask=batch.attention_mask, labels=batch.labels)
+    outputs.loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(grads).item()
+    first = next(run.read_metrics("train"))
+    assert abs(first["loss"] - outputs.loss.item()) < FP32
+    assert abs(first["grad_norm"] - norm) < 1e-5
+    assert first["trained_tokens"] == int((batch.labels[:, 1:] != -100).sum())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="flex_attention can train there")
-def test_flex_attention_is_refused_on_a_cpu(tiny: Tiny, tmp_path: Path) -> None:
-    model = {"name": str(tiny.model), "attention": "flex_attention"}
-    with pytest.raises(FinetuneError, match="flex_attention of PyTorch cannot train on a CPU"):
-        train(tiny, tmp_path / "run", model=model)
+def test_flex_attention_is_refused_on_a_cpu(train):
+    with pytest.raises(ft.FinetuneError, match="flex_attention of PyTorch cannot train on a CPU"):
+        train(model={"attention": "flex_attention"})
 
 
-def test_the_batch_of_a_packed_run_collates_to_its_documents(tiny: Tiny, tmp_path: Path) -> None:
-    recipe = catalog.from_fields(tiny.fields(**PACKED))
-    rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).train
+def test_the_batch_of_a_packed_run_collates_to_its_documents(tiny):
+    rows = rows_of(catalog.from_fields(tiny.fields(**PACKED)))
     batch = collate(rows, rows_of_step(0, len(rows), 4, 0), 0, "cpu")
     assert batch.boundaries is not None
     assert batch.boundaries.longest <= 128

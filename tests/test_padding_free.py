@@ -1,50 +1,33 @@
 """A micro-batch side by side is the step that it is padded, without the padding."""
 
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from architectures import FIELDS, SIZES
-from conftest import Tiny
+from conftest import FP32, Train, apart, assert_same_losses, cut_off, largest, losses
 from documents import documents_of
-from test_backends import FP32, largest, losses
 from transformers import AutoConfig
 
 import finetune as ft
 from finetune import catalog
 from finetune.data.filling import filling_notes, real_share
 from finetune.data.store import single_rows
-from finetune.methods.sft import SFT
 from finetune.planner.padding import padding as layout_of
-from finetune.recipe import Model
-from finetune.runs.run import Run
 
 LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3}}
 SIDE_BY_SIDE = "side by side without padding, each attending to itself alone"
 PADDED = "padded to the longest row of a micro-batch: "
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
-
-
-def train(tiny: Tiny, place: Path, resume: bool = False, **sections: Any) -> Run:
-    recipe = catalog.from_fields(tiny.fields(**sections))
-    return ft.train(recipe, precision="fp32", output=place, resume=resume)
-
-
-def column(run: Run, name: str) -> list[Any]:
+def column(run: ft.Run, name: str) -> list[Any]:
     return [record[name] for record in run.read_metrics("train")]
 
 
-@pytest.fixture(scope="module")
-def padded(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    batch = {"micro_rows": 4, "padding_free": False}
-    return train(tiny, tmp_path_factory.mktemp("padded") / "run", **LORA, batch=batch)
+@pytest.fixture
+def padded(run_of: Train) -> ft.Run:
+    return run_of(**LORA, batch={"micro_rows": 4, "padding_free": False})
 
 
 @pytest.mark.parametrize(
@@ -57,14 +40,9 @@ def padded(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
         ({"micro_rows": 8}, {"activation_checkpointing": "attention"}),
     ],
 )
-def test_steps_side_by_side_are_those_of_padded_rows(
-    tiny: Tiny, tmp_path: Path, padded: Run, batch: dict[str, Any], model: dict[str, Any]
-) -> None:
-    model = {"name": str(tiny.model)} | model
-    free = train(tiny, tmp_path / "free", **LORA, batch=batch, model=model)
-    assert largest(losses(padded), losses(free)) < FP32
-    assert largest(losses(padded, "eval"), losses(free, "eval")) < FP32
-    assert largest(column(padded, "grad_norm"), column(free, "grad_norm")) < 1e-4  # of about 3
+def test_steps_side_by_side_are_those_of_padded_rows(train, padded, batch, model):
+    free = train(**LORA, batch=batch, model=model)
+    assert_same_losses(padded, free)
     for name in ("trained_tokens", "real_tokens", "lr", "epoch"):
         assert column(padded, name) == column(free, name)
     assert column(free, "slots") == column(free, "real_tokens")
@@ -73,25 +51,21 @@ def test_steps_side_by_side_are_those_of_padded_rows(
     assert told == [f"{PADDED}batch.padding_free=false", SIDE_BY_SIDE]
 
 
-def test_a_padded_run_goes_on_side_by_side(tiny: Tiny, tmp_path: Path, padded: Run) -> None:
-    shutil.copytree(padded.root, tmp_path / "run")
-    run = Run(tmp_path / "run")
-    shutil.rmtree(run.checkpoint(6))
-    train(tiny, run.root, resume=True, **LORA, batch={"micro_rows": 4})
+def test_a_padded_run_goes_on_side_by_side(train, tmp_path, padded):
+    cut_off(padded, tmp_path / "run", 3)
+    run = train(resume=True, **LORA, batch={"micro_rows": 4})
     assert losses(run)[:3] == losses(padded)[:3]
-    assert largest(losses(padded), losses(run)) < FP32
+    assert apart(padded, run) < FP32
     assert column(run, "slots")[3:] == column(run, "real_tokens")[3:]
 
 
-def test_a_model_that_mixes_documents_is_padded_with_the_reason(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_mixes_documents_is_padded_with_the_reason(tiny, train, capsys):
     config = {
         "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
         "vocab_size": 320,
     }  # fmt: skip
     model = {"name": None, "config": config, "tokenizer": str(tiny.model)}
-    run = train(tiny, tmp_path / "run", model=model, max_steps=1)
+    run = train(model=model, max_steps=1)
     (start,) = run.read_metrics("start")
     assert start["padding"].startswith(
         f"{PADDED}concatenated documents have not been shown to be exact for 'falcon' models"
@@ -102,9 +76,7 @@ def test_a_model_that_mixes_documents_is_padded_with_the_reason(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss"])
-def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(
-    tiny: Tiny, tmp_path: Path, kind: str
-) -> None:
+def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(tiny, train, kind):
     """The state runs once per document, also where activations are recomputed beside an adapter."""
     config = SIZES | FIELDS[kind] | {"model_type": kind, "vocab_size": 320}
     told: list[list[float]] = []
@@ -115,7 +87,7 @@ def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(
             "activation_checkpointing": kind == "qwen3_5_text",
         }  # fmt: skip
         batch = {"micro_rows": 4, "padding_free": padding_free}
-        run = train(tiny, tmp_path / str(padding_free), model=model, batch=batch, max_steps=3)
+        run = train(str(padding_free), model=model, batch=batch, max_steps=3)
         told.append([*losses(run), *losses(run, "eval")])
     assert largest(*told) < FP32
 
@@ -123,14 +95,14 @@ def test_a_model_with_a_state_or_sinks_trains_as_on_padded_rows(
 FALCON = AutoConfig.for_model("falcon").to_dict()
 
 
-def test_padded_rows_report_what_would_fill_their_slots() -> None:
+def test_padded_rows_report_what_would_fill_their_slots():
     """Micro-batches of 2 of the rows of 8, 4, 2 and 1 tokens: 15 of 2 x 8 + 2 x 2 slots."""
     rows = single_rows(documents_of((np.ones(n, np.int32), np.ones(n, bool)) for n in (8, 4, 2, 1)))
-    recipe = SFT().with_batch(rows=4, micro_rows=2, max_length=8)
+    recipe = ft.SFT().with_batch(rows=4, micro_rows=2, max_length=8)
     assert real_share(rows, recipe, 1) == 15 / 20
     assert real_share(rows, recipe.with_batch(micro_rows=1), 1) == 1
 
-    def told(recipe: SFT, fields: Mapping[str, Any] = FALCON) -> list[str]:
+    def told(recipe: ft.SFT, fields: Mapping[str, Any] = FALCON) -> list[str]:
         return filling_notes(rows, recipe, layout_of(recipe, fields), 1)
 
     start = "batch: 75% of the token slots are tokens, the others are padding; "
@@ -142,16 +114,16 @@ def test_padded_rows_report_what_would_fill_their_slots() -> None:
     assert told(recipe.with_batch(padding_free=False), llama) == [
         f"{start}batch.padding_free=auto{side_by_side}"
     ]
-    eager = recipe.with_model(Model(attention="eager"))
+    eager = recipe.with_model(ft.Model(attention="eager"))
     assert told(eager, llama) == [f"{start}model.attention=sdpa{side_by_side}"]
     assert told(recipe.with_batch(micro_rows=1)) == []
 
 
-def test_micro_batches_by_tokens_are_named_where_they_pad_less() -> None:
+def test_micro_batches_by_tokens_are_named_where_they_pad_less():
     """By four rows 4 x 16 and 4 x 4 slots; by 16 tokens 16, 4 x 4 and 3 x 4."""
     sizes = (16, 4, 4, 4, 4, 4, 4, 4)
     rows = single_rows(documents_of((np.ones(n, np.int32), np.ones(n, bool)) for n in sizes))
-    recipe = SFT().with_batch(rows=8, micro_rows=4, max_length=16)
+    recipe = ft.SFT().with_batch(rows=8, micro_rows=4, max_length=16)
     assert real_share(rows, recipe, 1) == 44 / 80
     assert filling_notes(rows, recipe, layout_of(recipe, FALCON), 1) == [
         "batch: 55% of the token slots are tokens, the others are padding; batch.micro_tokens=16 "
@@ -159,7 +131,7 @@ def test_micro_batches_by_tokens_are_named_where_they_pad_less() -> None:
     ]
 
 
-def test_the_layout_is_free_to_change_when_a_run_goes_on(tiny: Tiny) -> None:
+def test_the_layout_is_free_to_change_when_a_run_goes_on(tiny):
     recipe = catalog.from_fields(tiny.fields())
     assert recipe.batch.padding_free == "auto"
     for value in (True, False):

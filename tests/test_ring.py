@@ -1,10 +1,8 @@
 """Ring attention: each process's result and gradients are those of the complete rows."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from test_shared_memory import together
+from conftest import slow, together
 
 from finetune.kernels import partial_attention
 
@@ -65,8 +63,8 @@ print("alike")
 )
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_ring_computes_what_one_process_computes(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, slow(4)])
+def test_a_ring_computes_what_one_process_computes(count, tmp_path):
     """Documents that cross processes, and fewer key heads; up to the rounding of each type."""
     done = together(COMPARED, count, tmp_path)
     assert done.status == 0, done.stderr[-3_000:]
@@ -77,9 +75,7 @@ def test_a_ring_computes_what_one_process_computes(count: int, tmp_path: Path) -
     ("capability", "kind"),
     [((9, 0), torch.bfloat16), ((7, 5), torch.float16), ((9, 0), torch.float32)],
 )
-def test_kernels_of_a_gpu_take_these_arguments(
-    capability: tuple[int, int], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_a_gpu_take_these_arguments(capability, kind, monkeypatch):
     """PyTorch's shape functions of its GPU kernels: 13 queries, padded to 32 by one of them."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     query, key = (

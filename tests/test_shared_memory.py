@@ -1,10 +1,7 @@
 """What FSDP's processes exchange through memory that they share is what they would over gloo."""
 
-import sys
-from pathlib import Path
-
 import pytest
-from conftest import Finetune, Finished, Tiny, run_command, warm_python, write_recipe
+from conftest import accelerate_launch, slow, together, write_recipe
 
 from finetune.distributed.gloo_shared_memory import SLOT, SLOTS
 from finetune.runs.run import Run
@@ -76,43 +73,38 @@ print(Boxes.shared())
 )
 
 LIMITED = f"""
-import os, resource, sys
+import resource
+from finetune.cli import run
 resource.setrlimit(resource.RLIMIT_FSIZE, ({SLOTS * SLOT - 1}, {SLOTS * SLOT - 1}))
-os.execv(sys.executable, [sys.executable, "-m", "finetune", *sys.argv[1:]])
+run()
 """
 """The command line under a limit on the size of files, which a small run's own stay below."""
 
 
-def together(script: str, count: int, folder: Path) -> Finished:
-    """Run a script in so many processes."""
-    path = folder / "script.py"
-    path.write_text(script + "dist.destroy_process_group()\n")
-    launched = [warm_python(), "-m", "torch.distributed.run", "--standalone"]
-    return run_command([*launched, f"--nproc-per-node={count}", str(path)], folder)
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_parts_of_any_size_reach_every_rank(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, slow(3)])
+def test_parts_of_any_size_reach_every_rank(count, tmp_path):
     done = together(EXCHANGES, count, tmp_path)
     assert done.status == 0, done.stderr[-3_000:]
     assert done.stdout.count("alike") == count
 
 
-def test_memory_is_shared_by_all_processes_or_none(tmp_path: Path) -> None:
+def test_memory_is_shared_by_all_processes_or_none(tmp_path):
     done = together(REFUSAL, 2, tmp_path)
     assert done.status == 0, done.stderr[-3_000:]
     assert done.stdout.count("no memory can be shared: File too large") == 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_run_over_gloo_reports_it_and_has_the_same_digits(
-    finetune: Finetune, tiny: Tiny, tmp_path: Path, precision: str
-) -> None:
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
+def test_a_run_over_gloo_reports_it_and_has_the_same_digits(tiny, finetune, tmp_path, precision):
     recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(max_steps=3))
-    words = ["launch", str(recipe), "--backend", "fsdp_full_shard", "--processes", "2"]
-    words += ["--precision", precision, "--no-plot", "--output"]
-    shared = finetune(*words, tmp_path / "shared")
-    alone = run_command([sys.executable, "-c", LIMITED, *words, str(tmp_path / "gloo")], tmp_path)
+    words = ("--backend", "fsdp_full_shard", "--processes", "2", "--precision", precision)
+    shared = finetune("launch", recipe, *words, "--output", tmp_path / "shared")
+    (tmp_path / "limited.py").write_text(LIMITED)
+    mixed = ("--mixed_precision", "no" if precision == "fp32" else precision)
+    alone = accelerate_launch(
+        "fsdp_full_shard", tmp_path, "--num_processes", "2", *mixed, tmp_path / "limited.py",
+        "train", recipe, "--output", tmp_path / "gloo", "--no-plot",
+    )  # fmt: skip
     assert (shared.status, alone.status) == (0, 0), shared.output + alone.output
     told = "FSDP's weights and gradients go over gloo, because no memory can be shared"
     assert told in alone.output

@@ -1,5 +1,6 @@
 """An adapter is trained further from exactly what it is, or refused with the way that works."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -7,43 +8,40 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny
+from conftest import Tiny, Train, change_json, losses, problems_of
+from conversations import ADDED, conversation_loss, plain, thinking
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_backends import losses
-from test_vocabulary import ADDED, conversation_loss, thinking
 from tiny_run import disturb
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import finetune as ft
 from finetune import catalog
-from finetune.errors import FinetuneError
-from finetune.exporters.export import export
+from finetune.checkpoints.resume import claim
+from finetune.inference.load import load_weights
 from finetune.models.starting_adapter import complete_adapter
-from finetune.recipe import LoRA, Recipe
-from finetune.runs.run import Run
+from finetune.planner import plan
 from finetune.training import preflight
 
 CLOSE = 1e-5  # sums in fp32 in another order
 WHOLE = {"batch": {"rows": 48, "micro_rows": 8}, "optim": {"lr": 1e-2, "warmup": 0}}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
+SHORT: dict[str, Any] = {"saving": {}, "evaluation": {}, "max_steps": 2, **WHOLE}
 
 
-def recipe_of(tiny: Tiny, **sections: Any) -> Recipe:
-    fields = {"saving": {}, "evaluation": {}, "max_steps": 2, **WHOLE, **sections}
-    return catalog.from_fields(tiny.fields(**fields))
+def recipe_of(tiny: Tiny, **sections: Any) -> ft.Recipe:
+    return catalog.from_fields(tiny.fields(**SHORT | sections))
 
 
-def train(tiny: Tiny, place: Path, **sections: Any) -> Run:
-    return ft.train(recipe_of(tiny, **sections), precision="fp32", output=place)
+@pytest.fixture
+def train(train: Train) -> Train:
+    return functools.partial(train, **SHORT)
 
 
-def plain(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def refused(recipe: ft.Recipe) -> tuple[str, ...]:
+    """Why a recipe is refused before training."""
+    return problems_of(preflight.check_here, recipe)
 
 
 def foreign(tiny: Tiny, folder: Path, **fields: Any) -> Path:
@@ -54,6 +52,11 @@ def foreign(tiny: Tiny, folder: Path, **fields: Any) -> Path:
     disturb(model)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def adapter(tiny: Tiny, tmp_path: Path) -> Path:
+    return foreign(tiny, tmp_path / "adapter")
 
 
 def expected(tiny: Tiny, adapter: Path) -> float:
@@ -75,13 +78,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(
-    tiny: Tiny, tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(tiny, tmp_path, train, fields):
     adapter = foreign(tiny, tmp_path / "adapter", **fields)
-    run = train(tiny, tmp_path / "run", model={"adapter": str(adapter)})
+    run = train("run", model={"adapter": str(adapter)})
     assert abs(losses(run)[0] - expected(tiny, adapter)) < CLOSE
-    result = export(run, tmp_path / "result")
+    result = ft.export(run, tmp_path / "result")
     before, after = (load_file(f / "adapter_model.safetensors") for f in (adapter, result))
     assert {key: value.shape for key, value in before.items()} == {
         key: value.shape for key, value in after.items()
@@ -92,12 +93,12 @@ def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(
     assert abs(losses(run, "eval")[-1] - held_out) < CLOSE
 
 
-def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny: Tiny, tmp_path: Path) -> None:
-    first = train(tiny, tmp_path / "first", adapter={"r": 4})
-    folder = export(first, tmp_path / "export")
+def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny, tmp_path, train):
+    first = train("first", adapter={"r": 4})
+    folder = ft.export(first, tmp_path / "export")
     ways = [first.root, first.final, first.checkpoint(2), folder]
     runs = [
-        train(tiny, tmp_path / f"further{number}", model={"adapter": str(way)}, adapter={"r": 4})
+        train(f"further{number}", model={"adapter": str(way)}, adapter={"r": 4})
         for number, way in enumerate(ways)
     ]
     assert len({tuple(losses(run)) for run in runs}) == 1
@@ -113,7 +114,7 @@ def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny: Tiny, tmp_pat
     way = {"model": {"adapter": str(first.root)}}
     for given in ({"targets": names}, {"r": 4}):
         assert preflight.check_here(recipe_of(tiny, **way, adapter=given)).recipe.adapter == section
-    with pytest.raises(FinetuneError, match=r"adapter\.targets: "):
+    with pytest.raises(ft.FinetuneError, match=r"adapter\.targets: "):
         preflight.check_here(recipe_of(tiny, **way, adapter={"targets": names[:-1]}))
     assert (
         f"| Trained further from | `{first.root.name}` |"
@@ -121,44 +122,35 @@ def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny: Tiny, tmp_pat
     )
 
 
-def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(
-    tiny: Tiny, tmp_path: Path
-) -> None:
-    first = train(tiny, tmp_path / "first", adapter={"r": 4, "init_lora_weights": "pissa"})
-    further = train(tiny, tmp_path / "further", model={"adapter": str(first.root)})
+def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(tiny, train):
+    first = train("first", adapter={"r": 4, "init_lora_weights": "pissa"})
+    further = train("further", model={"adapter": str(first.root)})
     assert abs(losses(further)[0] - expected(tiny, first.final)) < 1e-4
     assert catalog.load(further.recipe).adapter.r == 8  # type: ignore[union-attr]
     recipe = recipe_of(tiny, model={"adapter": str(first.checkpoint(2) / "adapter")})
-    with pytest.raises(FinetuneError, match=r"'pissa' changed the base weights.*final/"):
+    with pytest.raises(ft.FinetuneError, match=r"'pissa' changed the base weights.*final/"):
         preflight.check_here(recipe)
 
 
-def test_added_tokens_go_on_with_the_rows_that_they_had(tiny: Tiny, tmp_path: Path) -> None:
+def test_added_tokens_go_on_with_the_rows_that_they_had(tiny, tmp_path, train):
     data = thinking(tiny, tmp_path)
-    adapter = {"r": 4, "trainable_token_indices": ADDED}
-    first = train(tiny, tmp_path / "first", **data, adapter=adapter, model={"add_tokens": ADDED})
-    further = train(
-        tiny, tmp_path / "further", **data, adapter=adapter,
-        model={"add_tokens": ADDED, "adapter": str(first.root)},
-    )  # fmt: skip
-    merged = plain(export(first, tmp_path / "merged", merge=True))
+    rows = {"r": 4, "trainable_token_indices": ADDED}
+    first = train("first", **data, adapter=rows, model={"add_tokens": ADDED})
+    named = {"add_tokens": ADDED, "adapter": str(first.root)}
+    further = train("further", **data, adapter=rows, model=named)
+    merged = plain(ft.export(first, tmp_path / "merged", merge=True))
     tokenizer = AutoTokenizer.from_pretrained(first.final)
     assert abs(losses(further)[0] - conversation_loss(merged, tokenizer, data["data"])) < CLOSE
-    with pytest.raises(FinetuneError, match=r"model.add_tokens: .* has no rows for <new>; merge"):
-        train(
-            tiny, tmp_path / "more", **data,
-            model={"add_tokens": ["<new>"], "adapter": str(first.root)},
-        )  # fmt: skip
+    told = r"model.add_tokens: .* has no rows for <new>; merge"
+    with pytest.raises(ft.FinetuneError, match=told):
+        train("more", **data, model=named | {"add_tokens": ["<new>"]})
 
 
-def test_an_adapter_goes_on_over_a_base_in_nf4(tiny: Tiny, tmp_path: Path) -> None:
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_an_adapter_goes_on_over_a_base_in_nf4(tiny, adapter, train):
     quantised = {"quantization": "nf4"}
-    run = train(tiny, tmp_path / "run", model={"adapter": str(adapter), **quantised})
-    new = train(tiny, tmp_path / "new", model=quantised, adapter={"r": 4})
+    run = train("run", model={"adapter": str(adapter), **quantised})
+    new = train("new", model=quantised, adapter={"r": 4})
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    from finetune.inference.load import load_weights
-
     base = load_weights(tiny.model, torch.float32, quantization="nf4")
     with_adapter = PeftModel.from_pretrained(base, str(adapter)).eval()
     wanted = conversation_loss(with_adapter, tokenizer, [{"source": str(tiny.data)}])
@@ -166,31 +158,26 @@ def test_an_adapter_goes_on_over_a_base_in_nf4(tiny: Tiny, tmp_path: Path) -> No
     assert abs(losses(new)[0] - wanted) > 10 * CLOSE
 
 
-def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny: Tiny, tmp_path: Path) -> None:
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, adapter, train):
     sections = {"model": {"adapter": str(adapter)}, "saving": {"every": 2}}
     sections["optim"] = {"schedule": "constant", "warmup": 0}
-    straight = train(tiny, tmp_path / "straight", **sections, max_steps=4)
-    train(tiny, tmp_path / "cut", **sections)
-    recipe = recipe_of(tiny, **sections, max_steps=4)
-    cut = ft.train(recipe, precision="fp32", output=tmp_path / "cut", resume=True)
+    straight = train("straight", **sections, max_steps=4)
+    train("cut", **sections)
+    cut = train("cut", resume=True, **sections, max_steps=4)
     assert losses(cut) == losses(straight)
     foreign(tiny, adapter, lora_alpha=8)
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({k: v + 1 for k, v in tensors.items()}, adapter / "adapter_model.safetensors")
-    longer = recipe_of(tiny, **sections, max_steps=6)
-    with pytest.raises(FinetuneError, match=r"is not the adapter that .* started from"):
-        ft.train(longer, precision="fp32", output=tmp_path / "cut", resume=True)
+    with pytest.raises(ft.FinetuneError, match=r"is not the adapter that .* started from"):
+        train("cut", resume=True, **sections, max_steps=6)
 
 
-def test_what_contradicts_the_adapter_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_what_contradicts_the_adapter_is_refused_by_name(tiny, adapter):
     mine = {"r": 8, "alpha": 8, "targets": ["q_proj"], "use_dora": True, "dropout": 0.1}
-    with pytest.raises(FinetuneError) as error:
-        preflight.check_here(recipe_of(tiny, model={"adapter": str(adapter)}, adapter=mine))
+    told = refused(recipe_of(tiny, model={"adapter": str(adapter)}, adapter=mine))
     way = f"leave the field out, or set adapter=null to take all of them from {adapter}"
     has = "but the adapter of model.adapter has"
-    assert error.value.problems == (
+    assert told == (
         f"adapter.r: 8, {has} 4; {way}",
         f'adapter.targets: ["q_proj"], {has} ["q_proj", "up_proj"]; {way}',
         f"adapter.use_dora: true, {has} false; {way}",
@@ -200,12 +187,12 @@ def test_what_contradicts_the_adapter_is_refused_by_name(tiny: Tiny, tmp_path: P
         recipe = recipe_of(tiny, model={"adapter": str(adapter)}, adapter=section)
         settled = preflight.check_here(recipe).recipe.adapter
         dropout = 0.1 if section else 0.0
-        assert settled == LoRA(r=4, alpha=8, targets=("q_proj", "up_proj"), dropout=dropout)
+        assert settled == ft.LoRA(r=4, alpha=8, targets=("q_proj", "up_proj"), dropout=dropout)
 
 
-def changed(adapter: Path, **fields: Any) -> None:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+def unfinished_run(run: ft.Run, folder: Path) -> Path:
+    (folder / "unfinished").mkdir()
+    return Path(shutil.copy(run.recipe, folder / "unfinished")).parent
 
 
 @pytest.mark.parametrize(
@@ -217,18 +204,13 @@ def changed(adapter: Path, **fields: Any) -> None:
         ({"init_lora_weights": "loftq"}, "its initialisation 'loftq' changed the base weights"),
     ],
 )
-def test_an_adapter_of_another_kind_is_refused(
-    tiny: Tiny, tmp_path: Path, fields: dict[str, Any], problem: str
-) -> None:
-    adapter = foreign(tiny, tmp_path / "adapter")
-    changed(adapter, **fields)
-    with pytest.raises(FinetuneError) as error:
-        preflight.check_here(recipe_of(tiny, model={"adapter": str(adapter)}))
-    assert error.value.problems[0].startswith(f"model.adapter: {adapter}: {problem}")
+def test_an_adapter_of_another_kind_is_refused(tiny, adapter, fields, problem):
+    change_json(adapter / "adapter_config.json", **fields)
+    (told,) = refused(recipe_of(tiny, model={"adapter": str(adapter)}))
+    assert told.startswith(f"model.adapter: {adapter}: {problem}")
 
 
-def test_tensors_that_do_not_fit_the_base_are_named(tiny: Tiny, tmp_path: Path) -> None:
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_tensors_that_do_not_fit_the_base_are_named(tiny, adapter, train):
     path = adapter / "adapter_model.safetensors"
     tensors = load_file(path)
     q, up = (
@@ -238,33 +220,28 @@ def test_tensors_that_do_not_fit_the_base_are_named(tiny: Tiny, tmp_path: Path) 
     tensors[q] = tensors[q][:2].clone()
     tensors["base_model.model.model.other.lora_A.weight"] = tensors.pop(up)
     save_file(tensors, path)
-    with pytest.raises(FinetuneError) as error:
-        train(tiny, tmp_path / "run", model={"adapter": str(adapter)})
-    assert error.value.problems == (
+    assert problems_of(train, model={"adapter": str(adapter)}) == (
         f"model.adapter: {adapter} does not fit {tiny.model}: {up} is missing; "
         f"{q} is [2, 64], and the base needs [4, 64]; "
         "base_model.model.model.other.lora_A.weight belongs to no module of the base",
     )
 
 
-def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(
-    tiny: Tiny, tmp_path: Path
-) -> None:
-    adapter = foreign(tiny, tmp_path / "adapter")
+def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(tiny, adapter, train):
     path, table = adapter / "adapter_model.safetensors", plain(tiny.model).lm_head.weight.detach()
     key = "base_model.model.lm_head.weight"
     save_file(load_file(path) | {key: table.clone()}, path)
-    run = train(tiny, tmp_path / "same", model={"adapter": str(adapter)})
+    run = train("same", model={"adapter": str(adapter)})
     assert abs(losses(run)[0] - expected(tiny, adapter)) < CLOSE
     save_file(load_file(path) | {key: table + 1}, path)
-    with pytest.raises(FinetuneError, match=f"{key} replaces a table of the base"):
-        train(tiny, tmp_path / "other", model={"adapter": str(adapter)})
+    with pytest.raises(ft.FinetuneError, match=f"{key} replaces a table of the base"):
+        train("other", model={"adapter": str(adapter)})
 
 
-def test_a_run_is_the_model_that_it_made(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_is_the_model_that_it_made(tiny, tmp_path, run_of):
     """All weights: its result. An adapter: trained further, or refused with what to do."""
-    full = train(tiny, tmp_path / "full", max_steps=1)
-    lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
+    full = run_of(max_steps=1)
+    lora = run_of(adapter={"r": 4}, max_steps=1)
     named = preflight.check_here(recipe_of(tiny, model={"name": str(full.root)})).recipe.model
     assert (named.name, named.adapter) == (str(full.final), None)
     again = recipe_of(tiny, model={"name": str(lora.root)}, adapter={})
@@ -272,27 +249,21 @@ def test_a_run_is_the_model_that_it_made(tiny: Tiny, tmp_path: Path) -> None:
     assert (further.model.name, further.model.adapter) == (str(tiny.model), str(lora.root))
     assert further.adapter is not None
     assert further.adapter.r == 4
-    unfinished = tmp_path / "unfinished"
-    unfinished.mkdir()
+    unfinished = unfinished_run(full, tmp_path)
     told = {
         f"model.name={lora.root}": f"finetune export {lora.root} --merge --to FOLDER",
         f"model.name={unfinished}": "is a run without a result; finish it",
     }
-    shutil.copy(full.recipe, unfinished)
     for pair, words in told.items():
-        with pytest.raises(FinetuneError) as error:
-            preflight.check_here(catalog.override(recipe_of(tiny), [pair]))
-        (problem,) = error.value.problems
+        (problem,) = refused(catalog.override(recipe_of(tiny), [pair]))
         assert words in problem, pair
 
 
-def test_a_run_may_be_the_teacher_or_the_reference(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_may_be_the_teacher_or_the_reference(tiny, tmp_path, run_of):
     """By its model; an adapter must be merged first, and an unfinished run is refused."""
-    full = train(tiny, tmp_path / "full", max_steps=1)
-    lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
-    unfinished = tmp_path / "unfinished"
-    unfinished.mkdir()
-    shutil.copy(full.recipe, unfinished)
+    full = run_of(max_steps=1)
+    lora = run_of(adapter={"r": 4}, max_steps=1)
+    unfinished = unfinished_run(full, tmp_path)
 
     def resolved(method: str, run: Path) -> Any:
         named = {"teacher": {"name": str(run)}} if method == "distill" else {"reference": str(run)}
@@ -302,20 +273,16 @@ def test_a_run_may_be_the_teacher_or_the_reference(tiny: Tiny, tmp_path: Path) -
     assert resolved("dpo", full.root).reference == str(full.final)
     assert resolved("dpo", full.final).reference == str(full.final)
     for method, field in (("distill", "teacher.name"), ("dpo", "reference"), ("kto", "reference")):
-        with pytest.raises(FinetuneError) as error:
-            resolved(method, lora.root)
-        assert error.value.problems == (
+        assert problems_of(resolved, method, lora.root) == (
             f"{field}: {lora.root} is a run with an adapter, expected a complete model; merge it "
             f"first: finetune export {lora.root} --merge --to FOLDER",
         )
-        with pytest.raises(FinetuneError, match=f"^{field}: {unfinished} is a run without a"):
+        with pytest.raises(ft.FinetuneError, match=f"^{field}: {unfinished} is a run without a"):
             resolved(method, unfinished)
 
 
 @pytest.mark.parametrize("method", ["reward", "classifier"])
-def test_a_run_with_a_score_head_is_no_language_model(
-    tiny: Tiny, tmp_path: Path, method: str
-) -> None:
+def test_a_run_with_a_score_head_is_no_language_model(tiny, tmp_path, method):
     run = tmp_path / "scores"
     run.mkdir()
     (run / "recipe.json").write_text(json.dumps({"method": method, "model": {"name": "my/base"}}))
@@ -328,15 +295,12 @@ def test_a_run_with_a_score_head_is_no_language_model(
         ({"method": "dpo", "reference": str(run)}, "reference"),
         ({"method": "distill", "teacher": {"name": str(run)}}, "teacher.name"),
     ):
-        with pytest.raises(FinetuneError) as error:
-            complete_adapter(recipe_of(tiny, **fields))
-        assert error.value.problems == (f"{field}: {why}",)
+        assert problems_of(complete_adapter, recipe_of(tiny, **fields)) == (f"{field}: {why}",)
 
 
-def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny: Tiny, tmp_path: Path) -> None:
-    full = train(tiny, tmp_path / "full", max_steps=1)
+def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, adapter, tmp_path, run_of):
+    full = run_of(max_steps=1)
     (tmp_path / "empty").mkdir()
-    adapter = foreign(tiny, tmp_path / "adapter")
     with_config = shutil.copytree(adapter, tmp_path / "with_config")
     shutil.copy(tiny.model / "config.json", with_config)
     told = {
@@ -350,19 +314,12 @@ def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny: Tiny, tmp_
         f"model.name={with_config}": f"model.adapter={with_config}",
     }
     for pair, words in told.items():
-        with pytest.raises(FinetuneError) as error:
-            preflight.check_here(catalog.override(recipe_of(tiny), [pair]))
-        assert words in error.value.problems[0], pair
+        assert words in refused(catalog.override(recipe_of(tiny), [pair]))[0], pair
     words = "to train an adapter further, set model.adapter=FOLDER"
     for pair in ("adapter.start=x", "adapter.path=x", "model.lora_path=x", "peft_path=x",
                  "adapter_name_or_path=x", "resume_from_adapter=x", str(adapter)):  # fmt: skip
-        with pytest.raises(FinetuneError) as error:
-            catalog.override(recipe_of(tiny), [pair])
-        assert words in error.value.problems[0], pair
-    lora = train(tiny, tmp_path / "lora", adapter={"r": 4}, max_steps=1)
+        assert words in problems_of(catalog.override, recipe_of(tiny), [pair])[0], pair
+    lora = run_of(adapter={"r": 4}, max_steps=1)
     other = recipe_of(tiny, adapter={"r": 4}, data=[{"source": "x.jsonl", "format": "messages"}])
-    from finetune.checkpoints.resume import claim
-    from finetune.planner import plan
-
-    with pytest.raises(FinetuneError, match=f"set model.adapter={lora.root} and choose another"):
+    with pytest.raises(ft.FinetuneError, match=f"set model.adapter={lora.root} and choose another"):
         claim(lora, plan(other, "single"), True)

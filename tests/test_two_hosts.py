@@ -1,16 +1,14 @@
 """Two hosts on one machine: network namespaces with names of their own, joined by a cable."""
 
 import contextlib
-import os
+import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Finetune, Tiny, end_tree, environment, wait_for, write_recipe
-from test_backends import FP32, largest, losses
+from conftest import FP32, apart, end_tree, environment, wait_for
 
 from finetune.runs.run import Run
 
@@ -20,56 +18,42 @@ SECTIONS = {"max_steps": 60, "saving": {"every": 5}, "evaluation": {"every": 60}
 TIMEOUT_SECONDS = 15
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
 def hosts() -> Iterator[None]:
     """Both hosts and the cable; skips where this user may not lay one."""
-    folders = [Path("/etc/netns") / host for host in HOSTS]
     clear()  # what a test that was killed left
     try:
         for host in HOSTS:
-            ip("netns", "add", host)
-        ip(
-            "link",
-            "add",
-            "fta",
-            "netns",
-            HOSTS[0],
-            "type",
-            "veth",
-            "peer",
-            "ftb",
-            "netns",
-            HOSTS[1],
-        )
+            ip(f"netns add {host}")
+        ip(f"link add fta netns {HOSTS[0]} type veth peer ftb netns {HOSTS[1]}")
     except (OSError, subprocess.CalledProcessError):
         clear()
         pytest.skip("network namespaces need root and iproute2")
-    names = "127.0.0.1 localhost\n" + "".join(
-        f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS, strict=True)
-    )
-    for host, address, device, folder in zip(
-        HOSTS, ADDRESSES, ("fta", "ftb"), folders, strict=True
-    ):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hosts").write_text(names)
-        ip("-n", host, "addr", "add", f"{address}/24", "dev", device)
-        ip("-n", host, "link", "set", device, "up")
-        ip("-n", host, "link", "set", "lo", "up")
+    names = "".join(f"{address} {host}\n" for address, host in zip(ADDRESSES, HOSTS, strict=True))
+    for host, address, device in zip(HOSTS, ADDRESSES, ("fta", "ftb"), strict=True):
+        folder_of(host).mkdir(parents=True, exist_ok=True)
+        (folder_of(host) / "hosts").write_text("127.0.0.1 localhost\n" + names)
+        ip(f"-n {host} addr add {address}/24 dev {device}")
+        for each in (device, "lo"):
+            ip(f"-n {host} link set {each} up")
     yield
     clear()
-    for folder in folders:
-        (folder / "hosts").unlink()
-        folder.rmdir()
+    for host in HOSTS:
+        shutil.rmtree(folder_of(host))
+
+
+def folder_of(host: str) -> Path:
+    return Path("/etc/netns") / host
+
+
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
 
 
 def clear() -> None:
     for host in HOSTS:
-        with contextlib.suppress(FileNotFoundError):  # no iproute2
-            subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+        with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
+            ip(f"netns del {host}")
 
 
 def start_on(number: int, words: list[str], cache: Path) -> "subprocess.Popen[str]":
@@ -90,33 +74,27 @@ def start_on(number: int, words: list[str], cache: Path) -> "subprocess.Popen[st
 
 
 @pytest.mark.slow
-def test_a_lost_host_ends_the_other_and_both_resume(
-    tiny: Tiny, finetune: Finetune, tmp_path: Path, hosts: None
-) -> None:
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(**SECTIONS))
-    straight, run = Run(tmp_path / "straight"), Run(tmp_path / "run")
-    alone = ["train", str(recipe), "--precision", "fp32", "--output", str(straight.root)]
-    assert finetune(*alone).status == 0
+def test_a_lost_host_ends_the_other_and_both_resume(run_of, tmp_path, hosts):
+    straight, run = run_of(**SECTIONS), Run(tmp_path / "run")
     words = [
-        str(recipe), "--backend", "fsdp_full_shard", "--processes", "2", "--precision", "fp32",
-        "--output", str(run.root), "--timeout", str(TIMEOUT_SECONDS / 60), "--resume", "auto",
+        str(straight.recipe), "--backend", "fsdp_full_shard", "--processes", "2", "--precision",
+        "fp32", "--output", str(run.root), "--timeout", str(TIMEOUT_SECONDS / 60), "--resume",
+        "auto",
     ]  # fmt: skip
     first, second = (start_on(number, words, tmp_path) for number in range(2))
     wait_for(lambda: (run.newest() or 0) >= 5, first)
-    ip("-n", HOSTS[1], "link", "set", "ftb", "down")  # nobody hears of the end
-    begun = time.monotonic()
+    ip(f"-n {HOSTS[1]} link set ftb down")  # nobody hears of the end
     end_tree(second.pid)
     second.communicate()
     _, told = first.communicate(timeout=TIMEOUT_SECONDS + 60)
-    assert time.monotonic() - begun < TIMEOUT_SECONDS + 30
     assert first.returncode == 1, told
     assert "Traceback" not in told, told
     assert f"on {HOSTS[1]}) no longer responds" in told
     assert "the last complete checkpoint is that of step" in told
     assert run.steps()[-1] < 60
-    ip("-n", HOSTS[1], "link", "set", "ftb", "up")
+    ip(f"-n {HOSTS[1]} link set ftb up")
     again = [start_on(number, words, tmp_path) for number in range(2)]
     outputs = [process.communicate(timeout=300) for process in again]
     assert [process.returncode for process in again] == [0, 0], outputs
-    assert largest(losses(run), losses(straight)) < FP32
-    assert os.path.exists(run.final)
+    assert apart(run, straight) < FP32
+    assert run.final.exists()

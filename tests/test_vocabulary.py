@@ -1,43 +1,33 @@
 """Tokens without a row: padding never needs one, added tokens get one, others are refused."""
 
-import json
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny
+from conftest import Tiny, Train, change_json, losses, problems_of, read, slow
+from conversations import ADDED, conversation_loss, plain, thinking
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from test_backends import losses
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import finetune as ft
 from finetune import catalog
-from finetune.errors import FinetuneError
-from finetune.exporters.export import export
-from finetune.inference.generate import generate, open_model
 from finetune.models import vocabulary
 from finetune.models.model import load_tokenizer
 from finetune.planner import plan
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.shapes.architecture import Architecture
-from finetune.runs.run import Run
 
-ADDED = ["<think>", "</think>", " a b"]
 CLOSE = 1e-5  # sums in fp32 in another order
+SHORT: dict[str, Any] = {"saving": {}, "evaluation": {}, "max_steps": 2}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path_factory.getbasetemp() / "in-process-cache"))
-
-
-def train(tiny: Tiny, place: Path, **sections: Any) -> Run:
-    fields = {"saving": {}, "evaluation": {}, "max_steps": 2, **sections}
-    recipe = catalog.from_fields(tiny.fields(**fields))
-    return ft.train(recipe, precision="fp32", output=place)
+@pytest.fixture
+def train(train: Train) -> Train:
+    return functools.partial(train, **SHORT)
 
 
 # Padding.
@@ -47,98 +37,59 @@ def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
     """The tiny model with a tokenizer whose pad token was added, and has no row."""
     shutil.copytree(tiny.model, folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    rows = read(folder / "config.json")["vocab_size"]
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert tokenizer.pad_token_id >= rows
     tokenizer.save_pretrained(folder)
     if in_config:
-        config = json.loads((folder / "config.json").read_text())
-        config["pad_token_id"] = tokenizer.pad_token_id
-        (folder / "config.json").write_text(json.dumps(config))
+        change_json(folder / "config.json", pad_token_id=tokenizer.pad_token_id)
     return folder
 
 
-@pytest.mark.parametrize("in_config", [False, True])
-@pytest.mark.parametrize("adapter", [None, {"r": 4}])
+@pytest.mark.parametrize(
+    ("adapter", "in_config"),
+    [
+        (None, True),
+        ({"r": 4}, False),
+        slow(None, False),
+        slow({"r": 4}, True),
+    ],
+)
 def test_a_pad_token_without_a_row_changes_nothing(
-    tiny: Tiny, tmp_path: Path, adapter: dict[str, Any] | None, in_config: bool
-) -> None:
-    usual = train(tiny, tmp_path / "usual", adapter=adapter)
+    tiny, tmp_path, train, run_of, adapter, in_config
+):
+    usual = run_of(**SHORT, adapter=adapter)
     folder = with_pad_outside(tiny, tmp_path / "padded", in_config)
-    padded = train(tiny, tmp_path / "outside", model={"name": str(folder)}, adapter=adapter)
+    padded = train("outside", model={"name": str(folder)}, adapter=adapter)
     assert losses(padded) == losses(usual)
     assert losses(padded, "eval") == losses(usual, "eval")
-    loaded = open_model(padded.root)
-    assert len(generate(loaded, ["the", "the cat and the dog"], max_new_tokens=3)) == 2
-    merged = export(padded, tmp_path / "merged", merge=adapter is not None)
+    loaded = ft.open_model(padded.root)
+    assert len(ft.generate(loaded, ["the", "the cat and the dog"], max_new_tokens=3)) == 2
+    merged = ft.export(padded, tmp_path / "merged", merge=adapter is not None)
     model, tokenizer = plain(merged), AutoTokenizer.from_pretrained(merged)
     batch = tokenizer(["the", "the cat and"], padding=True, return_tensors="pt")
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 2
 
 
-def plain(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 # Added tokens.
 
 
-def thinking(tiny: Tiny, folder: Path) -> dict[str, Any]:
-    """Data in which the answers have the added tokens."""
-    files = {}
-    for name, source in (("data", tiny.data), ("eval_data", tiny.eval_data)):
-        rows = [json.loads(line) for line in source.read_text().splitlines()]
-        for row in rows:
-            row["messages"][1]["content"] = f"<think>{row['messages'][0]['content']}</think> a b"
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files[name] = [{"source": str(path), "format": "messages"}]
-    return files
-
-
 def tied(tiny: Tiny, folder: Path) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shutil.copytree(tiny.model, folder)
-    fields = json.loads((folder / "config.json").read_text())
-    torch.manual_seed(5)
-    LlamaForCausalLM(LlamaConfig(**fields | {"tie_word_embeddings": True})).save_pretrained(folder)
-    return folder
+    sizes = {"intermediate_size": 192, "tie_word_embeddings": True}
+    return tiny.other(folder, "llama", seed=5, **sizes)
 
 
 def grown(base: Path, tokenizer: Any) -> Any:
     """The base in plain transformers, with the mean of its rows for each new token."""
     model = plain(base)
-    tables = {
-        id(t.weight): t for t in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
-    means = [table.weight.detach().mean(0) for table in tables.values()]
+    tables = model.get_input_embeddings, model.get_output_embeddings  # which may be one
+    means = [table().weight.detach().mean(0) for table in tables]
     old = model.config.vocab_size
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    again = {id(t.weight): t for t in (model.get_input_embeddings(), model.get_output_embeddings())}
     with torch.no_grad():
-        for table, mean in zip(again.values(), means, strict=True):
-            table.weight[old:] = mean
+        for table, mean in zip(tables, means, strict=True):
+            table().weight[old:] = mean
     return model
-
-
-def conversation_loss(model: Any, tokenizer: Any, data: list[dict[str, Any]]) -> float:
-    """Mean loss of the answers of all rows: of the words and the end of the turn."""
-    total = count = 0
-    for line in Path(data[0]["source"]).read_text().splitlines():
-        messages = json.loads(line)["messages"]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        asked = tokenizer.apply_chat_template(
-            messages[:-1], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(text.rstrip("\n"), add_special_tokens=False).input_ids
-        start = len(tokenizer(asked, add_special_tokens=False).input_ids)
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].float()
-        labels = torch.tensor(ids[start:])
-        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        count += len(labels)
-    return total / count
 
 
 WAYS: dict[str, Any] = {
@@ -148,35 +99,41 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "is_tied"),
+    [
+        ("rows", False),
+        ("rows", True),
+        ("tables", True),
+        ("all weights", False),
+        slow("tables", False),
+        slow("all weights", True),
+    ],
+)
 def test_added_tokens_start_as_the_mean_and_are_in_every_result(
-    tiny: Tiny, tmp_path: Path, way: str, is_tied: bool
-) -> None:
+    tiny, tmp_path, train, way, is_tied
+):
     base = tied(tiny, tmp_path / "base") if is_tied else tiny.model
     data = thinking(tiny, tmp_path)
-    run = train(
-        tiny, tmp_path / "run", **data, adapter=WAYS[way],
-        model={"name": str(base), "add_tokens": ADDED}, batch={"rows": 48, "micro_rows": 8},
-        optim={"lr": 1e-2, "warmup": 0},
-    )  # fmt: skip
+    model = {"name": str(base), "add_tokens": ADDED}
+    given = {"batch": {"rows": 48, "micro_rows": 8}, "optim": {"lr": 1e-2, "warmup": 0}}
+    run = train(**data, **given, adapter=WAYS[way], model=model)
     tokenizer = AutoTokenizer.from_pretrained(run.final)
     before = grown(base, tokenizer)
-    assert [tokenizer.convert_tokens_to_ids(token) for token in ADDED] == list(
-        range(before.config.vocab_size - 3, before.config.vocab_size)
-    )
+    size = before.config.vocab_size
+    assert tokenizer.convert_tokens_to_ids(ADDED) == [*range(size - 3, size)]
     assert abs(losses(run)[0] - conversation_loss(before, tokenizer, data["data"])) < CLOSE
     trained = losses(run, "eval")[-1]
-    merged = plain(export(run, tmp_path / "merged", merge=WAYS[way] is not None))
+    merged = plain(ft.export(run, tmp_path / "merged", merge=WAYS[way] is not None))
     assert merged.config.vocab_size == len(tokenizer)
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     assert (head.weight is embedding.weight) == is_tied
     results = [merged]
     if WAYS[way] is not None:
-        folder = export(run, tmp_path / "adapter")
+        folder = ft.export(run, tmp_path / "adapter")
         results += [AutoPeftModelForCausalLM.from_pretrained(folder).eval()]
-        results += [open_model(folder).model]
-    for each in [*results, open_model(run.root).model]:
+        results += [ft.open_model(folder).model]
+    for each in [*results, ft.open_model(run.root).model]:
         assert abs(conversation_loss(each, tokenizer, data["eval_data"]) - trained) < CLOSE
     if way == "rows":
         tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
@@ -186,47 +143,48 @@ def test_added_tokens_start_as_the_mean_and_are_in_every_result(
         assert not torch.equal(tensors[name], before.get_input_embeddings().weight[-3:])
 
 
-def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny, tmp_path, train):
     sections = thinking(tiny, tmp_path) | {
         "model": {"add_tokens": ADDED}, "adapter": WAYS["rows"],
         "optim": {"schedule": "constant"}, "saving": {"every": 2},
     }  # fmt: skip
-    straight = train(tiny, tmp_path / "straight", **sections, max_steps=4)
-    train(tiny, tmp_path / "cut", **sections)
-    recipe = catalog.from_fields(tiny.fields(**sections | {"evaluation": {}, "max_steps": 4}))
-    cut = ft.train(recipe, precision="fp32", output=tmp_path / "cut", resume=True)
+    straight = train("straight", **sections, max_steps=4)
+    train("cut", **sections)
+    cut = train("cut", resume=True, **sections, max_steps=4)
     assert losses(cut) == losses(straight)
 
 
-def test_an_id_that_no_table_can_hold_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny.model, folder)
-    fields = json.loads((folder / "tokenizer.json").read_text())
-    word = next(iter(fields["model"]["vocab"]))
-    fields["model"]["vocab"][word] = 2**31
-    (folder / "tokenizer.json").write_text(json.dumps(fields))
-    with pytest.raises(FinetuneError, match="has id 2,147,483,648, above 100,000,000"):
+def test_an_id_that_no_table_can_hold_is_refused(tiny, tmp_path):
+    folder = Path(shutil.copytree(tiny.model, tmp_path / "model"))
+    model = read(folder / "tokenizer.json")["model"]
+    model["vocab"][next(iter(model["vocab"]))] = 2**31
+    change_json(folder / "tokenizer.json", model=model)
+    with pytest.raises(ft.FinetuneError, match="has id 2,147,483,648, above 100,000,000"):
         load_tokenizer(ft.SFT(model=ft.Model(name=str(folder))))
 
 
-def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path: Path) -> None:
+def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path, train):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.add_tokens(ADDED)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     sections = thinking(tiny, tmp_path) | {"model": {"tokenizer": str(tmp_path / "tokenizer")}}
     rows = len(tokenizer) - 3
-    with pytest.raises(FinetuneError) as error:
-        train(tiny, tmp_path / "refused", **sections)
-    assert error.value.problems == (
+    assert problems_of(train, "refused", **sections) == (
         f"model.tokenizer: '{tmp_path / 'tokenizer'}' gave the token {rows + 2}, but the model has "
         f'{rows}; tokens without a row: "<think>", "</think>", " a b"; add rows with '
         'model.add_tokens=["<think>", "</think>", " a b"], or name the tokenizer that belongs to '
         "the model",
     )
     sections["model"]["add_tokens"] = ADDED
-    named = train(tiny, tmp_path / "named", **sections)
-    own = train(tiny, tmp_path / "own", **sections | {"model": {"add_tokens": ADDED}})
+    named = train("named", **sections)
+    own = train("own", **sections | {"model": {"add_tokens": ADDED}})
     assert losses(named) == losses(own)
+
+
+WAYS_OUT = (
+    'set adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
+    "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null"
+)
 
 
 @pytest.mark.parametrize(
@@ -234,23 +192,17 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path
     [
         (
             {"r": 4},
-            'model.add_tokens: the adapter would not train the rows of "<x>", "<y>"; set '
-            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
-            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+            f'model.add_tokens: the adapter would not train the rows of "<x>", "<y>"; {WAYS_OUT}',
         ),
         (
             {"trainable_token_indices": ["<x>"]},
             'model.add_tokens: the adapter does not train the rows of "<y>" in model.embed_tokens, '
-            "which would stay the mean of the others; set "
-            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
-            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+            f"which would stay the mean of the others; {WAYS_OUT}",
         ),
         (
             {"modules_to_save": ["embed_tokens"]},
             'model.add_tokens: the adapter does not train the rows of "<x>", "<y>" in lm_head, '
-            "which would stay the mean of the others; set "
-            'adapter.trainable_token_indices=["<x>", "<y>"] to train these rows, '
-            "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null",
+            f"which would stay the mean of the others; {WAYS_OUT}",
         ),
         (
             {"trainable_token_indices": ["<x>", "<y>", "<z>", 9999]},
@@ -259,25 +211,22 @@ def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny: Tiny, tmp_path
         ),
     ],
 )
-def test_rows_that_would_never_be_trained_are_refused(
-    tiny: Tiny, tmp_path: Path, adapter: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(FinetuneError) as error:
-        train(tiny, tmp_path, adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
-    assert error.value.problems[0] == problem
+def test_rows_that_would_never_be_trained_are_refused(train, adapter, problem):
+    found = problems_of(train, adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
+    assert found[0] == problem
 
 
-def test_rows_of_known_tokens_can_be_trained_alone(tiny: Tiny, tmp_path: Path) -> None:
+def test_rows_of_known_tokens_can_be_trained_alone(tiny, tmp_path, train):
     adapter = {"r": 4, "trainable_token_indices": ["<|im_end|>", 7]}
-    run = train(tiny, tmp_path / "run", adapter=adapter)
-    merged, base = plain(export(run, tmp_path / "merged", merge=True)), plain(tiny.model)
+    run = train("run", adapter=adapter)
+    merged, base = plain(ft.export(run, tmp_path / "merged", merge=True)), plain(tiny.model)
     for table in ("get_input_embeddings", "get_output_embeddings"):
         moved = (getattr(merged, table)().weight != getattr(base, table)().weight).any(1)
         assert moved.nonzero().flatten().tolist() == [2, 7]
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_a_plan_counts_the_rows_that_are_trained(tiny: Tiny, tmp_path: Path, is_tied: bool) -> None:
+def test_a_plan_counts_the_rows_that_are_trained(tiny, tmp_path, is_tied):
     base = tied(tiny, tmp_path / "base") if is_tied else tiny.model
     counted = {}
     for name, tokens in (("without", []), ("with", ["<|im_end|>", 7, 9])):
@@ -290,7 +239,7 @@ def test_a_plan_counts_the_rows_that_are_trained(tiny: Tiny, tmp_path: Path, is_
     assert counted["with"] - counted["without"] == 3 * 64 * (1 if is_tied else 2)
 
 
-def test_a_token_is_found_as_it_is_written(tiny: Tiny) -> None:
+def test_a_token_is_found_as_it_is_written(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     size = len(tokenizer)
     vocabulary.add_tokens(tokenizer, ["\n\n\n", " <b> ", "<|im_end|>"])
@@ -300,7 +249,7 @@ def test_a_token_is_found_as_it_is_written(tiny: Tiny) -> None:
     assert recipe.model.add_tokens == ("\n\n\n", " <b> ")
 
 
-def test_a_plan_counts_the_rows_of_added_tokens(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_plan_counts_the_rows_of_added_tokens(tiny, tmp_path):
     def shape_of(folder: Path, *added: str) -> Architecture:
         return model_source(ft.SFT(ft.Model(str(folder), add_tokens=added))).shape
 
@@ -309,8 +258,7 @@ def test_a_plan_counts_the_rows_of_added_tokens(tiny: Tiny, tmp_path: Path) -> N
     assert grown.vocab == vocabulary.rows_needed(tokenizer) == plain.vocab + 2
     assert grown.parameters == plain.parameters + 2 * 2 * plain.hidden  # embedding and head
     roomy = Path(shutil.copytree(tiny.model, tmp_path / "roomy"))
-    config = json.loads((roomy / "config.json").read_text()) | {"vocab_size": plain.vocab + 9}
-    (roomy / "config.json").write_text(json.dumps(config))
+    change_json(roomy / "config.json", vocab_size=plain.vocab + 9)
     assert shape_of(roomy, "<x>", "<y>").vocab == plain.vocab + 9
     (roomy / "tokenizer.json").unlink()
     assert shape_of(roomy, "<x>", "<y>").vocab == plain.vocab + 11
