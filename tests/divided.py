@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import ROOT, Tiny, accelerate_launch, conversations, losses, once, read, write_recipe
 from method_matrix import reasons
+from preference import pairs
 from safetensors.torch import load_file
-from test_dpo import pairs
 from transformers import AutoModelForCausalLM
 
 import finetune as ft

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Train, copy_of, start, wait_for, write_recipe
+from conftest import Train, copy_of, losses, start, wait_for, write_recipe
 from faulty import steps_made
 from safetensors.torch import load_file, save_file
-from test_backends import losses
 
 import finetune as ft
 from finetune import FinetuneError, Model, Run

@@ -11,9 +11,8 @@ import sys
 import psutil
 import pytest
 import torch
-from conftest import ROOT, Tiny, conversations, start, wait_for, write_recipe
+from conftest import FP32, ROOT, Tiny, conversations, largest, losses, start, wait_for, write_recipe
 from faulty import begin, itself, ranks, started, steps_made, words_of
-from test_backends import FP32, largest, losses
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune import Interrupted, Run, TrainingFailure

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finished, Tiny, environment, gpus_are_here, run_command, write_recipe
+from conftest import Finished, Tiny, environment, gpus_are_here, losses, run_command, write_recipe
 from hub import COMMIT, serve
 
 from finetune.process.warm import TRAINING, Warm
@@ -62,10 +62,6 @@ def fields(tiny: Tiny, **data: Any) -> dict[str, Any]:
         "model": {"name": "someone/tiny"}, "data": [chats | data],
         "eval_data": [chats | {"split": "test"}], "adapter": {"r": 4}, "max_steps": 2,
     }  # fmt: skip
-
-
-def losses(run: Run) -> list[float]:
-    return [record["loss"] for record in run.read_metrics("train")]
 
 
 @pytest.fixture

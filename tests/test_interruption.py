@@ -7,9 +7,8 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, environment, start, wait_for, warm_python, write_recipe
+from conftest import ROOT, environment, losses, start, wait_for, warm_python, write_recipe
 from faulty import Process, begin, steps_made, words_of
-from test_backends import losses
 
 from finetune import FinetuneError, Run
 from finetune.cli import main as cli

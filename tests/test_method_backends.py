@@ -8,7 +8,7 @@ import method_matrix
 import pytest
 from conftest import Tiny, accelerate_launch, once, read, write_recipe
 from divided import sources_of
-from test_dpo import other_model
+from preference import other_model
 
 from finetune import backend as backends
 from finetune import catalog

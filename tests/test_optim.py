@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train
+from conftest import Tiny, Train, losses
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -156,10 +156,6 @@ def dropping(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
 
 Fields = Callable[..., dict[str, Any]]
-
-
-def losses(run: Run) -> list[float]:
-    return [record["loss"] for record in run.read_metrics("train")]
 
 
 def test_each_micro_batch_step_and_rank_has_a_mask_of_its_own(

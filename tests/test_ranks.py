@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Tiny, Train
-from test_backends import FP32
-from test_dpo import pairs
+from conftest import FP32, Tiny, Train
+from preference import pairs
 
 from finetune.runs.run import Run
 

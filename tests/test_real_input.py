@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Train
+from conftest import Train, losses
 
 from finetune.runs.run import Run
 
@@ -28,10 +28,6 @@ def learned(assets: Path, run_of: Train) -> Learned:
         "optim": {"lr": 5e-3, "warmup": 2}, "evaluation": {"every": 5}, "max_steps": 10,
     }  # fmt: skip
     return lambda backend: run_of(backend, fields=fields)
-
-
-def losses(run: Run, kind: str) -> list[float]:
-    return [record["loss"] for record in run.read_metrics(kind)]
 
 
 def test_one_process_learns_grade_school_maths(learned):

@@ -6,19 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finetune, Tiny, Train, copy_of, write_recipe
+from conftest import Finetune, Tiny, Train, copy_of, equal_state, losses, write_recipe
+from preference import pairs
 from small_tokenizer import small_tokenizer
-from test_backends import equal_state
-from test_dpo import pairs
 
 import finetune as ft
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import Prepared, prepare
 from finetune.runs.run import Run
-
-
-def losses(run: Run, kind: str = "train") -> list[float]:
-    return [record["loss"] for record in run.read_metrics(kind)]
 
 
 def cut(run: Run, step: int) -> Run:
