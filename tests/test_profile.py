@@ -146,7 +146,7 @@ def test_a_run_that_ends_before_the_traced_step_reports_it(tiny, tmp_path, capsy
 
 
 def test_a_run_reports_its_rates_and_traces_one_step(tiny, finetune, tmp_path):
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=3, adapter={"r": 4}))
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=4, adapter={"r": 4}))
     done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
     assert done.status == 0, done.output
     run = Run(tmp_path / "run")
