@@ -350,6 +350,12 @@ def test_rows_without_a_trained_token_are_counted_and_left_out(tmp_path, cache):
     ]
 
 
+def test_a_real_set_of_short_rows_fills_its_slots(assets, cache):
+    chat = load_chat(AutoTokenizer.from_pretrained(assets / "tokenizers/qwen3"), None)
+    recipe = recipe_of(assets / "data/gsm8k/test.jsonl", packing=True)
+    assert counted(recipe, cache, chat)["filled"] >= 0.98
+
+
 def test_packed_rows_hold_every_document_once_and_are_counted(pairs, cache):
     recipe = recipe_of(pairs, max_length=64, packing=True)
     prepared = ready(recipe, cache)
