@@ -183,7 +183,8 @@ def _keep(connection: socket.socket, folder: Path) -> NoReturn:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     known = folder / str(int.from_bytes(credentials[:4], sys.byteorder))
     known.write_text(str(process))
-    connection.send(str(process).encode())
+    with contextlib.suppress(OSError):  # who asked is gone: the wait below kills the process
+        connection.send(str(process).encode())
     ended = os.pidfd_open(process)
     ready = selectors.DefaultSelector()
     ready.register(ended, selectors.EVENT_READ)
