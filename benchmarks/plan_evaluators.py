@@ -22,8 +22,9 @@ from finetune.planner.estimate import (
 )
 from finetune.planner.estimate.adapters import adapter_size
 from finetune.planner.estimate.hardware import NETWORKS, Machine, machine
+from finetune.planner.estimate.head_losses import LOSSES, Loss
 from finetune.planner.estimate.layout import Layout, of_backend
-from finetune.planner.estimate.workload import LOSSES, Loss, Workload, lora
+from finetune.planner.estimate.workload import Workload, lora
 from finetune.planner.shapes.architecture import Architecture, Matrix
 from finetune.planner.shapes.read_config import read
 

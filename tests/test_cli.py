@@ -633,7 +633,7 @@ def test_launch_passes_unknown_flags_to_accelerate(tiny, finetune, tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    ["list", "show quickstart", "plan quickstart --backend ddp", "plan quickstart --gpu T4"],
+    ["list", "show quickstart", "plan quickstart --backend ddp", "plan qwen3_0_6b_lora --gpu T4"],
 )
 def test_quick_verbs_import_no_torch(words, tmp_path):
     code = (

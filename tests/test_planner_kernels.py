@@ -18,10 +18,11 @@ from finetune.planner.estimate import memory
 from finetune.planner.estimate.autograd.layer import Layer
 from finetune.planner.estimate.autograd.tape import Tape, Value, trace
 from finetune.planner.estimate.autograd.traces import traces
+from finetune.planner.estimate.head_losses import CHUNKED, OURS
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import workload_of
 from finetune.planner.estimate.sharding import deepspeed
-from finetune.planner.estimate.workload import CHUNKED, OURS, Workload, lora
+from finetune.planner.estimate.workload import Workload, lora
 from finetune.planner.shapes.read_config import read
 
 SMALL = BASE | {

@@ -8,10 +8,11 @@ from planning import BASE, large
 import finetune as ft
 from finetune.planner.estimate import communication, memory, states, totals
 from finetune.planner.estimate.autograd.tape import Tape, Value, trace
+from finetune.planner.estimate.head_losses import HF, LINEAR
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import workload_of
 from finetune.planner.estimate.sharding import resident
-from finetune.planner.estimate.workload import HF, LINEAR, Workload, lora
+from finetune.planner.estimate.workload import Workload, lora
 from finetune.planner.shapes.read_config import read
 
 CONFIGS = {

@@ -136,7 +136,7 @@ def test_a_check_reads_every_step_and_the_trained_weights(train: Train, tmp_path
     """The same on runs of one process, each changed in one place."""
     run = train("run", **LORA)
     loss, weights = (copy_of(run, tmp_path / name) for name in ("loss", "weights"))
-    change(loss.metrics, step=6, factor=1 + 1e-4)
+    change(loss, step=6, factor=1 + 1e-4)
     (file,) = (weights.checkpoint(6) / "state").iterdir()
     save_file({k: v * (1.01 if "lora_B" in k else 1) for k, v in load_file(file).items()}, file)
     found = [checks.check_equal("own", "ddp", run, each, FP32, 6) for each in (run, loss, weights)]

@@ -47,7 +47,7 @@ LEFT = {
     "llama4_text": ("feed_forward.router",),
     "gpt_oss": ("mlp.router",),
     "phimoe": ("mlp.router",),
-    "qwen3_next": ("linear_attn.conv1d", "mlp.gate"),
+    "qwen3_next": ("mlp.gate", "linear_attn.conv1d"),
 }
 """Routers, and convolutions, which are no products."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 
 from finetune.planner.estimate import advice, memory
 from finetune.planner.estimate.hardware import Machine
-from finetune.planner.estimate.workload import CHUNKED, Workload, lora
+from finetune.planner.estimate.head_losses import CHUNKED
+from finetune.planner.estimate.workload import Workload, lora
 
 
 @dataclasses.dataclass(frozen=True)
