@@ -1,5 +1,6 @@
 """Memory of large tensors: a pool that is one piece again when all of them are gone."""
 
+import gc
 import itertools
 import os
 import random
@@ -31,6 +32,7 @@ PAGE = 4096
 def pooled() -> Iterator[None]:
     if reason := pool.reason_against():
         pytest.skip(f"no pool: {reason}")
+    gc.collect()  # models of earlier tests in cycles
     assert pool.handed_out() == 0
     pool.use_pool(True)
     yield
