@@ -21,7 +21,8 @@ import torch
 from benchmarks.commands import SECONDS, start
 from benchmarks.job import DEEP, Shape, write_adapter_job
 from benchmarks.record import Result
-from finetune.planner.estimate.grids import bubble
+from finetune.backend.axes import Axes
+from finetune.planner.schedules import bubble
 from finetune.runs import units
 from finetune.runs.run import Run
 
@@ -190,11 +191,11 @@ def result(runs: dict[str, Run], turns: list[dict[str, float]], shape: Shape) ->
     if "pp" in runs:
         title = "Two stages of a pipeline against one process"
         count = shape.rows // shape.micro_rows
-        values["bound"] = 2 * (1 - bubble(2, count))
+        values["bound"] = 2 * (1 - bubble(Axes(pipeline=2), count))
         how += (
             f" With {count} micro-batches and the schedule 1F1B, two stages that compute for "
             f"equally long are at most {values['bound']:.2f} times as fast as one process, because "
-            f"each is idle for {bubble(2, count):.1%} of a step."
+            f"each is idle for {bubble(Axes(pipeline=2), count):.1%} of a step."
         )
     return Result(title, how, values, tabulate(measured), [])
 

@@ -16,7 +16,6 @@ from finetune.planner.estimate import advice, hardware, memory, page, states, ti
 from finetune.planner.estimate.changes import shortest
 from finetune.planner.estimate.filled import micro_tokens
 from finetune.planner.estimate.layout import Layout
-from finetune.planner.estimate.parallelism import Grid, bubble, check
 from finetune.planner.estimate.predict import model_source, predict
 from finetune.planner.estimate.workload import Workload, lora
 from finetune.planner.plan import plan
@@ -70,16 +69,6 @@ def test_the_fewest_changes_end_in_something_that_fits():
     assert len(path) == 1
     assert advice.option(path[-1].workload, machine).status != "no"
     assert shortest(Workload(shape("qwen3-0.6b"), 1, 512), machine) == []
-
-
-def test_tensor_parallelism_is_refused_with_every_reason_and_the_bubble_matches_the_paper():
-    with pytest.raises(FinetuneError) as caught:
-        check(Grid(16, 100, 2), shape("llama-30b"), 16, 8, fast=False)
-    text = "\n".join(caught.value.problems)
-    for reason in ("16 x 100 x 2 = 3200", "52 heads", "a node has 8", "NVLink", "60 layers"):
-        assert reason in text
-    assert bubble(4, 1) == 0.75
-    assert bubble(8, 32, 4) == 7 / (4 * 32 + 7)
 
 
 def large(rows: int, name: str = "meta-llama/Llama-3.1-70B", length: int = 4096) -> ft.SFT:

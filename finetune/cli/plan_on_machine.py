@@ -16,9 +16,8 @@ from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, changes, divisions, hardware, page
 from finetune.planner.estimate.answers import described, whole_numbers, without_machine
 from finetune.planner.estimate.callbacks import Measure, Verify
-from finetune.planner.estimate.grids import plan_grid
+from finetune.planner.estimate.divisions import slow_links
 from finetune.planner.estimate.layout import of_backend
-from finetune.planner.estimate.parallelism import slow_links
 from finetune.planner.estimate.predict import (
     Prediction,
     config_of,
@@ -92,11 +91,13 @@ def run(
             "--html: the page is of one backend on a machine; give both, such as --backend "
             "pp_tp_fsdp --gpu H100-80 --gpus 64 --nodes 8"
         )
+    if arguments.backend is None:  # sizes of axes name the backend that has them
+        given = {"pp": arguments.pipeline, "tp": arguments.tensor}
+        axes = [name for name, size in given.items() if size is not None]
+        arguments.backend = "_".join([*axes, "fsdp"]) if axes else None
     divided = arguments.backend and backends.load(arguments.backend).axes.any
     if machine is not None and divided:
         return _divided(arguments, recipe, machine, verify)
-    if not divided and (arguments.tensor is not None or arguments.pipeline is not None):
-        return _grid(arguments, recipe, machine, arguments.tensor or 1, arguments.pipeline or 1)
     tracer = verify or trace
     if tracer is not None and _is_unknown(recipe):
         return _traced(arguments, recipe, machine, tracer, asked=verify is not None)
@@ -139,22 +140,6 @@ def _divided(
     if problems := slow_links(chosen.axes.tensor, machine.per_node, machine.fast):
         raise FinetuneError(*problems)
     return _show(arguments, planned, prediction, verify)
-
-
-def _grid(
-    arguments: argparse.Namespace,
-    recipe: Recipe,
-    machine: hardware.Machine | None,
-    ways: int,
-    stages: int,
-) -> int:
-    """Plan a grid of tensor, pipeline and data parallelism."""
-    if machine is None:
-        raise FinetuneError("--tensor, --pipeline: name a GPU: --gpu H100-80 --gpus 64 --nodes 8")
-    precision = arguments.precision or "bf16"
-    found = plan_grid(recipe, machine, ways, stages, precision)
-    print(json.dumps(found.summary(), indent=2) if arguments.json else found.page())
-    return 0
 
 
 def _predicted(

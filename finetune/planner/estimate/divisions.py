@@ -66,3 +66,23 @@ def _sizes(shape: Architecture, machine: Machine) -> Iterator[tuple[str, dict[st
     yield from (("pp", {"pipeline": count}) for count in stages)
     yield from (("sp", {"sequence": size}) for size in shared)
     yield from (("cp", {"context": size}) for size in ways)
+
+
+def slow_links(tensor: int, per_node: int, fast: bool) -> list[str]:
+    """Why these links are too slow for tensor parallelism, with its all-reduces in every layer.
+
+    Args:
+        per_node: GPUs per node.
+        fast: whether the GPUs of a node are connected by NVLink or a similar link.
+    """
+    problems: list[str] = []
+    if tensor > per_node:
+        problems.append(
+            f"layout: tensor parallel over {tensor} GPUs, but a node has {per_node}; its "
+            "all-reduces in every layer must not leave the node"
+        )
+    if tensor > 1 and not fast:
+        problems.append(
+            "layout: tensor parallel needs NVLink between the GPUs of a node; use fsdp_full_shard"
+        )
+    return problems
