@@ -496,7 +496,7 @@ def accelerate_launch(
 
 
 def together(script: str, count: int, folder: Path) -> Finished:
-    """Run a script in so many processes, which leave their group at its end."""
+    """Run a script in several processes, which leave their group at its end."""
     path = folder / "script.py"
     path.write_text(script + "dist.destroy_process_group()\n")
     launched = [warm_python(), "-m", "torch.distributed.run", "--standalone"]

@@ -111,7 +111,7 @@ def assert_same_step(ours: nn.Module, plain: nn.Module) -> None:
 def assert_as_near_to_fp32(
     ours: nn.Module, plain: nn.Module, most: float, measure: Callable[..., float]
 ) -> None:
-    """In bf16, gradients are at most so many times as far from fp32 as those of plain modules."""
+    """In bf16, gradients are at most this many times as far from fp32 as those of plain modules."""
     exact, by_exact = step(copy.deepcopy(plain).float())
     (loss, by_ours), (_, by_plain) = step(ours, autocast=True), step(plain, autocast=True)
     assert loss == pytest.approx(exact, rel=BF16)

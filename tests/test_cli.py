@@ -283,7 +283,7 @@ def test_bad_data_is_named_with_its_row_and_leaves_the_directory_free(
         source.write_bytes(content)
         assert told("--precision", "fp32", data=data)[0].startswith(problem.format(path=source))
         assert list(output.iterdir()) == []
-    # Mended, the same words train: the mistakes have not taken the directory.
+    # Corrected, the same words train: the mistakes have not taken the directory.
     shutil.copy(tiny.data, source)
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny, data=data))
     again = run_here("train", recipe, "--precision", "fp32", "--output", output)

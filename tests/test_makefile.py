@@ -143,7 +143,7 @@ def installed(checkout: Path, *words: str, gpu: bool, reachable: str) -> tuple[l
     ids=["CUDA", "CPU build that pip knows", "PyTorch's own index", "no CPU build", "asked for"],
 )
 def test_a_machine_gets_the_build_of_pytorch_that_fits_it(checkout, words, asked):
-    """A GPU that can be used decides, then the builds in this order; an AMD GPU is told how."""
+    """A GPU that can be used decides, then the builds in this order; a line says how for AMD."""
     (checkout / "kfd").touch()
     gpu = LOCAL_CPU not in asked
     pips, said = installed(checkout, *words.split(), gpu=gpu, reachable=asked[-1])
