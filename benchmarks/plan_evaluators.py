@@ -8,20 +8,18 @@ from typing import Any
 import published_formulas
 from plan_inputs import Inputs, config_of, layout_of, shape_of, targets_of, update_of
 
-from finetune.errors import FinetuneError
 from finetune.planner.estimate import (
     advice,
     changes,
     communication,
     divisions,
     memory,
-    parallelism,
     states,
     timing,
     totals,
 )
 from finetune.planner.estimate.adapters import adapter_size
-from finetune.planner.estimate.hardware import NETWORKS, Machine, machine
+from finetune.planner.estimate.hardware import NETWORKS, machine
 from finetune.planner.estimate.head_losses import LOSSES, Loss
 from finetune.planner.estimate.layout import Layout, of_backend
 from finetune.planner.estimate.workload import Workload, lora
@@ -49,7 +47,7 @@ def zero_factor(inputs: Inputs) -> float:
 def seed_numbers(inputs: Inputs) -> Any:
     if "pp" in inputs:
         pipeline = inputs["pp"], inputs["microbatches"], inputs.get("virtual", 1)
-        return {"bubble": parallelism.bubble(*pipeline)}
+        return {"bubble": published_formulas.bubble(*pipeline)}
     if "params" in inputs:
         shard: dict[str, Any] = {
             "ddp": "none",
@@ -380,11 +378,13 @@ def decision(inputs: Inputs) -> dict[str, Any]:
         quantization="nf4" if "qlora" in mode else "none",
         accumulation=inputs.get("accum", 1),
     )
-    refused = _refused(inputs, shape, hardware)
     recompute: list[Any] = ["none", "full"]
     if "ckpt" in inputs:
         recompute = ["full" if inputs["ckpt"] else "none"]
-    found = divisions.candidates(shape, hardware, "bf16")
+    found = list(divisions.candidates(shape, hardware, "bf16"))
+    asked = re.fullmatch(r"tp(\d+)", inputs.get("requested", ""))
+    offered = {backend.axes.tensor for backend in found}
+    refused = ["tp"] if asked and int(asked[1]) not in offered else []
     places = [of_backend(backend, hardware.count) for backend in found]
     divided = [dataclasses.replace(workload, layout=place) for place in places]
     ranked = advice.rank(
@@ -414,21 +414,6 @@ def decision(inputs: Inputs) -> dict[str, Any]:
         steps = inputs["b_wanted"] // (inputs["b_fits"] * inputs["gpus"])
         names += [f"{name}+grad_accum({steps})" for name in names]
     return {"choice": names, "refused": refused}
-
-
-def _refused(inputs: Inputs, shape: Architecture, hardware: Machine) -> list[str]:
-    """Requests that are rejected; a case may request tensor parallelism."""
-    asked = inputs.get("requested", "")
-    wanted = re.fullmatch(r"tp(\d+)", asked)
-    if wanted is None:
-        return []
-    ways = int(wanted[1])
-    grid = parallelism.Grid(tensor=ways, data=hardware.count // ways)
-    try:
-        parallelism.check(grid, shape, hardware.count, hardware.per_node, hardware.fast)
-    except FinetuneError:
-        return ["tp"]
-    return []
 
 
 EVALUATORS: dict[str, Callable[[Inputs], Any]] = {

@@ -133,6 +133,14 @@ def rules_of_thumb(parameters: float) -> dict[str, float]:
     return {name: width * parameters + REST for name, width in each.items()}
 
 
+def bubble(stages: int, microbatches: int, virtual: int = 1) -> float:
+    """Fraction of a step in which a pipeline stage is idle (arXiv:2104.04473, section 2.2).
+
+    (p - 1) / (v m + p - 1) for p stages, v model chunks per stage and m micro-batches.
+    """
+    return (stages - 1) / (virtual * microbatches + stages - 1)
+
+
 def offload_break_even(flops: float, mfu: float, bandwidth: float) -> float:
     """Tokens per micro-step above which the transfer of offloaded weights is not the bottleneck.
 

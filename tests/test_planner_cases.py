@@ -1,5 +1,6 @@
 """The published and measured cases, where they are at hand."""
 
+import ast
 import importlib
 import json
 import sys
@@ -138,3 +139,10 @@ def test_qlora_and_eight_bits_are_known_by_each_of_their_names(outcomes, field, 
     found = outcomes(*(case | {"inputs": run | {field: name}} for name in names))
     first, second, other = (case["predicted"] for case in found)
     assert first == second < other
+
+
+def test_what_benchmarks_import_from_the_library_exists():
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("finetune"):
+                exec(compile(ast.Module([node], []), str(path), "exec"), {})
