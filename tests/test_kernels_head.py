@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from finetune.data.collate import MicroBatch
 from finetune.errors import FinetuneError
 from finetune.kernels import head
+from finetune.kernels.chains import Chain
 from finetune.kernels.chunked_loss import ChunkedLogProbs
 from finetune.methods.losses import _token_values, sequence_logps, token_logps, token_loss_sum
 from finetune.planner.kernels import CHUNK_ENTRIES, LOGITS, TILE_ENTRIES
@@ -182,8 +183,12 @@ def peak_of(compute: Callable[..., torch.Tensor], labels: int, hidden: int, word
     return tracker.peaks["step"].parts[OTHER]
 
 
-def test_log_probabilities_take_an_eighth_of_the_memory_of_whole_logits() -> None:
+@pytest.mark.parametrize("in_c", [False, True])
+def test_log_probabilities_take_an_eighth_of_the_memory_of_whole_logits(
+    in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Frozen head, fp32: a chunk and a tile of logits, instead of logits, shares and gradients."""
+    monkeypatch.setattr(Chain, "compiling", in_c)  # C cannot read what has no memory
     labels, hidden, words = 1024, 576, 32_000
     chunk, tile = (entries // words for entries in (CHUNK_ENTRIES, TILE_ENTRIES))
 

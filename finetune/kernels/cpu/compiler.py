@@ -10,6 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch._subclasses import FakeTensor
+
 from finetune.cache import cache
 
 COMPILERS = {".c": ("gcc", "clang", "cc"), ".cpp": ("g++", "clang++", "c++")}
@@ -23,6 +26,11 @@ SECONDS = 120
 
 class CannotCompile(Exception):
     """The code cannot be compiled on this machine; the message has the reason."""
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether C can read a tensor's numbers: not those of a GPU, nor of a trace, which has none."""
+    return tensor.is_cpu and not isinstance(tensor, FakeTensor)
 
 
 def compiled(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.kernels.cpu.compiler import CannotCompile, compiled
+from finetune.kernels.cpu.compiler import CannotCompile, compiled, has_memory
 
 SOURCE = Path(__file__).with_name("chains.c")
 FLAGS = ("-std=c11", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -61,7 +61,7 @@ def _loaded(defined: tuple[str, ...]) -> ctypes.CDLL:
 def _served(*tensors: torch.Tensor) -> bool:
     """Whether tensors are on a CPU, not empty, and of the same, supported data type."""
     dtype = tensors[0].dtype
-    alike = all(each.dtype == dtype and each.is_cpu and each.numel() for each in tensors)
+    alike = all(each.dtype == dtype and has_memory(each) and each.numel() for each in tensors)
     return alike and reason_against(dtype) is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.kernels.cpu.compiler import CannotCompile, compiled
+from finetune.kernels.cpu.compiler import CannotCompile, compiled, has_memory
 
 WORD = 0xFFFFFFFF
 
@@ -25,7 +25,7 @@ def draw(
         names: (rows, 2) int64, the numbers of each row's prompt and completion.
         place: Position of the token in its completion.
     """
-    library = _library() if shares.is_cpu else None
+    library = _library() if has_memory(shares) else None
     if library is None:
         return None
     shares, names = shares.contiguous(), names.contiguous()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from finetune.kernels.cpu.compiler import CannotCompile, compiled
+from finetune.kernels.cpu.compiler import CannotCompile, compiled, has_memory
 
 SOURCE = Path(__file__).with_name("tiled_adapters.c")
 FLAGS = ("-std=gnu11", "-fopenmp")
@@ -36,7 +36,7 @@ def reason_against(width: int = DEEP) -> str | None:
 
 def serves(wide: torch.Tensor) -> bool:
     """Whether a matrix (tokens, wide) is supported."""
-    fits = wide.is_cpu and wide.dtype == torch.bfloat16 and wide.numel() > 0
+    fits = has_memory(wide) and wide.dtype == torch.bfloat16 and wide.numel() > 0
     return fits and reason_against(wide.shape[1]) is None
 
 

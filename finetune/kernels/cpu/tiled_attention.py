@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from finetune.kernels.cpu.compiler import CannotCompile, compiled
+from finetune.kernels.cpu.compiler import CannotCompile, compiled, has_memory
 
 SOURCE = Path(__file__).with_name("tiled_attention.c")
 FLAGS = ("-std=gnu11", "-fopenmp")
@@ -40,7 +40,7 @@ def reason_against() -> str | None:
 
 def serves(query: torch.Tensor) -> bool:
     """Whether attention of queries (1, heads, tokens, head size) is supported."""
-    fits = query.is_cpu and query.dtype == torch.bfloat16 and query.numel() > 0
+    fits = has_memory(query) and query.dtype == torch.bfloat16 and query.numel() > 0
     return fits and reason_against() is None
 
 
