@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT
@@ -15,8 +16,8 @@ from finetune.cache import COMPILED, keep_compiled
 from finetune.distributed.deepspeed import without_values
 from finetune.distributed.deepspeed_nvme import require_async_io
 from finetune.kernels.chains import usual_folder
-from finetune.process.cores import usable_cores
 from finetune.process.start import collecting_later, compiling_later
+from finetune.runs import limits
 
 
 def test_what_is_compiled_while_importing_is_compiled_when_it_is_called():
@@ -60,10 +61,47 @@ def test_a_process_counts_the_cores_that_it_may_use():
     first = min(os.sched_getaffinity(0))
     script = (
         f"import os; os.sched_setaffinity(0, [{first}])\n"
-        "from finetune.process.cores import usable_cores; print(usable_cores())"
+        "from finetune.runs.limits import usable_cores; print(usable_cores())"
     )
     assert last_line(script) == "1"
-    assert usable_cores() == len(os.sched_getaffinity(0))
+
+
+GIB = 2**30
+FIRST = {  # a group of version 1, whose path is that of the host
+    "proc": "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n0::/",
+    "memory/memory.limit_in_bytes": 2 * GIB,
+    "memory/memory.usage_in_bytes": GIB,
+    "memory/memory.stat": f"cache 7\ntotal_inactive_file {GIB // 2}\ninactive_file 0",
+    "cpu/cpu.cfs_quota_us": 50_000,
+    "cpu/cpu.cfs_period_us": 100_000,
+}
+SECOND = {  # of version 2, which a wider one limits to fewer cores
+    "proc": "0::/job/step",
+    "job/step/memory.max": 2 * GIB,
+    "job/step/memory.current": GIB,
+    "job/step/memory.stat": f"inactive_file {GIB // 2}",
+    "job/step/cpu.max": "max 100000",
+    "job/memory.max": "max",
+    "job/cpu.max": "150000 100000",
+}
+FREE = {"proc": "0::/", "memory.max": "max", "memory.current": GIB, "cpu.max": "max 100000"}
+
+
+@pytest.mark.parametrize("files", [FIRST, SECOND, FREE, {}])
+def test_the_limits_of_a_container_are_what_a_process_may_use(files, tmp_path, monkeypatch):
+    for name, value in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    monkeypatch.setattr(limits, "GROUPS", tmp_path)
+    monkeypatch.setattr(limits, "OWN", tmp_path / "proc")
+    if files in (FIRST, SECOND):
+        assert limits.memory() == (2 * GIB, GIB + GIB // 2)
+        assert limits.usable_cores() == 1
+        assert limits.limits_threads()
+    else:
+        assert limits.memory().total == psutil.virtual_memory().total
+        assert limits.usable_cores() == len(os.sched_getaffinity(0))
+        assert not limits.limits_threads()
 
 
 def test_models_are_listed_once():

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean, of_a_file
-from finetune.process.quiet import quiet
+from finetune.process.quiet import quiet, threads_within_quota
 from finetune.process.streams import outlast_readers
 from finetune.version import __version__
 
@@ -43,6 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(_spell_out_resume(words))
     _assign_words(arguments, unknown)
     quiet()
+    threads_within_quota()
     if arguments.verb in OUTLAST_READERS:
         outlast_readers()
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and texts may have unpaired surrogates

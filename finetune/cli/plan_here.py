@@ -5,8 +5,6 @@ import dataclasses
 import json
 from typing import Any
 
-import psutil
-
 from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.errors import FinetuneError
@@ -22,6 +20,7 @@ from finetune.planner.estimate.row_counts import local_rows, steps_of
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan, plan
 from finetune.recipe import Recipe
+from finetune.runs import limits
 
 
 def plain(
@@ -52,7 +51,7 @@ def plain(
     prediction = None
     if here is not None and measure is not None:
         each = measure(job_plan.backend.precision) / job_plan.processes
-        memory_here = psutil.virtual_memory().total
+        memory_here = limits.memory().total
         cpu = hardware.processor(each, job_plan.processes, memory_here)
         prediction = _prediction(job_plan, here, cpu, arguments.rows, arguments.row_tokens)
     timeline = None if here is None else memory.timeline(here)
@@ -69,7 +68,7 @@ def plain(
         print(f"memory       not predicted: {problem}")
         return 0
     print(f"shapes       {model_source(recipe).where}")
-    print(_page(timeline, job_plan.processes, psutil.virtual_memory().total, prediction))
+    print(_page(timeline, job_plan.processes, limits.memory().total, prediction))
     if found is not None:
         print(f"\n{found.page()}")
     return status(found)

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.cli.plan_here import plain, status
@@ -31,6 +29,7 @@ from finetune.planner.plan import Plan, plan
 from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.read_config import READERS
 from finetune.recipe import Recipe
+from finetune.runs import limits
 
 SHOWN = 8
 """Number of printed rows of the ranking."""
@@ -75,7 +74,7 @@ def run(
     if machine is None and (present := hardware.installed()):
         count = arguments.gpus or arguments.processes or len(present)
         given: float | None = arguments.host_ram
-        host = float(psutil.virtual_memory().total) if given is None else given * 1e9
+        host = float(limits.memory().total) if given is None else given * 1e9
         machine = hardware.machine(
             present[0], count, arguments.nodes, arguments.link, arguments.network, host,
             arguments.price,

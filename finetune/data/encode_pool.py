@@ -21,8 +21,8 @@ from typing import IO, Any
 from finetune.data.encode import Chunk, Encoded, Encoder
 from finetune.errors import FinetuneError
 from finetune.process import interpreter
-from finetune.process.cores import usable_cores
 from finetune.process.quiet import tokenise_on_one_core
+from finetune.runs.limits import usable_cores
 
 ALONE = 16
 """Chunks that this process encodes before it starts workers, which takes seconds."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoTokenizer
 
@@ -21,6 +20,7 @@ from finetune.exporters.source import Source, is_loadable
 from finetune.inference.generate import Loaded, continue_ids, load, load_folder
 from finetune.recipe import Recipe
 from finetune.reports.card import Kind
+from finetune.runs import limits
 
 Prompt = Conversation | Completion
 
@@ -84,7 +84,7 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
     asked = [prompt for prompt, _ in samples]
     if not asked:
         return "the run's data has no readable prompts on this machine"
-    needed, free = _bytes_needed(source), psutil.virtual_memory().available
+    needed, free = _bytes_needed(source), limits.memory().available
     if needed > free:
         return (
             f"loading it needs about {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} are free"

@@ -23,10 +23,10 @@ from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.launchers.job import Job, machines
 from finetune.planner import Plan
 from finetune.process import interpreter
-from finetune.process.cores import usable_cores
 from finetune.process.error_report import STATUS_FILE
 from finetune.process.quiet import OF_A_LAUNCH
 from finetune.process.signals import handled_signals, name_of
+from finetune.runs.limits import usable_cores
 from finetune.runs.run import Run, write_json
 
 LAUNCHER = "FINETUNE_LAUNCHER"

@@ -4,6 +4,8 @@ import logging
 import os
 import warnings
 
+from finetune.runs.limits import limits_threads, usable_cores
+
 CPP_LEVELS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 """Variables that PyTorch reads on import; they silence its C++ logs and the profiler's stages."""
 OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -41,6 +43,15 @@ def growing_segments() -> None:
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def threads_within_quota() -> None:
+    """Set OpenMP's threads to the cores of a container's quota, unless the environment sets them.
+
+    OpenMP would start one for each core of the machine, and each would be stopped in turn.
+    """
+    if limits_threads():
+        os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 
 
 def tokenise_on_one_core() -> None:

@@ -14,12 +14,12 @@ from finetune.evaluation.exact_match import Score, exact_match, references, samp
 from finetune.inference.generate import load, load_base
 from finetune.inference.load import trained_dtype
 from finetune.launchers.job import launch
-from finetune.process.cores import usable_cores
 from finetune.quickstart.records import corpus, instructions, mixed
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Data
 from finetune.reports.page import report
 from finetune.runs import units
+from finetune.runs.limits import usable_cores
 from finetune.runs.run import Run, write_json
 from finetune.training.worker import train
 

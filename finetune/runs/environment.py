@@ -4,7 +4,6 @@ Environment variables are never recorded: they contain secrets, and run director
 """
 
 import datetime
-import os
 import platform
 import re
 import shlex
@@ -15,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from finetune.runs.limits import usable_cores
 from finetune.version import __version__
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -83,13 +83,13 @@ def versions() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name and number of logical cores."""
+    """The processor's name and the number of logical cores that this process may use."""
     name = platform.processor() or platform.machine()
     facts = Path("/proc/cpuinfo")
     if facts.is_file():
         found = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(errors="replace"), re.M)
         name = found[1].strip() if found else name
-    return f"{name} ({os.cpu_count() or 1} cores)"
+    return f"{name} ({usable_cores()} cores)"
 
 
 def commit(folder: Path) -> str | None:

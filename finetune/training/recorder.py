@@ -7,7 +7,6 @@ import time
 from typing import Literal
 
 import numpy as np
-import psutil
 import torch
 
 from finetune import catalog
@@ -30,6 +29,7 @@ from finetune.planner.estimate.moments import Moment
 from finetune.planner.estimate.timing import step_flops
 from finetune.planner.padding import Padding
 from finetune.reports.display import Display
+from finetune.runs import limits
 from finetune.runs.environment import environment
 from finetune.runs.metrics import (
     Ended,
@@ -316,7 +316,7 @@ def expected(engine: Engine, data: Prepared, steps: int, flops: float) -> Foreca
     """
     cpu, machine = engine.device.type == "cpu", None
     if cpu:
-        machine = hardware.processor(flops, engine.world, psutil.virtual_memory().total)
+        machine = hardware.processor(flops, engine.world, limits.memory().total)
     elif (card := hardware_of(engine.device)) is not None:
         machine = hardware.machine(card, engine.world)
     return forecast(engine.plan, steps, facts(engine, data, steps), machine)

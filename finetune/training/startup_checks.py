@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +31,7 @@ from finetune.models.model import compute_dtype
 from finetune.planner import Plan
 from finetune.planner.engines import TRAITS
 from finetune.planner.estimate.forecast import Forecast
-from finetune.runs import units
+from finetune.runs import limits, units
 from finetune.runs.environment import TRACKERS, versions
 from finetune.runs.manifest import damage
 from finetune.runs.run import Run
@@ -241,7 +240,7 @@ def refuse_full_gpu(engine: Engine, data: Prepared, steps: int) -> None:
 def memory_line(forecast: Forecast | None, place: torch.device) -> str:
     """Predicted peak memory and the memory available on this machine."""
     if place.type != "cuda":
-        available = psutil.virtual_memory().available
+        available = limits.memory().available
         return f"no accelerator; {units.size(available)} of host memory available"
     free, total = torch.cuda.mem_get_info(place)
     if forecast is None:

@@ -7,7 +7,6 @@ only, each step reuses the memory of the previous one. PyTorch pools GPU memory 
 
 import ctypes
 import functools
-import os
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 
 from finetune.kernels.cpu.compiler import CannotCompile, compiled
 from finetune.planner.kernels import POOL_FROM
+from finetune.runs import limits
 
 SOURCE = Path(__file__).with_name("pool.cpp")
 TORCH = Path(torch.__file__).parent
@@ -86,8 +86,7 @@ def _library() -> ctypes.CDLL | str:
     found.install.argtypes, found.install.restype = (ctypes.c_size_t,), ctypes.c_bool
     found.use.argtypes, found.use.restype = (ctypes.c_bool,), None
     found.handed_out.restype = ctypes.c_size_t
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not found.install(RESERVED * memory):
+    if not found.install(RESERVED * limits.memory().total):
         return "this process may not reserve addresses (ulimit -v)"
     return found
 

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 
 from finetune import backend
 from finetune.kernels.cpu import COMPILERS, LANGUAGES
-from finetune.runs import units
+from finetune.runs import limits, units
 from finetune.runs.environment import TRACKERS, commit, processor, versions
 
 OPTIONAL = {
@@ -54,7 +53,7 @@ def _versions() -> Iterator[str]:
 
 
 def _devices() -> Iterator[str]:
-    memory = psutil.virtual_memory()
+    memory = limits.memory()
     size = f"{units.size(memory.total)} of memory, {units.size(memory.available)} available"
     yield f"{processor()}, {size}"
     if not torch.cuda.is_available():

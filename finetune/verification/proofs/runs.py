@@ -18,7 +18,7 @@ from finetune.checkpoints.checkpoint import progress_of
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.launchers.accelerate import begin
 from finetune.process import warm
-from finetune.process.cores import usable_cores
+from finetune.runs.limits import usable_cores
 from finetune.runs.run import Run, write_json
 
 LIMIT_SECONDS = 1800
