@@ -82,6 +82,17 @@ def test_a_log_has_a_line_for_each_tenth_of_the_steps_or_for_a_few_slow_ones(
     assert [int(line.split()[1].split("/")[0]) for line in told] == expected
 
 
+def test_the_end_of_an_online_run_shows_its_reward(tmp_path):
+    records = [
+        dataclasses.replace(record, loss=-0.0, metrics={"reward": 0.75})
+        if record.kind in ("train", "eval") else record
+        for record in whole_run()
+    ]  # fmt: skip
+    found = dict(cells(shown(tmp_path / "run", records).splitlines())[-6:])
+    assert found["final reward"] == "0.7500 on the last training batch"
+    assert found["best eval"] == "0.7500 at step 5"
+
+
 def test_a_day_of_training_makes_a_log_that_can_be_read():
     pace = Pace(steps=43_200)
     lines = sum(pace.due(step, now=2.0 * step) for step in range(1, 43_201))

@@ -220,6 +220,8 @@ def test_what_a_recipe_names_and_no_gradient_reaches_is_refused(images, tmp_path
     [
         ("ddp", {"r": 4}, "fp32", FP32),
         pytest.param("ddp", None, "fp32", FP32, marks=pytest.mark.slow),
+        # Its width is in the text config, where Accelerate does not look for it.
+        pytest.param("zero3", {"r": 4}, "fp32", FP32, marks=pytest.mark.slow),
         # Units that no forward pass enters, with gradients that wait in another type than weights.
         pytest.param("fsdp_full_shard", {"r": 4}, "bf16", 2e-2, marks=pytest.mark.slow),
     ],

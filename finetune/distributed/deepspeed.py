@@ -122,12 +122,17 @@ class DeepSpeed(Engine):
         """Limit the buckets of ZeRO-2 and 3 to the size of the trained parameters.
 
         DeepSpeed 0.19 otherwise allocates a complete bucket of 500 million elements, even for a
-        tiny adapter.
+        tiny adapter. The other sizes are those of Accelerate 1.15, which reads the width only at
+        the top of a config.
         """
         plugin = self.accelerator.state.deepspeed_plugin
         sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
-        bucket = min(REDUCE_BUCKET, sum(sizes))
-        plugin.deepspeed_config["zero_optimization"]["reduce_bucket_size"] = bucket
+        zero = plugin.deepspeed_config["zero_optimization"]
+        zero["reduce_bucket_size"] = min(REDUCE_BUCKET, sum(sizes))
+        if zero["stage"] == 3:
+            width = model.config.get_text_config().hidden_size
+            zero["stage3_prefetch_bucket_size"] = int(0.9 * width * width)
+            zero["stage3_param_persistence_threshold"] = 10 * width  # norms stay gathered
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Not `accelerator.backward`, which would also step the optimizer."""
@@ -298,9 +303,6 @@ def _plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:
     zero = config["zero_optimization"]
     if stage < 3:
         zero["overlap_comm"] = _overlaps(plan, cpu)
-    if stage == 3:
-        zero["stage3_param_persistence_threshold"] = "auto"  # 10 x hidden size: norms stay gathered
-        zero["stage3_prefetch_bucket_size"] = "auto"
     if backend.device == "nvme":
         nvme.require_async_io(print if rendezvous.rank() == 0 else _silent)
         nvme.require_room(plan, nvme_path, rendezvous.neighbours())

@@ -201,7 +201,9 @@ class PipelineEngine(MeshEngine):
         axes, shape = self.plan.backend.axes, batches[0].ids.shape
         network = self.stages[0].network
         meta = {"device": "meta", "requires_grad": training}
-        hidden = torch.empty(*shape, network.config.hidden_size, dtype=self._dtype(), **meta)
+        hidden = torch.empty(
+            *shape, network.config.get_text_config().hidden_size, dtype=self._dtype(), **meta
+        )
         between: Any = hidden
         if training and network.balance is not None:
             size = (_most_documents(batches) + 1, 2 * network.balance.experts + 1)

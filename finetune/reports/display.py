@@ -307,10 +307,11 @@ def end_table(
     table = _table(end.reason.capitalize())
     table.add_row("steps", f"{end.step:,} in {units.duration(end.seconds)}")
     if latest is not None:
-        table.add_row("final loss", f"{units.loss(latest.loss)} on the last training batch")
+        name, value = _outcome(latest)
+        table.add_row(f"final {name}", f"{value} on the last training batch")
     finite = [record for record in evaluated if math.isfinite(record.loss)]
     best = min(finite, key=lambda record: record.loss, default=None)
-    best_text = f"{units.loss(best.loss)} at step {best.step:,}" if best else "not evaluated"
+    best_text = f"{_outcome(best)[1]} at step {best.step:,}" if best else "not evaluated"
     table.add_row("best eval", best_text)
     table.add_row("speed", f"{units.count(end.tokens_per_second)} tokens/s")
     table.add_row("memory", f"{units.size(end.peak_memory)} at the peak")
@@ -318,6 +319,13 @@ def end_table(
         table.add_row("predicted", foreseen)
     table.add_row("run", escape(str(run.root)))
     return table
+
+
+def _outcome(record: Trained | Evaluated) -> tuple[str, str]:
+    """The number that training is about, with its name: the loss, or the mean reward."""
+    if (reward := record.metrics.get("reward")) is not None:
+        return "reward", f"{reward:.4f}"
+    return "loss", units.loss(record.loss)
 
 
 def predicted_and_measured(run: Run, latest: Trained | None, counted: Measured | None) -> str:
