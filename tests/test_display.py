@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from records import RECIPE, START, ended, evaluated, many_steps, trained, whole_run, write_run
 from rich.console import Console
 
+from finetune.process import progress
 from finetune.reports.display import Display, Pace, next_commands, open_console
 from finetune.runs.metrics import Record, Saved
 from finetune.runs.run import Run
@@ -80,6 +82,27 @@ def test_a_log_has_a_line_for_each_tenth_of_the_steps_or_for_a_few_slow_ones(
     lines = shown(tmp_path, records, step_seconds=seconds).splitlines()
     told = [line for line in lines if line.startswith("step ")]
     assert [int(line.split()[1].split("/")[0]) for line in told] == expected
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_long_work_says_how_far_it_is_and_short_work_nothing(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "REDRAWN", 0.001)
+    told = io.StringIO()
+    told.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", told)
+    assert list(progress.counted(range(3), "writing", 3, "weights")) == [0, 1, 2]
+    assert told.getvalue() == ""
+    monkeypatch.setattr(progress, "QUIET", 0.0)
+    with progress.progress("evaluating", 8) as count, progress.progress("losses", 8) as inner:
+        count(1)
+        for line in ("losses: 2 of 8 rows, ", "losses: 4 of 8 rows, ", ""):
+            inner(2)
+            while line not in told.getvalue():
+                time.sleep(0.001)
+            monkeypatch.setattr(progress, "APART", 0.001)
+    lines = told.getvalue()
+    assert " left" in lines
+    assert lines.endswith("\r\x1b[2K" if terminal else "\n")
 
 
 def test_the_end_of_an_online_run_shows_its_reward(tmp_path):

@@ -53,6 +53,7 @@ from finetune.data.store import (
 from finetune.data.tally import Tally
 from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError
+from finetune.process.progress import counted
 from finetune.recipe import Data, Recipe
 from finetune.runs.manifest import differing, sealed, sha256
 
@@ -268,7 +269,8 @@ def _encode(
     files: dict[str, int] = {}
     members: list[list[np.ndarray]] = [[] for _ in sections]
     written = 0
-    for encoded in encode(encoder, _chunks(sections)):
+    chunks = encode(encoder, _chunks(sections))
+    for encoded in counted(chunks, "preparing", size=lambda each: len(each.lengths)):
         for place, problem in encoded.problems:
             problems.add(place, problem)
         sections[encoded.section].tally.add(encoded.tally)

@@ -12,6 +12,7 @@ from finetune.errors import FinetuneError
 from finetune.evaluation.questions import Question
 from finetune.inference.endpoint import Endpoint
 from finetune.inference.generate import Loaded, continue_ids, turn
+from finetune.process.progress import counted
 
 __all__ = ["Answer", "Answers", "Asking", "ask", "prompt_of"]
 
@@ -62,7 +63,10 @@ def ask(model: Loaded | Endpoint, questions: Sequence[Question], asking: Asking)
     """
     started = time.perf_counter()
     if isinstance(model, Endpoint):
-        given = [_served(model, each, asking) for each in questions]
+        given = [
+            _served(model, each, asking)
+            for each in counted(questions, "asking", len(questions), "questions")
+        ]
     else:
         given = _generated(model, questions, asking)
     return Answers(tuple(given), time.perf_counter() - started)

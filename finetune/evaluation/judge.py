@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from finetune.errors import FinetuneError
 from finetune.evaluation.measures import Measure, of_scores
 from finetune.inference.endpoint import Endpoint
+from finetune.process.progress import counted
 
 PROMPT = """Two assistants answered the same question. Judge which answer is better: more correct, \
 more helpful, to the point. Do not let their order or their length decide.
@@ -68,7 +69,8 @@ def win_rate(judge: Judge, compared: Sequence[Compared]) -> Measure:
         FinetuneError: the judge does not answer, or more than a tenth of the rows have no verdict.
     """
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        orders = list(threads.map(lambda row: _both_orders(judge, row), compared))
+        given = threads.map(lambda row: _both_orders(judge, row), compared)
+        orders = list(counted(given, "judging", len(compared)))
     scores = [_score(first, second) for first, second in orders]
     unread = scores.count(None)
     if unread > MOST_UNREAD * len(scores):

@@ -22,6 +22,7 @@ from finetune.methods.losses import token_logps
 from finetune.models.load_checks import token_rows
 from finetune.models.vocabulary import pad_id
 from finetune.planner.kernels import LOGITS
+from finetune.process.progress import counted
 from finetune.recipe import Batch, Recipe
 
 UNBOUNDED = Batch(max_length=10**12)
@@ -105,9 +106,8 @@ def document_sums(loaded: Loaded, columns: Sequence[Columns], batch_rows: int) -
     model: Any = loaded.model
     pad = pad_id(loaded.tokenizer, token_rows(model))
     found = np.zeros((len(rows), 2))
-    for chosen in split_rows(
-        np.arange(len(rows)), rows.slots, batch_rows, None, side_by_side=False
-    ):
+    parts = split_rows(np.arange(len(rows)), rows.slots, batch_rows, None, side_by_side=False)
+    for chosen in counted(parts, "losses", len(rows), size=len):
         batch = collate(rows, chosen, pad, model.device)
         with torch.inference_mode():
             logps, _ = token_logps(model, batch)  # (trained_tokens,)

@@ -13,6 +13,7 @@ from finetune.exporters.source import Source
 from finetune.exporters.stream import Weights
 from finetune.inference.load import tensor_shapes
 from finetune.kernels import cpu
+from finetune.process.progress import progress
 from finetune.reports.card import Kind
 
 
@@ -88,9 +89,10 @@ def _write_weights(
     source: Source, folder: Path, skeleton: Tensors, tensors: Iterable[Tensors]
 ) -> None:
     weights = Weights(folder, skeleton, source.shard_size)
-    with contextlib.closing(weights):
+    with contextlib.closing(weights), progress("writing", len(skeleton), "weights") as count:
         for each in tensors:
             weights.write(each)
+            count(len(each))
             del each
             cpu.return_free_memory()
     weights.finish()

@@ -46,6 +46,7 @@ from finetune.inference.load import (
 from finetune.models.load_checks import context_length, reading, token_rows
 from finetune.models.vocabulary import pad_id
 from finetune.planner.shapes.config_files import has_score_head
+from finetune.process.progress import progress
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, open_run
 
@@ -315,11 +316,13 @@ def continue_ids(
     if problems:
         raise FinetuneError(*problems)
     answers = [Continued("", False, 0)] * len(rows)
-    for room, batch in _batches(rows, rooms, batch_rows):
-        new = continue_rows(loaded, [rows[i] for i in batch], room, temperature, top_p)
-        for i, ids in zip(batch, new, strict=True):
-            text = new_text(loaded.tokenizer, rows[i], ids)
-            answers[i] = Continued(text, len(ids) >= room, len(ids))
+    with progress("generating", len(rows), "answers") as count:
+        for room, batch in _batches(rows, rooms, batch_rows):
+            new = continue_rows(loaded, [rows[i] for i in batch], room, temperature, top_p)
+            for i, ids in zip(batch, new, strict=True):
+                text = new_text(loaded.tokenizer, rows[i], ids)
+                answers[i] = Continued(text, len(ids) >= room, len(ids))
+            count(len(batch))
     return answers
 
 

@@ -34,6 +34,7 @@ from finetune.models.scoring import auto_class, draw_head, without_new_head
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
 from finetune.planner import limits
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
+from finetune.process.progress import progress
 from finetune.recipe import Recipe, Scores
 from finetune.runs.manifest import differing, read_manifest
 from finetune.runs.run import Run, of_record
@@ -200,7 +201,7 @@ def load_weights(
     """
     device = device or ("auto" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
-    with within_memory(str(name)), reading(_unloadable(name)):
+    with progress(f"loading {name}"), within_memory(str(name)), reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
         if found := list(limits.too_many_layers(fields)):
             raise FinetuneError(*(f"{name}: {each}" for each in found))

@@ -25,6 +25,7 @@ from finetune.models.model import load_tokenizer
 from finetune.models.teacher import as_student, compare_tokenizer, refuse_tokens_without_rows
 from finetune.models.vocabulary import rows_needed
 from finetune.planner.kernels import TILE_ENTRIES
+from finetune.process.progress import counted
 from finetune.recipe import Recipe
 from finetune.runs.manifest import sha256
 
@@ -99,7 +100,7 @@ def _logps(
     The logits of all labels of one document are in memory.
     """
     rows, few = single_rows(data.train.documents), max(1, TILE_ENTRIES // vocabulary)
-    for number in range(len(rows)):
+    for number in counted(range(len(rows)), "teaching", len(rows)):
         batch = collate(rows, np.array([number]), 0, teacher.device)  # a single row has no padding
         places, _ = labelled(batch)
         logits = teacher(input_ids=batch.ids, logits_to_keep=places, use_cache=False).logits[0]

@@ -29,6 +29,7 @@ from finetune.models.soundness import DECODER_ONLY
 from finetune.planner import Plan, division, limits
 from finetune.planner.shapes import prequantised
 from finetune.planner.shapes.config_files import refuse_other_labels
+from finetune.process.progress import progress
 from finetune.recipe import Recipe
 
 
@@ -122,7 +123,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         if scores is not None:
             refuse_other_labels(config.to_dict(), scores, f"model.name: '{model.name}'")
         unsharded = engine.without_partitioning() if whole else contextlib.nullcontext()
-        with engine.loading(config) as words, unsharded:
+        with progress(f"loading {model.name}"), engine.loading(config) as words, unsharded:
             loaded = scoring.auto_class(scores).from_pretrained(
                 model.name,
                 **words,

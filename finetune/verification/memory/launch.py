@@ -12,6 +12,7 @@ from finetune.planner import Plan
 from finetune.planner.estimate.predict import config_of
 from finetune.planner.estimate.workload import Workload
 from finetune.process import interpreter
+from finetune.process.progress import progress
 from finetune.process.quiet import OF_A_LAUNCH
 from finetune.runs.run import write_json
 from finetune.verification.memory import comparison, mesh_comparison
@@ -92,14 +93,11 @@ def _rehearse(
         command = interpreter.python(
             "-m", "finetune.verification.memory", str(request), str(answer)
         )
-        done = subprocess.run(
-            command,
-            env=interpreter.environment(environment),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        with progress("tracing the steps"):
+            done = subprocess.run(
+                command, env=interpreter.environment(environment), capture_output=True, text=True,
+                errors="replace", check=False,
+            )  # fmt: skip
         result = json.loads(answer.read_text()) if answer.exists() else {}
     if "problems" in result:
         raise FinetuneError(*result["problems"])

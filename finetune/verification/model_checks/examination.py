@@ -21,6 +21,7 @@ from finetune.models.model import load_tokenizer
 from finetune.models.packed_attention import layout
 from finetune.models.quantization import quantised_notes
 from finetune.planner import plan
+from finetune.process.progress import progress
 from finetune.recipe import Data, Recipe
 from finetune.runs.run import Run
 from finetune.verification.model_checks import twins
@@ -85,7 +86,10 @@ class Examination:
         """The finding of one check; any exception of the model's code makes it fail."""
         quiet = io.StringIO()
         try:
-            with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            with (
+                progress(f"checking {name}"),
+                contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet),
+            ):  # fmt: skip
                 passed, why = question()
         except FinetuneError as error:
             return Finding(name, False, "; ".join(error.problems), refused=True)
