@@ -1,5 +1,6 @@
 """Faults x phases of a run: each ends as stated; started again, a run ends as if none had been."""
 
+import contextlib
 import functools
 import json
 import re
@@ -7,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,14 +131,20 @@ class Trained:
         assert any(reason in each for each in problems) if reason else not problems, self.told
 
 
-@pytest.fixture(scope="module")
-def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    folder = tmp_path_factory.mktemp("faults")
+@contextlib.contextmanager
+def served(tiny: Tiny, folder: Path) -> Iterator[Trained]:
+    folder.mkdir(exist_ok=True)
     with subprocess.Popen(
         [sys.executable, str(ROOT / "tests" / "fault_server.py")], env=environment(folder),
         text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     ) as server:  # fmt: skip
         yield Trained(server, folder, tiny)  # which ends when its input does
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    with served(tiny, tmp_path_factory.mktemp("faults")) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("fault", "phases"), TABLE)
@@ -168,9 +176,21 @@ HANGS = {
 LATE = r"rank 1 \(process \d+ on \S+\) did not join the collective; it was last at \w+\.py:\d+ in "
 
 
-def test_ranks_that_hang_are_named_and_the_run_is_continued(trained):
+def test_ranks_that_hang_are_named_and_the_run_is_continued(tiny, tmp_path):
+    """In three runs at once: ranks mostly wait here."""
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda n: hang(tiny, tmp_path / str(n), [*HANGS][n::3]), range(3)))
+
+
+def hang(tiny: Tiny, folder: Path, phases: list[str]) -> None:
+    with served(tiny, folder) as trained:
+        hang_in(trained, phases)
+
+
+def hang_in(trained: Trained, phases: list[str]) -> None:
     run = Run(trained.folder / "hangs")
-    for phase, (rank, file) in HANGS.items():
+    for phase in phases:
+        rank, file = HANGS[phase]
         assert trained.train_on_two(run, ("hang", file), rank) == 1, (phase, trained.told)
         assert trained.log.with_suffix(".met").exists(), f"{phase}: no such file was opened"
         assert f"rank {rank} (process " in trained.told, phase
