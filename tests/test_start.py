@@ -66,6 +66,16 @@ def test_a_process_counts_the_cores_that_it_may_use():
     assert last_line(script) == "1"
 
 
+def test_a_small_model_takes_one_thread_and_another_those_of_the_process():
+    script = (
+        "import torch; from finetune.models.threads import settle_threads\n"
+        "for width in (2_000, 100, 2_000):\n"
+        "    settle_threads(torch.nn.Linear(width, width, device='meta'))\n"
+        "    print(torch.get_num_threads(), end=' ')"
+    )
+    assert last_line(script, OMP_NUM_THREADS="2") == "2 1 2 "
+
+
 GIB = 2**30
 FIRST = {  # a group of version 1, whose path is that of the host
     "proc": "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n0::/",

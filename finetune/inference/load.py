@@ -31,6 +31,7 @@ from finetune.errors import FinetuneError
 from finetune.models.load_checks import reading, unfilled, unread, within_memory
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.models.scoring import auto_class, draw_head, without_new_head
+from finetune.models.threads import settle_threads
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
 from finetune.planner import limits
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
@@ -233,6 +234,7 @@ def load_weights(
         forget_stored_form(model, dtype)
     compute_in(model, dtype)
     keep_unpacked(model)
+    settle_threads(model)
     return model.eval()
 
 

@@ -50,6 +50,7 @@ from finetune.models.soundness import (
     not_finite,
 )
 from finetune.models.starting_adapter import tokenizer_of
+from finetune.models.threads import settle_threads
 from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
 from finetune.recipe import LoRA, Model, Recipe
@@ -152,6 +153,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     install_kernels(model, plan)
     if recipe.teaches:
         teacher.give(engine, model, lambda each: install_fused(each, plan))
+    settle_threads(trained)
     return trained
 
 

@@ -9,7 +9,6 @@ does, and neither depends on how far a few steps on a CPU get.
 import time
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +45,6 @@ def quickstart_grpo(output: Path) -> tuple[Run, Run]:
         TrainingFailure: the first did not learn it.
     """
     started = time.perf_counter()
-    torch.set_num_threads(1)  # a small model gains little from more threads
     console = Console()
     console.rule("[bold]1 of 4[/]  data, and a small Llama from scratch")
     if not (FOLDER / "data").is_dir():

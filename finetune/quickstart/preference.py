@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +48,6 @@ def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
         TrainingFailure: it did not learn that.
     """
     started = time.perf_counter()
-    torch.set_num_threads(1)  # a small model gains little from more threads
     console = Console()
     console.rule("[bold]1 of 3[/]  data, and a small Llama from scratch")
     write_data(FOLDER)
