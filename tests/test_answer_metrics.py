@@ -264,6 +264,13 @@ def test_code_of_answers_is_run_with_its_tests():
             "import os; assert set(os.environ) <= {'LC_CTYPE', 'TMPDIR'} and not os.listdir()",
             "passed",
         ),
+        (
+            "import os\nfor n in range(3, 16): os.write(n, b'[true, \"passed\", 0, true]')",
+            "OSError",
+        ),
+        ("import sys; sys._getframe(1).f_locals['word']", "call stack is not deep enough"),
+        ("import gc; gc.get_objects()", "inspects the interpreter"),
+        ("class P(str): pass\nopen(P('f'), 'w')", "writes outside its folder"),
         ("input()", "EOFError"),
         ("def f(", "SyntaxError"),
     ],
@@ -272,3 +279,27 @@ def test_code_that_goes_wrong_is_stopped_and_named(code, said):
     outcome = sandbox.run(code, QUICK)
     assert said in outcome.said or (said == "1 s" and "2 s" in outcome.said)
     assert outcome.passed == (said == "passed")
+
+
+BELOW_PYTHON = """
+import ctypes, os, socket
+libc, home = ctypes.CDLL(None), os.path.dirname(os.getcwd())
+kept = libc.creat(os.fsencode(home + "/escaped"), 0o600) < 0
+said = libc.socket(2, 1, 0), libc.connect(3, b"\\2\\0\\0\\7\\x7f\\0\\0\\1" + bytes(8), 16)
+raise SystemError("files kept" if kept else "files open")
+"""
+
+
+@pytest.mark.parametrize("missing", [(), ("bwrap",), ("bwrap", "unshare")])
+def test_the_level_of_isolation_is_what_a_program_meets(missing, monkeypatch):
+    """Also below Python, where no audit hook looks."""
+    for name in missing:
+        monkeypatch.setitem(sandbox._WORDS, name, ("no-such-program",))
+    for each in (sandbox._works, sandbox.isolation):
+        each.cache_clear()
+    told = sandbox.isolation()
+    assert "refused in Python only" in told if len(missing) == 2 else "seconds" not in told
+    outcome = sandbox.run(BELOW_PYTHON, QUICK)
+    assert outcome.said.endswith("files kept" if "read-only" in told else "files open")
+    for each in (sandbox._works, sandbox.isolation):
+        each.cache_clear()
