@@ -47,9 +47,10 @@ test: $(READY) ## Run the everyday tests, two files at a time: WORKERS=1 for one
 ifndef COVERAGE
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(HANGS) $(ARGS)
 else
-	$(BIN)/python -m slipcover --out .coverage.json --json -m pytest -m "not slow and not gpu" \
-		$(PARALLEL) $(HANGS) $(ARGS)
-	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --fail-under 82
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -m "not slow and not gpu" $(PARALLEL) $(HANGS) $(ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 endif
 
 test-slow: $(READY) ## Run the tests that take longer.

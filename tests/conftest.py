@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # There is no network: without this, a name that is not on disk is requested five times.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Coverage measures pytest's workers but not the commands that tests start: a signal that ends a
+# command could interrupt coverage while it holds its lock.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
 LAUNCH_SECONDS = 900
 """Time limit in seconds: a launch takes about 10, or about 360 if it compiles an operator."""
 
@@ -49,6 +54,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported stays: a collection, as each training does one, passes over it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Stop coverage for a test whose signal handler could raise inside of coverage's lock."""
+    library = sys.modules.get("coverage")
+    running = library and library.Coverage.current()
+    if running is None or item.get_closest_marker("signals") is None:
+        return (yield)
+    running.stop()
+    try:
+        return (yield)
+    finally:
+        running.start()
 
 
 @pytest.fixture(scope="session")

@@ -200,6 +200,7 @@ def test_without_a_home_directory_the_error_names_the_cache_variable(monkeypatch
 SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
 
 
+@pytest.mark.signals
 @pytest.mark.parametrize(
     ("template", "said"),
     [

@@ -60,6 +60,7 @@ def test_a_file_that_is_not_changed_is_read(every, name):
         every[name].read(path)
 
 
+@pytest.mark.signals
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("count", "seed"), [(QUICK, 1), pytest.param(MANY, 2, marks=pytest.mark.slow)]

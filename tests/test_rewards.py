@@ -254,6 +254,7 @@ MODULES = {
 }
 
 
+@pytest.mark.signals
 @pytest.mark.parametrize("text", MODULES)
 def test_a_module_that_cannot_be_imported_is_reported_as_an_error(tmp_path, monkeypatch, text):
     (tmp_path / "own_broken.py").write_text(text)
