@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from finetune.process.signals import end_group
+
 FILE_BYTES, FILES = 2**20, 32
 """Maximum size of a file, and number of open files."""
 CHANGES = 256
@@ -133,9 +135,7 @@ def run(program: str, limits: Limits = DEFAULT) -> Outcome:
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_group(process)
         os.set_blocking(read, False)
         with contextlib.suppress(BlockingIOError):
             return _outcome(os.read(read, 65_536), process.returncode, late, limits)
