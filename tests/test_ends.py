@@ -2,9 +2,11 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -206,17 +208,26 @@ SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "co
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             "did not finish within"),
+        ("{{ 10 ** (10 ** 9) }}", "did not finish"),  # one operation, which no signal interrupts
         ("{{ 'x' * 10**12 }}", "too much memory"),
         ("{{ 'x' | center(10**12) }}", "too much memory"),
     ],
 )  # fmt: skip
-def test_a_template_has_limits(template, said, monkeypatch):
+def test_a_template_has_limits_and_other_threads_have_none(template, said, monkeypatch):
+    template_limits._templates(os.getpid()).end()
     monkeypatch.setattr(template_limits, "SECONDS", 0.3)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
     turns = Turns(small_tokenizer(), template)
-    for _ in range(4):
+    with ThreadPoolExecutor(2) as pool:
+        rendered = [pool.submit(turns.render, SAID) for _ in range(4)]
+        while not all(each.done() for each in rendered):
+            now = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+            assert now == before
+    for each in rendered:
         with pytest.raises(FinetuneError, match=said):
-            turns.render(SAID)
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+            each.result()
+    sound = Turns(small_tokenizer(), "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert sound.mark(SAID).text == "ab"
 
 
 def listening(process: "subprocess.Popen[str]") -> set[str]:
