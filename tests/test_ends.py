@@ -2,10 +2,12 @@
 
 import json
 import os
+import pwd
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from conftest import (
 )
 from small_tokenizer import small_tokenizer
 
-from finetune.cache import cache
+from finetune.cache import cache, hub_cache
 from finetune.data.chat import template_limits
 from finetune.data.chat.turns import Turns
 from finetune.data.formats import Conversation
@@ -189,6 +191,23 @@ def test_an_export_reports_an_unusable_target(tmp_path, made, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     export(made, ".")
     assert (tmp_path / "here/adapter_model.safetensors").is_file()
+
+
+def test_without_a_home_folder_caches_are_in_temporary_files(monkeypatch, tmp_path):
+    for name in ("FINETUNE_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "unset")  # restored at the end
+    monkeypatch.delenv("HOME")
+    monkeypatch.delattr(pwd, "getpwuid")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    home = tmp_path / f"finetune-{os.getuid()}" / ".cache"
+    assert (cache("data"), hub_cache()) == (home / "finetune/data", home / "huggingface/hub")
+    os.environ.pop("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "finetune-12345").mkdir()
+    with pytest.raises(FinetuneError, match="belongs to another user; set HOME"):
+        cache("data")
 
 
 def test_without_a_home_directory_the_error_names_the_cache_variable(monkeypatch):
