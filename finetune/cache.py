@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -34,12 +34,8 @@ def cache(kind: str) -> Path:
     """
     with_home()
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "finetune"
-    try:
+    with reading("there is no place for the cache", "set FINETUNE_CACHE to a folder"):
         return Path(os.environ.get("FINETUNE_CACHE", default)).expanduser() / kind
-    except RuntimeError as error:
-        raise FinetuneError(
-            f"there is no place for the cache: {error}; set FINETUNE_CACHE to a folder"
-        ) from None
 
 
 def keep_compiled(usual: Callable[[], str]) -> None:

@@ -123,16 +123,13 @@ def require_async_io(say: Callable[[str], None]) -> None:
         if not (folder / f"{builder.name}.so").exists():
             say("building DeepSpeed's async_io, which takes a few minutes the first time")
         whole = folder.parent / "finetune-whole-headers"
-        try:
+        with reading("DeepSpeed's async_io could not be built"):
             if not whole.exists():
                 with contextlib.suppress(RuntimeError), _lean(folder.parent / "finetune-headers"):
                     builder.load(verbose=False)
                     return
                 whole.touch()
             builder.load(verbose=False)
-        except RuntimeError as error:
-            first = str(error).strip().split("\n")[0]
-            raise FinetuneError(f"DeepSpeed's async_io could not be built: {first}") from None
 
 
 @contextlib.contextmanager

@@ -190,13 +190,12 @@ class Run:
         """Step of the best evaluation; None without an evaluation or without its checkpoint."""
         if not self.best.exists():
             return None
-        try:
+        with reading(
+            f"{self.best}: cannot be read",
+            "`--resume` rewrites it from the newest checkpoint, and `finetune export --step` does "
+            "not need it",
+        ):
             step = json.loads(self.best.read_text(encoding="utf-8"))["step"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise FinetuneError(
-                f"{self.best}: cannot be read: {error}; `--resume` rewrites it from the newest "
-                "checkpoint, and `finetune export --step` does not need it"
-            ) from None
         return step if step in self.steps() else None
 
     def read_metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
