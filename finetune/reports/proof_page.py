@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from finetune import catalog
 from finetune.errors import FinetuneError, reading
 from finetune.reports.tables import Cell, Table, tables
@@ -123,10 +121,7 @@ def write_page(source: Path, target: Path) -> None:
     """Write a proof as a self-contained HTML page."""
     record = read_proof(source)
     with of_record(source):
-        try:
-            text = _page(record)
-        except jinja2.TemplateError as error:
-            raise ValueError(str(error)) from error
+        text = _page(record)
     write_whole(target, text)
 
 
