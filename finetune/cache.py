@@ -1,28 +1,41 @@
 """Cache folders, under FINETUNE_CACHE or the user's cache folder."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def with_home() -> None:
+    """Give a user without a home folder one in temporary files, for the caches of all libraries.
+
+    Raises:
+        FinetuneError: another user has a folder of that name.
+    """
+    try:
+        Path.home()
+    except RuntimeError:  # in a container whose user has no passwd entry
+        home = Path(tempfile.gettempdir()) / f"finetune-{os.getuid()}"
+        home.mkdir(0o700, exist_ok=True)
+        if home.lstat().st_uid != os.getuid():
+            raise FinetuneError(f"{home}: belongs to another user; set HOME to a folder") from None
+        os.environ["HOME"] = str(home)
 
 
 def cache(kind: str) -> Path:
     """The cache folder for a kind of files: `data` for prepared rows, `compiled` for kernels.
 
     Raises:
-        FinetuneError: the user has no home folder, and FINETUNE_CACHE is not set.
+        FinetuneError: FINETUNE_CACHE or XDG_CACHE_HOME names the home folder of an unknown user.
     """
+    with_home()
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "finetune"
-    try:
+    with reading("there is no place for the cache", "set FINETUNE_CACHE to a folder"):
         return Path(os.environ.get("FINETUNE_CACHE", default)).expanduser() / kind
-    except RuntimeError:  # in a container whose user has no passwd entry
-        raise FinetuneError(
-            "there is no place for the cache: this user has no home folder; set FINETUNE_CACHE to "
-            "a folder that it may write to"
-        ) from None
 
 
 def keep_compiled(usual: Callable[[], str]) -> None:
@@ -38,5 +51,6 @@ def keep_compiled(usual: Callable[[], str]) -> None:
 
 def hub_cache() -> Path:
     """The folder of downloads from the Hugging Face hub."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    with_home()
+    home = os.environ.get("HF_HOME", f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from finetune import extensions
-from finetune.errors import FURTHER, FinetuneError, did_you_mean, one_line, problems
+from finetune.errors import FURTHER, FinetuneError, did_you_mean, one_line, problems, reading
 from finetune.methods import METHODS, find_method
 from finetune.process.yaml_text import read_yaml
 from finetune.recipe import Recipe
@@ -117,11 +117,9 @@ def load(path: Path) -> Recipe:
     """
     if path.suffix == ".py":
         return _from_python(path)
-    try:
+    with reading(f"{path}: cannot be read"):
         text = path.read_text(encoding="utf-8")
         fields = json.loads(text) if path.suffix == ".json" else read_yaml(text, ExactNumbers)
-    except (OSError, ValueError, RecursionError) as error:
-        raise FinetuneError(f"{path}: cannot be read: {error}") from None
     return from_fields(fields, str(path))
 
 
@@ -291,10 +289,10 @@ def _value(text: str, hint: Any) -> Any:
     """
     readings = list(_readings(text, hint))
     adapter = TypeAdapter(hint, config=None if _is_section(hint) else _LENIENT)
-    for reading in readings:
+    for each in readings:
         with contextlib.suppress(ValidationError):
-            adapter.validate_python(reading)
-            return reading
+            adapter.validate_python(each)
+            return each
     return readings[0]
 
 

@@ -1,5 +1,6 @@
 """Exceptions for user errors and failed trainings, and the format of their messages."""
 
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -7,7 +8,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,46 @@ class Interrupted(FinetuneError):
     """
 
     exit_status = 75
+
+
+@contextlib.contextmanager
+def reading(problem: str, instead: str = "") -> Generator[None]:
+    """Turn any error that a library raises while it reads files, or asks the hub, into a problem.
+
+    For a damaged file or a cut connection, libraries raise whatever their code happens to raise:
+    KeyError, AttributeError, types of their own libraries, even plain Exception.
+
+    Args:
+        problem: The file, the model or the setting, and what failed.
+        instead: What to do instead.
+
+    Raises:
+        FinetuneError: with the first line of the error. Out-of-memory errors are raised unchanged.
+    """
+    try:
+        yield
+    except (FinetuneError, MemoryError):
+        raise
+    except BaseException as error:
+        first = first_line(error)
+        if not is_of_library(error) or (isinstance(error, RuntimeError) and "memory" in first):
+            raise  # PyTorch's error for memory is a RuntimeError
+        text = f"{problem} ({first}); {instead}" if instead else f"{problem}: {first}"
+        raise FinetuneError(text) from None
+
+
+def is_of_library(error: BaseException) -> bool:
+    """Whether an error comes from a library's code, and is not a request to exit.
+
+    A library in Rust panics if an index in a file is wrong, with an error that is not an Exception.
+    """
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type if it has none."""
+    text = repr(error) if isinstance(error, KeyError) else str(error)
+    return text.strip().split("\n")[0] or type(error).__name__
 
 
 def of_a_file(error: OSError) -> str | None:

@@ -1,17 +1,10 @@
 """Look up code by name: built-in names, or `module:attribute` outside this package."""
 
-import contextlib
 import importlib
-import signal
-import threading
-from collections.abc import Iterator, Mapping
-from types import FrameType
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import FinetuneError, did_you_mean
-
-IMPORT_SECONDS = 120.0
-"""Maximum seconds for importing a module from outside this package."""
 
 
 def find(field: str, name: str, known: Mapping[str, Any]) -> Any:
@@ -42,13 +35,7 @@ def _load(field: str, word: str) -> Any:
     if not module or not attribute:
         raise FinetuneError(f"{field}: got '{word}', expected module:attribute")
     try:
-        with _time_limit(IMPORT_SECONDS):
-            found: Any = importlib.import_module(module)
-    except _TooSlow:
-        raise FinetuneError(
-            f"{field}: '{word}': importing {module} did not finish within {IMPORT_SECONDS:g} s; "
-            "move what takes long, or waits, into a function"
-        ) from None
+        found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise FinetuneError(
@@ -73,29 +60,6 @@ def _load(field: str, word: str) -> Any:
             raise FinetuneError(f"{field}: '{word}': {module} has no '{attribute}'{near}")
         found = getattr(found, part)
     return found
-
-
-class _TooSlow(BaseException):
-    """Raised inside an import; not an Exception, so that the module does not catch it."""
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TooSlow after `seconds`; no limit outside the main thread, which handles signals."""
-
-    def end(_: int, __: FrameType | None) -> None:
-        raise _TooSlow
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def name_of(kind: type) -> str:

@@ -2,9 +2,13 @@
 
 import json
 import os
+import pwd
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -22,7 +26,7 @@ from conftest import (
 )
 from small_tokenizer import small_tokenizer
 
-from finetune.cache import cache
+from finetune.cache import cache, hub_cache
 from finetune.data.chat import template_limits
 from finetune.data.chat.turns import Turns
 from finetune.data.formats import Conversation
@@ -189,6 +193,23 @@ def test_an_export_reports_an_unusable_target(tmp_path, made, monkeypatch):
     assert (tmp_path / "here/adapter_model.safetensors").is_file()
 
 
+def test_without_a_home_folder_caches_are_in_temporary_files(monkeypatch, tmp_path):
+    for name in ("FINETUNE_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "unset")  # restored at the end
+    monkeypatch.delenv("HOME")
+    monkeypatch.delattr(pwd, "getpwuid")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    home = tmp_path / f"finetune-{os.getuid()}" / ".cache"
+    assert (cache("data"), hub_cache()) == (home / "finetune/data", home / "huggingface/hub")
+    os.environ.pop("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "finetune-12345").mkdir()
+    with pytest.raises(FinetuneError, match="belongs to another user; set HOME"):
+        cache("data")
+
+
 def test_without_a_home_directory_the_error_names_the_cache_variable(monkeypatch):
     for name in ("FINETUNE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -206,17 +227,26 @@ SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "co
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             "did not finish within"),
+        ("{{ 10 ** (10 ** 9) }}", "did not finish"),  # one operation, which no signal interrupts
         ("{{ 'x' * 10**12 }}", "too much memory"),
         ("{{ 'x' | center(10**12) }}", "too much memory"),
     ],
 )  # fmt: skip
-def test_a_template_has_limits(template, said, monkeypatch):
+def test_a_template_has_limits_and_other_threads_have_none(template, said, monkeypatch):
+    template_limits._templates(os.getpid()).end()
     monkeypatch.setattr(template_limits, "SECONDS", 0.3)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
     turns = Turns(small_tokenizer(), template)
-    for _ in range(4):
+    with ThreadPoolExecutor(2) as pool:
+        rendered = [pool.submit(turns.render, SAID) for _ in range(4)]
+        while not all(each.done() for each in rendered):
+            now = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+            assert now == before
+    for each in rendered:
         with pytest.raises(FinetuneError, match=said):
-            turns.render(SAID)
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+            each.result()
+    sound = Turns(small_tokenizer(), "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert sound.mark(SAID).text == "ab"
 
 
 def listening(process: "subprocess.Popen[str]") -> set[str]:

@@ -380,6 +380,9 @@ def test_a_push_is_private_and_never_names_a_path_of_this_machine(trained, tmp_p
         assert Hub.sent == []
         done = finetune(*words, tmp_path / "b", "--base", "their/base", env=env, cold=True)
         assert done.status == 0, done.output
+    gone = finetune(*words, tmp_path / "c", "--base", "their/base", env=env, cold=True)
+    told = f"error: --push me/tuned: {tmp_path / 'c'} is complete, but could not be uploaded: "
+    assert (gone.status, told in gone.stderr, "Traceback" in gone.stderr) == (2, True, False)
     sent = Hub.sent
     assert sent[0][0] == "/api/repos/create"
     # The field of huggingface_hub 1 and its newer name.

@@ -1,6 +1,8 @@
 """What is exported is what was trained, and plain transformers and PEFT load it."""
 
+import fcntl
 import json
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -312,6 +314,19 @@ def test_a_shard_size_that_is_none_is_refused(trained, tmp_path):
         with pytest.raises(FinetuneError, match=f"--shard-size: got '{size}', expected a size"):
             export(trained.run, tmp_path / "out", shard_size=size)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(trained, tmp_path, capsys):
+    left, used = tmp_path / ".out.left.rows", tmp_path / ".out.used.rows"
+    for scratch in (left, used):
+        (scratch / "new").mkdir(parents=True)
+        (scratch / "new/model.safetensors").write_bytes(b"weights")
+    writer = os.open(used, os.O_RDONLY)
+    fcntl.flock(writer, fcntl.LOCK_EX)  # as an export does that is still writing
+    export(trained.run, tmp_path / "out")
+    os.close(writer)
+    assert capsys.readouterr().err == f"removed {left}: its writer had been killed\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [used.name, "base", "out", "run"]
 
 
 def test_a_disk_that_fills_up_leaves_the_earlier_export_as_it_was(trained, tmp_path):

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from finetune import extensions
 from finetune.errors import FinetuneError
 from finetune.rewards import Reward, functions
 from finetune.rewards.builtin import exact_match, json_fields, json_valid, length, regex
 from finetune.rewards.process import RewardFailure, RewardProcess
 
 BAD = """
-import asyncio, ctypes, os, sys, time
+import asyncio, ctypes, os, subprocess, sys, time
 
 def at_boom(act):
     def reward(completions, **_):
@@ -69,6 +69,18 @@ def unnamed(*completions):
 
 class Scorer:
     pass
+
+def runs_on(completions, file):
+    program = subprocess.Popen(["sleep", "60"])
+    with open(file, "a") as found:
+        print(program.pid, file=found)
+    program.wait()
+
+def forks(completions, completion_ids):
+    if os.fork() == 0:
+        return [7.0 for _ in completions]
+    os.wait()
+    return [float(len(ids)) for ids in completion_ids]
 
 def prints(completions, n, scale=1.0):
     print("a line of its own")
@@ -166,6 +178,23 @@ def test_a_reward_that_hangs_is_ended_and_the_completion_named() -> None:
 
 
 @pytest.mark.usefixtures("module")
+def test_programs_that_a_reward_started_end_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "programs"
+    with pytest.raises(RewardFailure, match=r"takes more than reward_timeout=0\.3 s"):
+        scored("runs_on", timeout=0.3, file=str(file))
+    for program in map(int, file.read_text().split()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(program).wait(5)
+
+
+@pytest.mark.usefixtures("module")
+def test_a_reward_that_forks_is_answered_once() -> None:
+    with process_of("forks") as process:
+        for _ in range(3):
+            assert process.score(COLUMNS) == ([[1, 2, 3]], [])
+
+
+@pytest.mark.usefixtures("module")
 def test_the_search_for_a_slow_completion_is_limited(tmp_path: Path) -> None:
     """Three completions take longer than the limit together, and each of them alone does not."""
     calls = tmp_path / "calls"
@@ -248,18 +277,13 @@ MODULES = {
         "importing own_broken exits with SystemExit: 3; move the code that does so into a function"
     ),
     "import no_such_dependency": "is not installed; install it, or put its folder on PYTHONPATH",
-    "import time\ntry:\n    time.sleep(60)\nexcept Exception:\n    pass": (
-        "did not finish within 0.2 s; move what takes long, or waits, into a function"
-    ),
 }
 
 
-@pytest.mark.signals
 @pytest.mark.parametrize("text", MODULES)
 def test_a_module_that_cannot_be_imported_is_reported_as_an_error(tmp_path, monkeypatch, text):
     (tmp_path / "own_broken.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(extensions, "IMPORT_SECONDS", 0.2)
     (told,) = functions.problems([Reward("own_broken:reward")])
     assert told.startswith("reward_funcs: 'own_broken:reward': ")
     assert told.endswith(MODULES[text])

@@ -32,6 +32,8 @@ class Models(Handler):
     seen: ClassVar[list[dict[str, Any]]] = []
 
     def do_GET(self) -> None:
+        if self.path == "/elsewhere":
+            self.seen.append({"key": self.headers["Authorization"]})
         self.reply({"data": [{"id": "knows"}]})
 
     def do_POST(self) -> None:
@@ -43,6 +45,17 @@ class Models(Handler):
             case "odd":
                 self.reply({"error": None})
             case "closes":
+                self.connection.shutdown(socket.SHUT_RDWR)
+            case "moved":
+                self.send_response(302)
+                self.send_header(
+                    "Location", f"http://localhost:{self.server.server_port}/elsewhere"
+                )
+                self.end_headers()
+            case "breaks":
+                self.send_response(500)
+                self.send_header("Content-Length", "9")
+                self.end_headers()
                 self.connection.shutdown(socket.SHUT_RDWR)
             case "drips":
                 self.send(b" " * 40, 0.05)
@@ -149,6 +162,13 @@ def test_a_reply_that_drips_times_out_and_what_is_no_url_is_named(url):
     for name in ("x", "http://", "http://[::1", "ftp://host/v1"):
         with pytest.raises(FinetuneError, match="expected a URL such as"):
             open_endpoint(name)
+
+
+def test_a_key_does_not_follow_a_redirect_and_a_broken_error_is_one_line(url):
+    for model, told in (("moved", "not a completion"), ("breaks", "status 500 Internal Server")):
+        with pytest.raises(FinetuneError, match=told):
+            open_endpoint(url, model, "secret").chat([{"role": "user", "content": "a"}])
+    assert [each["key"] for each in Models.seen] == ["Bearer secret", None, "Bearer secret"]
 
 
 def test_a_judge_is_asked_in_both_orders(url):

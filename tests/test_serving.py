@@ -1,8 +1,11 @@
 """The server answers as the model that was trained does, to OpenAI's own client."""
 
+import base64
+import hashlib
 import http.client
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -30,7 +33,9 @@ from finetune import LoRA, Run, catalog, export, generate, load, load_base
 from finetune.cli import main as cli
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import read_row
+from finetune.errors import FinetuneError
 from finetune.inference.generate import load_folder
+from finetune.serving.serve import listening
 
 IS_JSON = {"content-type": "application/json"}
 NINES = b"9" * 5000
@@ -263,6 +268,35 @@ def test_a_full_queue_refuses_and_clients_that_hang_up_free_it(server):
     assert post(server, {"messages": ASKED, "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_long_request_is_refused_from_its_length_or_its_beginning(server, path):
+    text = "a " * 3_900_000
+    chat = [{"role": "user", "content": text}]
+    asked = {"prompt": text} if path == "completions" else {"messages": chat}
+    reply = post(server, asked | {"max_tokens": 1}, path)
+    assert reply.status_code == 400
+    loaded = load(server.trained.run)
+    length = 16 * loaded.context if path == "completions" else len(text)
+    longest = max(map(len, loaded.tokenizer.get_vocab()))
+    least = length // 2 if path == "completions" else int(length * (1 / (4 * longest)))
+    told = f"at least {least} tokens leave no room in a context of {loaded.context}"
+    assert message_of(reply) == told
+
+
+def test_a_port_is_taken_while_the_model_is_loaded():
+    with listening("127.0.0.1", 0) as taken, pytest.raises(FinetuneError, match="cannot be used"):
+        listening("127.0.0.1", taken.getsockname()[1])
+
+
+def test_the_page_may_run_its_own_script_only(server):
+    reply = httpx.get(server.url)
+    (script,) = re.findall("<script>(.*?)</script>", reply.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = reply.headers["content-security-policy"].split("; ")
+    assert {"default-src 'none'", "connect-src 'self'", f"script-src 'sha256-{digest}'"} <= {*rules}
+    assert not re.search(r"<[^>]+ (on\w+|style|src|href)=", reply.text)
+
+
 def test_a_port_in_use_and_an_open_host_are_refused_before_loading(server, capsys):
     run = str(server.trained.run.root)
     port = server.url.rpartition(":")[2]
@@ -291,7 +325,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dic
     config = json.loads((other / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = str(base)
     (other / "adapter_config.json").write_text(json.dumps(config))
-    words = [str(run.root), "--adapter", f"second={other}"]
+    words = [str(run.root), "--adapter", f"default={other}", "--adapter", f"v1.0={other}"]
     with running(folder, *words, FINETUNE_API_KEY="secret") as (url, _):
         yield url, {"authorization": "Bearer secret"}, run
 
@@ -301,7 +335,7 @@ def test_a_key_is_asked_for(guarded):
     for headers in ({}, {"authorization": "Bearer other"}):
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 401
     names = [each["id"] for each in httpx.get(f"{url}/v1/models", headers=key).json()["data"]]
-    assert names == ["run", "second", "run-base"]
+    assert names == ["run", "default", "v1.0", "run-base"]
 
 
 def test_every_adapter_of_one_base_answers_for_itself_in_turn_and_at_once(guarded):
@@ -312,7 +346,7 @@ def test_every_adapter_of_one_base_answers_for_itself_in_turn_and_at_once(guarde
     tuned = load(run)
     alone = {
         "run": tuned,
-        "second": load_folder(run.root.parent / "second"),
+        "default": load_folder(run.root.parent / "second"),
         "run-base": load_base(catalog.load(run.recipe), tuned.tokenizer),
     }
     wanted = {

@@ -1,11 +1,13 @@
 """Replies of the server: stop texts in a growing answer, and tool calls of the API."""
 
+import json
 from types import SimpleNamespace
 
+import httpx
 import torch
 from fastapi.testclient import TestClient
 from openai.types.chat import ChatCompletion
-from served import ASKED, TOOL
+from served import ASKED, TOOL, running
 from tiny_run import save_base, tiny_llama
 
 from finetune.data.chat.written_calls import HERMES
@@ -48,6 +50,24 @@ def test_a_written_call_becomes_one_of_the_api():
     )
     assert reply["choices"][0]["message"]["content"] == broken
     assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_streams_end_with_an_error_when_the_server_is_ended(tmp_path):
+    base = save_base(tiny_llama(), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"max_position_embeddings": 10**6}
+    (base / "config.json").write_text(json.dumps(config))
+    body = {"messages": ASKED, "max_tokens": 10**5, "temperature": 5.0, "stream": True}
+    with (
+        running(tmp_path, str(base)) as (url, process),
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as reply,
+    ):
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        process.terminate()
+        *_, error, end = lines
+    told = json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert told == "the server is shutting down"
+    assert end == "data: [DONE]"
 
 
 def test_a_model_that_computes_nan_is_named_and_the_server_goes_on(tmp_path):

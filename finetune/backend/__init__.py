@@ -16,7 +16,7 @@ from finetune.backend import axes as model_axes
 from finetune.backend import megatron, sections
 from finetune.backend.axes import UNDIVIDED, Axes
 from finetune.backend.sections import Shard
-from finetune.errors import FinetuneError, did_you_mean, one_line
+from finetune.errors import FinetuneError, did_you_mean, one_line, reading
 from finetune.process.rendezvous import launcher_arguments, world
 from finetune.process.yaml_text import read_yaml
 
@@ -141,10 +141,8 @@ def load(name: str) -> Backend:
         FinetuneError: contains every problem of the file.
     """
     path = find(name)
-    try:
+    with reading(f"{path}: not YAML"):
         read = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FinetuneError(f"{path}: not YAML: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
     config = cast(dict[str, Any], read)

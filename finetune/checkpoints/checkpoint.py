@@ -42,7 +42,7 @@ from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import is_elsewhere
 from finetune.distributed.parameters import assign, to_host, unsharded_shape
 from finetune.distributed.reader import KEPT, Reader
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.errors import FinetuneError, TrainingFailure, reading
 from finetune.runs.manifest import FORMAT, read_manifest, sealed, sha256
 from finetune.runs.run import Run, write_json
 
@@ -242,10 +242,8 @@ def _complete(
 
 
 def progress_of(folder: Path) -> Progress:
-    try:
+    with reading(f"{folder}/manifest.json: progress"):
         return Progress(**read_manifest(folder)["progress"])
-    except TypeError as error:
-        raise FinetuneError(f"{folder}/manifest.json: progress: {error}") from None
 
 
 def load_weights(module: nn.Module, folder: Path) -> None:

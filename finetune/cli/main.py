@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from finetune.cache import with_home
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean, of_a_file
 from finetune.process.quiet import quiet, threads_within_quota
 from finetune.process.streams import outlast_readers
@@ -49,6 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and texts may have unpaired surrogates
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        with_home()
         return importlib.import_module(f"finetune.cli.{VERBS[arguments.verb]}").run(arguments)
     except FinetuneError as error:
         return _report(error)

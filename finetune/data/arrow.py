@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.values import Unreadable
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 
 AT_ONCE = 1024
 """Rows that are converted at a time."""
@@ -22,22 +22,18 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
+    with reading(f"{path}: it is not a complete Parquet file"):
         table = pyarrow.parquet.ParquetFile(path)
         yield from _numbered(path, table.iter_batches(batch_size=AT_ONCE))
-    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        raise FinetuneError(f"{path}: it is not a complete Parquet file: {error}") from None
 
 
 def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
     """Read an Arrow file in the stream format (`datasets`) or the file format (Feather)."""
     import pyarrow
 
-    try:
-        with pyarrow.memory_map(str(path)) as source:
-            yield from _numbered(path, _batches(source))
-    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        raise FinetuneError(f"{path}: it is not a complete Arrow file: {error}") from None
+    problem = f"{path}: it is not a complete Arrow file"
+    with reading(problem), pyarrow.memory_map(str(path)) as source:
+        yield from _numbered(path, _batches(source))
 
 
 def _batches(source: Any) -> Iterator[Any]:

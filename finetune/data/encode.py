@@ -5,11 +5,12 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TypeGuard
 
 import numpy as np
 
+from finetune.data.chat.chat_templates import fewest_tokens
 from finetune.data.chat.messages import LOST, OF_CALLS, Message, further_keys
 from finetune.data.chat.render import Chat
 from finetune.data.example import Example
@@ -152,8 +153,7 @@ class Encoder:
         batch = dataclasses.replace(self.recipe.batch, max_length=self.recipe.encoded_length)
         characters = sum(len(text) for _, text in texts)
         if characters > HUGE and batch.overlong in ("error", "drop"):
-            # Unicode normalization merges at most four characters into one.
-            least = characters // (4 * self._longest_token)
+            least = int(characters * fewest_tokens(self.chat.tokenizer))
             if least > batch.max_length:
                 _note_length(tally, batch, least, f"{place}, a lower bound")
                 tally.note("dropped", place, batch.overlong == "drop")
@@ -199,11 +199,6 @@ class Encoder:
         # Templates write a complete call without a mention of its keys.
         mentioned = key.startswith(OF_CALLS) or any(_mentions(each, key) for each in templates)
         return mentioned and self.chat.reads_key(sample, number, key)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        """Number of characters of the longest token."""
-        return max(len(token) for token in self.chat.tokenizer.get_vocab())
 
     def _is_ended(self, ids: np.ndarray) -> bool:
         """Whether trained tokens end with an end token, and white space that a template adds."""

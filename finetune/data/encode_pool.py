@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from itertools import chain, islice
 from typing import IO, Any
 
+from finetune.data.chat.template_limits import evaluate_here
 from finetune.data.encode import Chunk, Encoded, Encoder
 from finetune.errors import FinetuneError
 from finetune.process import interpreter
@@ -133,6 +134,7 @@ def _send(file: IO[bytes], value: Any) -> None:
 def serve() -> None:
     """Encode chunks from standard input until it ends; redirect stdout to stderr meanwhile."""
     tokenise_on_one_core()
+    evaluate_here()
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:

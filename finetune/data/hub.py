@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from finetune.data.arrow import restorers, without_nulls
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.recipe import Data
 
 
@@ -38,15 +38,10 @@ def hub_version(data: Data) -> str:
 def _hub(data: Data) -> Iterator[ModuleType]:
     """Import `datasets`, and turn errors of the hub into a FinetuneError with the reason."""
     import datasets  # takes over a second; not needed for local files
-    from datasets.exceptions import DatasetsError
 
-    try:
-        yield datasets
-    except ImportError as error:  # decoders for images and audio; only text is trained
-        raise FinetuneError(f"data.source: '{data.source}' cannot be read: {error}") from None
-    except (OSError, ValueError, DatasetsError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FinetuneError(
-            f"data.source: '{data.source}' is not a local file or folder, and the hub reports: "
-            f"{reason}"
-        ) from None
+    where = f"data.source: '{data.source}'"
+    with reading(f"{where} is not a local file or folder, and the hub reports"):
+        try:
+            yield datasets
+        except ImportError as error:  # decoders for images and audio; only text is trained
+            raise FinetuneError(f"{where} cannot be read: {error}") from None

@@ -52,7 +52,7 @@ from finetune.data.store import (
 )
 from finetune.data.tally import Tally
 from finetune.data.values import Unreadable, json_text
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.process.progress import counted
 from finetune.recipe import Data, Recipe
 from finetune.runs.manifest import differing, sealed, sha256
@@ -129,20 +129,14 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
     folder = cache / key
     if not (folder / COUNTS).is_file():
         _write(folder, recipe, chat, sources, eval_sources)
-    try:
+    instead = "delete that folder to prepare the data again"
+    with reading(f"{folder}: the prepared data is damaged", instead):
         counts = _sound_counts(folder, check)
         documents = open_documents(folder / "documents")
         check_origins(documents, len(counts["files"]))
         train, evaluation = (
             open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
         )
-    except (
-        OSError, ValueError, EOFError, RecursionError, LookupError, TypeError, AttributeError,
-    ) as error:  # fmt: skip
-        raise FinetuneError(
-            f"{folder}: the prepared data is damaged ({error}); delete that folder to prepare the "
-            "data again"
-        ) from None
     return Prepared(train, evaluation, counts, folder)
 
 

@@ -1,9 +1,10 @@
-"""Scratch folders for a cache that is shared by several processes, machines or containers."""
+"""Scratch folders for results that several processes, machines or containers may write."""
 
 import contextlib
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ LOCK_SECONDS = 30.0
 def scratch_for(folder: Path) -> Iterator[Path]:
     """Create a new folder next to another one and remove it at the end.
 
-    Scratch folders of dead processes are removed too. A writer locks its scratch folder, and the
-    system releases the lock when the process ends. Process ids would not do, because they are not
-    unique across containers. Scratch folders that older versions named by a process id are kept.
+    Scratch folders of dead processes are removed too, with a line on stderr. A writer locks its
+    scratch folder, and the system releases the lock when the process ends. Process ids would not
+    do, because they are not unique across containers.
     """
     with _opened(folder.parent) as cache:
         if _lock_in_time(cache):
@@ -42,6 +43,7 @@ def _remove_dead(scratch: Path) -> None:
     with contextlib.suppress(OSError), _opened(scratch) as folder:
         if _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(scratch, ignore_errors=True)
+            print(f"removed {scratch}: its writer had been killed", file=sys.stderr)
 
 
 @contextlib.contextmanager

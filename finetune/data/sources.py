@@ -183,7 +183,7 @@ def _check_columns(data: Data) -> None:
 def _found(data: Data) -> Source:
     if glob.has_magic(data.source) and not os.path.exists(data.source):
         return _globbed(data)
-    path = Path(data.source).expanduser()
+    path = Path(os.path.expanduser(data.source))
     if (path / "dataset_dict.json").is_file():
         _refuse_subset(data, "a saved data set")
         path = _saved_split(path, data.split)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, reading
 from finetune.process.yaml_text import read_yaml
 
 KEYWORDS = {
@@ -138,10 +138,8 @@ def _front_matter(folder: Path) -> list[dict[str, Any]]:
     match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     if match is None:
         return []
-    try:
+    with reading(f"{card}: its front matter is not YAML"):
         front = read_yaml(match[1])
-    except ValueError as error:
-        raise FinetuneError(f"{card}: its front matter is not YAML: {error}") from None
     configs = front.get("configs") if isinstance(front, Mapping) else None
     if not isinstance(configs, list):
         return []

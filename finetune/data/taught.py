@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.data.prepare import Prepared
 from finetune.data.store import Documents, TokenColumn
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.recipe import Recipe
 from finetune.runs.manifest import sha256
 
@@ -53,7 +53,7 @@ def read(recipe: Recipe, data: Prepared, vocabulary: int) -> dict[str, TokenColu
     """
     folder = Path(getattr(recipe, "teacher_logps", None) or "")
     prefix = f"teacher_logps: {folder}"
-    try:
+    with reading(f"{prefix}: cannot be read", AGAIN):
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         if not isinstance(about, dict) or not isinstance(about.get("files"), dict):
             raise ValueError(f"{ABOUT} lacks the hashes of the files")
@@ -63,8 +63,6 @@ def read(recipe: Recipe, data: Prepared, vocabulary: int) -> dict[str, TokenColu
         }
         hashes = {file: sha256(folder / file) for file in (IDS, LOGPS)}
         wrong = [file for file, found in hashes.items() if about["files"].get(file) != found]
-    except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
-        raise FinetuneError(f"{prefix}: cannot be read ({error}); {AGAIN}") from None
     temperature = getattr(recipe, "temperature", 1.0)
     problems = [f"{prefix}: {file} does not match its recorded hash; {AGAIN}" for file in wrong]
     if about.get("rows") != hash_of_rows(data):

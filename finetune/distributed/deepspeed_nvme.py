@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.planner import Plan
 from finetune.planner.estimate.page import size
 from finetune.planner.estimate.predict import model_source, workload_of
@@ -81,7 +81,7 @@ def _largest_share(plan: Plan) -> int:
     DeepSpeed 0.19 lets a share that is larger than a buffer overwrite the next buffer.
     """
     model, scores = plan.recipe.model, plan.recipe.scores
-    try:
+    with reading(f"model.name: '{model.name}' cannot be loaded"):
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
@@ -89,9 +89,6 @@ def _largest_share(plan: Plan) -> int:
             skeleton = (AutoModelForCausalLM if scores is None else AutoModel).from_config(
                 config, trust_remote_code=model.trust_remote_code
             )
-    except (OSError, ValueError, ImportError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise FinetuneError(f"model.name: '{model.name}' cannot be loaded: {first}") from None
     largest = max(parameter.numel() for parameter in skeleton.parameters())
     return -(-largest // plan.processes)
 
@@ -126,16 +123,13 @@ def require_async_io(say: Callable[[str], None]) -> None:
         if not (folder / f"{builder.name}.so").exists():
             say("building DeepSpeed's async_io, which takes a few minutes the first time")
         whole = folder.parent / "finetune-whole-headers"
-        try:
+        with reading("DeepSpeed's async_io could not be built"):
             if not whole.exists():
                 with contextlib.suppress(RuntimeError), _lean(folder.parent / "finetune-headers"):
                     builder.load(verbose=False)
                     return
                 whole.touch()
             builder.load(verbose=False)
-        except RuntimeError as error:
-            first = str(error).strip().split("\n")[0]
-            raise FinetuneError(f"DeepSpeed's async_io could not be built: {first}") from None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.errors import FinetuneError, TrainingFailure, of_a_file
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -92,7 +92,7 @@ class Ranks(abc.ABC):
             except FinetuneError as error:
                 outcome = error
             except OSError as error:
-                outcome = TrainingFailure(f"{error.filename}: {error.strerror}")
+                outcome = TrainingFailure(of_a_file(error) or str(error))
         outcome = self.from_first(outcome)
         if isinstance(outcome, FinetuneError):
             raise outcome

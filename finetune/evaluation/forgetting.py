@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from finetune.data.samples import Text
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.evaluation.questions import Asked, of_source
 from finetune.recipe import Data
 
@@ -19,10 +19,8 @@ def general_text(file: Path | None) -> list[Asked]:
     """
     path = file or BUILT_IN
     if path.suffix in ("", ".txt", ".md"):
-        try:
+        with reading(f"--general-text {path}: cannot be read"):
             text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise FinetuneError(f"--general-text {path}: cannot be read: {error}") from None
         parts = [part.strip() for part in text.split("\n\n") if part.strip()]
         found = [
             Asked(Text(part), str(path), f"{path} paragraph {n + 1}")

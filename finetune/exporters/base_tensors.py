@@ -24,10 +24,9 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
 from finetune.checkpoints.pretrained import in_fp32
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.inference.load import base_config, base_model, load_weights, tensor_shapes
 from finetune.kernels.quantised import dequantize_4bit, quantize_4bit
-from finetune.models.load_checks import reading
 from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.prequantised import stored_kind
 from finetune.recipe import Model, Recipe

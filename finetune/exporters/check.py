@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from finetune.data.chat.chat_templates import text_of_chat
 from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.formats import read_row
 from finetune.data.samples import Completion, Conversation, Sample, as_kind, sequences_of
@@ -233,13 +234,8 @@ def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
     """The text of a prompt; conversations are rendered with the tokenizer's own chat template."""
     if isinstance(prompt, Completion):
         return prompt.prompt
-    return tokenizer.apply_chat_template(
-        list(prompt.messages),
-        tools=list(prompt.tools) or None,
-        tokenize=False,
-        add_generation_prompt=True,
-        **prompt.template_kwargs,
-    )
+    kwargs = prompt.template_kwargs
+    return text_of_chat(tokenizer, prompt.messages, prompt.tools, None, kwargs, header=True)
 
 
 @torch.inference_mode()

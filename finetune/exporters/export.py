@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 
 from finetune import extensions
 from finetune.checkpoints.handover import follow_umask, saved_tokenizer
+from finetune.data.scratch import scratch_for
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters import CHECKS, EXPORTERS
 from finetune.exporters.check import CHECK_ROWS, check, check_lines
@@ -171,27 +171,29 @@ def _listed(marker: Path) -> set[str]:
 @contextlib.contextmanager
 def _replacing(to: Path) -> Iterator[Path]:
     """A temporary folder next to `to`, renamed to `to` after all files are synced to disk."""
-    scratch = to.with_name(f".{to.name}.{os.getpid()}")
-    old = to.with_name(f".{to.name}.{os.getpid()}.old")
+    scratch = to
     try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        for path in [*scratch.iterdir(), scratch]:
-            _sync(path)
-        if to.exists():
-            to.rename(old)
-        scratch.rename(to)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with scratch_for(to) as scratch:
+            new, old = scratch / "new", scratch / "old"
+            new.mkdir()
+            yield new
+            for path in [*new.iterdir(), new]:
+                _sync(path)
+            if to.exists():
+                to.rename(old)
+            try:
+                new.rename(to)
+            finally:
+                if old.exists() and not to.exists():
+                    old.rename(to)
     except (OSError, SafetensorError) as error:
         named = error.filename if isinstance(error, OSError) else None
-        if named is not None and not Path(named).is_relative_to(scratch):
+        if named is not None and to != scratch and not Path(named).is_relative_to(scratch):
             raise FinetuneError(f"{named}: {error.strerror}") from None
         raise TrainingFailure(
             f"{to}: could not be written: {error}; partial files were removed"
         ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if old.exists():
-            shutil.rmtree(old) if to.exists() else old.rename(to)
 
 
 def _sync(path: Path) -> None:

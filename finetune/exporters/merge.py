@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.checkpoints.pretrained import adapter_keys, persistent_buffers
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.errors import FinetuneError, TrainingFailure, first_line, reading
 from finetune.exporters.base_tensors import Base, Tensors, result_dtype, rounded
 from finetune.exporters.low_rank import add_product, is_plain
 from finetune.inference.load import (
@@ -33,7 +33,7 @@ from finetune.inference.load import (
     plain_lora,
     subtract_initial,
 )
-from finetune.models.load_checks import first_line, reading, token_rows
+from finetune.models.load_checks import token_rows
 
 PREFIX = "base_model.model."
 """Prefix of every name in an adapter file."""

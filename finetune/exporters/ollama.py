@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from finetune.checkpoints.handover import all_ends
-from finetune.data.chat.chat_templates import TEMPLATE_ERRORS
+from finetune.data.chat.chat_templates import adds_bos, text_of_chat
 from finetune.errors import FinetuneError
 from finetune.exporters import gguf
 from finetune.exporters.source import Source
@@ -108,7 +108,7 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         parts = _parts(tokenizer)
         template = None if parts is None else _written(parts)
         wrong = next((each for each in PROBES if not _same(tokenizer, template, each)), None)
-    except TEMPLATE_ERRORS as error:
+    except FinetuneError as error:
         raise FinetuneError(f"{problem}: {error}; export it as gguf") from None
     if template is None or wrong is not None:
         raise FinetuneError(f"{problem}, and Ollama has no Jinja; export it as gguf")
@@ -178,8 +178,5 @@ def _same(tokenizer: PreTrainedTokenizerBase, template: str | None, messages: Me
 
 def _text(tokenizer: PreTrainedTokenizerBase, messages: Messages, header: bool) -> str:
     """Rendered messages, without the BOS if llama.cpp adds it."""
-    text = str(
-        tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=header)
-    )
-    adds = list(tokenizer("")["input_ids"])[:1] == [tokenizer.bos_token_id]
-    return text.removeprefix(str(tokenizer.bos_token)) if adds else text
+    text = text_of_chat(tokenizer, messages, header=header)
+    return text.removeprefix(str(tokenizer.bos_token)) if adds_bos(tokenizer) else text

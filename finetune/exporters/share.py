@@ -5,8 +5,8 @@ import re
 import zipfile
 from pathlib import Path
 
-from finetune.errors import FinetuneError
-from finetune.runs.run import Run
+from finetune.errors import FinetuneError, reading
+from finetune.runs.run import Run, replacing
 
 RECORD = (
     "recipe.json", "environment.json", "data.json", "realised.json", "metrics.jsonl",
@@ -24,13 +24,10 @@ def check_name(name: str) -> None:
     Raises:
         FinetuneError: the name is not valid for a repository.
     """
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with reading(f"--push: got '{name}', expected OWNER/NAME"):
         validate_repo_id(name)
-    except HFValidationError as error:
-        raise FinetuneError(f"--push: got '{name}', expected OWNER/NAME: {error}") from None
 
 
 def push(folder: Path, name: str, private: bool = True) -> str:
@@ -42,20 +39,17 @@ def push(folder: Path, name: str, private: bool = True) -> str:
         private: Whether a new repository is private.
 
     Raises:
-        FinetuneError: a file contains a local path, or the hub rejects the upload.
+        FinetuneError: a file contains a local path, or nothing could be uploaded.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     named = local_paths(folder)
     if named:
         raise FinetuneError(*(f"--push: {each}; nothing was uploaded" for each in named))
     api = HfApi()
-    try:
+    with reading(f"--push {name}: {folder} is complete, but could not be uploaded"):
         made = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=made.repo_id, folder_path=folder)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise FinetuneError(f"--push {name}: {error}") from None
     return str(made)
 
 
@@ -80,13 +74,8 @@ def bundle(run: Run, to: Path) -> Path:
         raise FinetuneError(f"--bundle {to}: exists; name another file")
     files = [run.root / name for name in RECORD]
     files += sorted(run.root.glob("eval/*/results.json"))
-    scratch = to.with_name(f".{to.name}.partial")
-    try:
-        with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in files:
-                if path.is_file():
-                    archive.write(path, path.relative_to(run.root))
-        scratch.rename(to)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with replacing(to) as scratch, zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in files:
+            if path.is_file():
+                archive.write(path, path.relative_to(run.root))
     return to

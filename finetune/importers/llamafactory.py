@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, reading
 from finetune.importers import preferences, trainer
 from finetune.importers.translation import Translation, shown, text
 
@@ -274,10 +274,8 @@ def _described(place: str, folder: Path) -> tuple[Mapping[str, Any], Path]:
             f"dataset_dir: {place}: no {INFO} that describes the data sets was found "
             f"(looked for {looked})"
         )
-    try:
+    with reading(f"{home / INFO}: cannot be read"):
         read = json.loads((home / INFO).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FinetuneError(f"{home / INFO}: cannot be read: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{home / INFO}: expected an object, got {type(read).__name__}")
     return cast(dict[str, Any], read), home

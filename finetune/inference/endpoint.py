@@ -1,5 +1,6 @@
 """Client for OpenAI-compatible servers, such as vLLM, llama.cpp, Ollama or `finetune serve`."""
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -10,7 +11,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.runs.environment import hide
 
 LONGEST = 16 * 2**20
@@ -152,10 +153,8 @@ def exchange(
     Raises:
         FinetuneError: no answer, or one that is not a JSON object; `Refused` for an error status.
     """
-    try:
+    with reading(f"{hide(url)}: the answer is not JSON"):
         read = json.loads(send(url, key, timeout, body))
-    except (ValueError, RecursionError) as error:
-        raise FinetuneError(f"{hide(url)}: the answer is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{hide(url)}: the answer is {type(read).__name__}, expected an object")
     return cast(dict[str, Any], read)
@@ -168,16 +167,17 @@ def send(url: str, key: str | None, timeout: float, body: dict[str, Any] | None 
         FinetuneError: no answer; `Refused` for an error status.
     """
     shown = hide(url)
-    headers = {"Content-Type": "application/json"}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url, data, headers)
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        if key is not None:  # not sent to where the server redirects
+            request.add_unredirected_header("Authorization", f"Bearer {key.strip()}")
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return _read(answer, time.monotonic() + timeout)
     except urllib.error.HTTPError as error:
-        said = error.read(LONGEST).decode("utf-8", "replace").strip()
+        said = ""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            said = error.read(LONGEST).decode("utf-8", "replace").strip()
         problem = f"{shown}: status {error.code} {error.reason}: {said[:400]}"
         raise Refused(problem, status=error.code, said=said) from None
     except (OSError, http.client.HTTPException) as error:

@@ -28,10 +28,9 @@ from transformers.generation.streamers import BaseStreamer
 from finetune import catalog
 from finetune.checkpoints.base_weights import refuse_other_base
 from finetune.checkpoints.handover import all_ends
-from finetune.data.chat.chat_templates import TEMPLATE_ERRORS
-from finetune.data.chat.template_limits import limited
+from finetune.data.chat.chat_templates import added_before, text_of_chat
 from finetune.data.sources import HUB_NAME
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.inference.load import (
     Step,
     adapter_config,
@@ -43,7 +42,7 @@ from finetune.inference.load import (
     open_checkpoint,
     trained_dtype,
 )
-from finetune.models.load_checks import context_length, reading, token_rows
+from finetune.models.load_checks import context_length, token_rows
 from finetune.models.vocabulary import pad_id
 from finetune.planner.shapes.config_files import has_score_head
 from finetune.process.progress import progress
@@ -192,9 +191,9 @@ def turn(tokenizer: PreTrainedTokenizerBase) -> Turn:
     """The text that the tokenizer's chat template adds around an answer, found by rendering one."""
     words = "\u2042answer\u2042"
     asked = [{"role": "user", "content": "question"}]
-    prompt = _render(tokenizer, asked, header=True)
+    prompt = text_of_chat(tokenizer, asked, header=True)
     answered = [*asked, {"role": "assistant", "content": words}]
-    whole = _render(tokenizer, answered, header=False)
+    whole = text_of_chat(tokenizer, answered)
     before, _, after = whole.partition(words)
     scaffold = before.removeprefix(prompt) if before.startswith(prompt) else ""
     ids = _encode(tokenizer, after.lstrip())
@@ -214,36 +213,17 @@ def stop_ids(
 def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
     """Token ids of a prompt, or of a conversation with the generation prompt."""
     if isinstance(asked, str):
-        return _opening(loaded.tokenizer) + _encode(loaded.tokenizer, asked)
+        return added_before(loaded.tokenizer) + _encode(loaded.tokenizer, asked)
     if loaded.tokenizer.chat_template is None:
         raise FinetuneError(
             "the tokenizer has no chat template: use a plain prompt instead of messages, or "
             "train with model.chat_template"
         )
-    return _encode(loaded.tokenizer, _render(loaded.tokenizer, asked, header=True))
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Conversation, header: bool) -> str:
-    try:
-        with limited():
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=header,
-            )
-    except TEMPLATE_ERRORS as error:
-        raise FinetuneError(f"chat template: it refuses this conversation: {error}") from None
-    return str(text)
+    return _encode(loaded.tokenizer, text_of_chat(loaded.tokenizer, asked, header=True))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The BOS if the tokenizer adds it to every text, else an empty list."""
-    first = list(tokenizer("")["input_ids"])[:1]
-    return first if first == [tokenizer.bos_token_id] else []
 
 
 def new_text(

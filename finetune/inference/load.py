@@ -27,8 +27,8 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.checkpoints.base_weights import refuse_codes
 from finetune.checkpoints.pretrained import forget_stored_form
-from finetune.errors import FinetuneError
-from finetune.models.load_checks import reading, unfilled, unread, within_memory
+from finetune.errors import FinetuneError, reading
+from finetune.models.load_checks import unfilled, unread, within_memory
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.models.scoring import auto_class, draw_head, without_new_head
 from finetune.models.threads import settle_threads

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.distributed.parameters import assign, partitioned
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, first_line
 from finetune.models import targets, vocabulary
-from finetune.models.load_checks import first_line
 from finetune.recipe import LoRA
 
 

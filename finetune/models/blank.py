@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import network_of
-from finetune.errors import FinetuneError
+from finetune.errors import reading
 from finetune.models import continued, scoring
 from finetune.models.model import as_trained, install_kernels
 from finetune.models.packed_attention import implementation
@@ -49,9 +49,7 @@ def from_fields(recipe: Recipe, fields: Mapping[str, Any]) -> PreTrainedModel:
     """
     scores = {} if recipe.scores is None else recipe.scores.config
     given = {name: each for name, each in {**fields, **scores}.items() if name != "model_type"}
-    try:
+    with reading("model: transformers cannot build it"):
         config = AutoConfig.for_model(fields["model_type"], **given)
         with torch.device("meta"):
             return scoring.auto_class(recipe.scores).from_config(config)
-    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-        raise FinetuneError(f"model: transformers cannot build it: {error}") from None

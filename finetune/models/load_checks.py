@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from finetune.distributed.parameters import unsharded_shape
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, first_line
 
 ON_CPU = "DefaultCPUAllocator"
 """Text in PyTorch's error when host memory runs out."""
@@ -119,30 +119,6 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 @contextlib.contextmanager
-def reading(problem: str) -> Generator[None]:
-    """Turn any error that a library raises while it reads files into an error about these files.
-
-    For a damaged file, transformers, PEFT, tokenizers and safetensors raise whatever their code
-    happens to raise: KeyError, AttributeError, their own types, even plain Exception.
-
-    Args:
-        problem: The file or model, and what failed.
-
-    Raises:
-        FinetuneError: with the first line of the error. Out-of-memory errors are raised unchanged.
-    """
-    try:
-        yield
-    except (FinetuneError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except BaseException as error:
-        first = first_line(error)
-        if not is_of_library(error) or (isinstance(error, RuntimeError) and "memory" in first):
-            raise  # out of memory on a CPU is a RuntimeError
-        raise FinetuneError(f"{problem}: {first}") from None
-
-
-@contextlib.contextmanager
 def within_memory(what: str) -> Generator[None]:
     """Turn out-of-memory errors into an error of one line.
 
@@ -168,16 +144,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and ON_CPU in str(error)
-
-
-def is_of_library(error: BaseException) -> bool:
-    """Whether an error comes from a library's code, and is not a request to exit.
-
-    A library in Rust panics if an index in a file is wrong, with an error that is not an Exception.
-    """
-    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type if it has none."""
-    return str(error).strip().split("\n")[0] or type(error).__name__

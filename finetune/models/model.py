@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from finetune.distributed import layers
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
 from finetune.kernels.chains import Chain
@@ -28,7 +28,6 @@ from finetune.kernels.scores import give_scores
 from finetune.models import adapters, continued, teacher, vocabulary
 from finetune.models.compiled_blocks import compile_blocks
 from finetune.models.gradients import without_unreached
-from finetune.models.load_checks import first_line, is_of_library
 from finetune.models.packed_attention import (
     DOCUMENTS,
     attention_notes,
@@ -78,22 +77,14 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     own = tokenizer_of(model.adapter) if model.adapter and not model.tokenizer else None
     name = model.tokenizer or own or model.name
     field = "model.tokenizer" if model.tokenizer else "model.adapter" if own else "model.name"
-    try:
+    instead = "name a folder with tokenizer.json, or set model.tokenizer"
+    with reading(f"{field}: no tokenizer can be loaded from '{name}'", instead):
         tokenizer = AutoTokenizer.from_pretrained(
             name,
             revision=None if own else model.revision,
             trust_remote_code=model.trust_remote_code,
         )
         vocabulary.check_words(tokenizer)
-    except FinetuneError:
-        raise
-    except BaseException as error:  # tokenizers has no error type for unreadable files
-        if not is_of_library(error):
-            raise
-        raise FinetuneError(
-            f"{field}: no tokenizer can be loaded from '{name}' ({first_line(error)}); "
-            "name a folder with tokenizer.json, or set model.tokenizer"
-        ) from None
     vocabulary.add_tokens(tokenizer, model.add_tokens)
     return tokenizer
 

@@ -16,9 +16,9 @@ from transformers import (
 from finetune.checkpoints.base_weights import refuse_codes
 from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
 from finetune.distributed.base import Engine
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, first_line
 from finetune.models import adapters, scoring, vocabulary
-from finetune.models.load_checks import first_line, other_shapes, unfilled, unread
+from finetune.models.load_checks import other_shapes, unfilled, unread
 from finetune.models.packed_attention import implementation
 from finetune.models.quantization import (
     compute_in,

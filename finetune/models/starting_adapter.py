@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.checkpoints.base_weights import codes_in
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.models import starting_run
 from finetune.planner.shapes.config_files import refuse_other_labels
 from finetune.recipe import LoRA, Recipe
@@ -87,17 +87,11 @@ def find(name: str) -> Path:
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     repository, _, revision = name.partition("@")
     wanted = ["adapter_*", "tokenizer*", "*.json", "*.jinja", "*.model", "vocab*", "merges*"]
-    try:
+    with reading(f"model.adapter: '{name}' is not a folder here and cannot be downloaded"):
         found = snapshot_download(repository, revision=revision or None, allow_patterns=wanted)
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FinetuneError(
-            f"model.adapter: '{name}' is not a folder here and cannot be downloaded: {reason}"
-        ) from None
     if not (Path(found) / CONFIG).is_file():
         raise FinetuneError(f"model.adapter: the repository '{name}' has no {CONFIG}")
     return Path(found)
@@ -123,10 +117,8 @@ def read_config(folder: Path, tasks: tuple[str, ...] = TASKS) -> dict[str, Any]:
         FinetuneError: the file cannot be read, or the adapter cannot be trained here.
     """
     path = folder / CONFIG
-    try:
+    with reading(f"{path}: cannot be read"):
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FinetuneError(f"{path}: cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(fields).__name__}")
     problems = list(_problems(fields, tasks))

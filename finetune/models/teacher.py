@@ -9,9 +9,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from finetune.data import taught
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, is_of_library, reading
 from finetune.kernels.divergence import give_teacher
-from finetune.models.load_checks import first_line, is_of_library
 from finetune.models.packed_attention import check_layout, layout
 from finetune.models.pretrained import compute_dtype, pretrained
 from finetune.models.quantization import keep_unpacked
@@ -115,18 +114,12 @@ def compare_tokenizer(
     Raises:
         FinetuneError: with the first ids that differ, or no tokenizer can be loaded.
     """
-    try:
+    instead = "its vocabulary cannot be compared: name a folder with tokenizer.json"
+    with reading(f"{role.field}: no tokenizer can be loaded from '{given.name}'", instead):
         other = AutoTokenizer.from_pretrained(
             given.name, revision=given.revision, trust_remote_code=given.trust_remote_code
         )
         check_words(other)
-    except BaseException as error:  # tokenizers has no error type for unreadable files
-        if not is_of_library(error):
-            raise
-        raise FinetuneError(
-            f"{role.field}: no tokenizer can be loaded from '{given.name}' ({first_line(error)}), "
-            "so its vocabulary cannot be compared; name a folder with tokenizer.json"
-        ) from None
     refuse_other_vocabulary(tokenizer, other, str(given.name), role)
 
 

@@ -5,13 +5,15 @@ A second signal ends the process, even while Python waits inside a library: a th
 signals through `signal.set_wakeup_fd`, which does not depend on the main thread.
 """
 
+import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from finetune.errors import Interrupted
 
@@ -30,6 +32,13 @@ def name_of(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+def end_group(process: "subprocess.Popen[Any]") -> None:
+    """Kill a process in a session of its own, with the programs that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 SECONDS_OF_ONE_REQUEST = 3.0

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from finetune import catalog
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.reports.tables import Cell, Table, tables
 from finetune.runs import units
 from finetune.runs.run import Run, of_record, write_whole
@@ -36,10 +34,8 @@ def read_proof(path: Path) -> dict[str, Any]:
     Raises:
         FinetuneError: the file cannot be read or has another format.
     """
-    try:
+    with reading(f"{path}: cannot be read as a proof"):
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FinetuneError(f"{path}: cannot be read as a proof ({error})") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise FinetuneError(f"{path}: not a proof of format {FORMAT}; run finetune prove again")
     return record
@@ -125,10 +121,7 @@ def write_page(source: Path, target: Path) -> None:
     """Write a proof as a self-contained HTML page."""
     record = read_proof(source)
     with of_record(source):
-        try:
-            text = _page(record)
-        except jinja2.TemplateError as error:
-            raise ValueError(str(error)) from error
+        text = _page(record)
     write_whole(target, text)
 
 

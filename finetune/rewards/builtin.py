@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 
 Completion = str | list[dict[str, Any]]
 QUOTED = 60
@@ -100,10 +100,8 @@ def _part(text: str, pattern: str | None) -> str:
 
 
 def _compiled(pattern: str, where: str = "") -> re.Pattern[str]:
-    try:
+    with reading(f"{where}'{pattern}' is not a regular expression"):
         return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise FinetuneError(f"{where}'{pattern}' is not a regular expression: {error}") from None
 
 
 _NOT_JSON = object()

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
-from finetune import extensions
 from finetune.process import interpreter
-from finetune.process.signals import name_of
+from finetune.process.signals import end_group, name_of
 from finetune.rewards import Reward
 
 DONE = "."
@@ -23,8 +22,8 @@ DONE = "."
 def fatal_imports(rewards: Iterable[Reward]) -> list[str]:
     """Problems of modules that end the process that imports them.
 
-    Modules that this process has imported are not imported again. Exceptions, and imports that do
-    not finish, are left to `finetune.extensions`.
+    Modules that this process has imported are not imported again. Exceptions are left to
+    `finetune.extensions`.
     """
     names = {reward.function.partition(":")[0]: reward.function for reward in rewards}
     modules = [each for each in names if f"{each}:" in names[each] and each not in sys.modules]
@@ -34,13 +33,12 @@ def fatal_imports(rewards: Iterable[Reward]) -> list[str]:
     process = subprocess.Popen(
         interpreter.python("-c", f"{code}; import_all({json.dumps(modules)})"),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True,
     )  # fmt: skip
     try:
-        begun = process.communicate(timeout=extensions.IMPORT_SECONDS)[0].split()
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return []
+        begun = process.communicate()[0].split()
+    finally:
+        end_group(process)
     if not begun or begun[-1] == DONE:
         return []
     module = begun[-1]

@@ -1,10 +1,12 @@
 """Run reward functions in a separate process, with a time limit for each call.
 
-A function that hangs is killed with its process, without stopping the heartbeat of a rank. Messages
-are lines of JSON: a request has the index of the reward and its arguments, an answer the scores.
+A function that hangs is killed with its process and the programs that it started, without stopping
+the heartbeat of a rank. Messages are lines of JSON: a request has a number, the index of the reward
+and its arguments; an answer has the number of its request and the scores.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -17,14 +19,10 @@ from typing import IO, Any
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.process import interpreter
+from finetune.process.signals import end_group
 from finetune.rewards import Reward
-from finetune.rewards.functions import is_model
 from finetune.rewards.imports import end_of, fatal_imports
 
-STARTING_SECONDS = 120.0
-"""Seconds for importing the user's modules."""
-LOADING_SECONDS = 900.0
-"""Seconds for loading a reward model, before its first call."""
 LARGEST = 1e18
 """Maximum absolute score: sums of its squares are finite, even in fp32."""
 QUOTED = 300
@@ -60,6 +58,7 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._imported = False
         self._answers: queue.Queue[bytes] = queue.Queue()
+        self._numbers = itertools.count()
 
     def score(self, columns: Columns, skip: bool = False) -> tuple[list[Scores], list[str]]:
         """Score every completion by each reward; returns the scores, and failures that it skipped.
@@ -88,10 +87,9 @@ class RewardProcess:
         return scores, notes
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and the programs that it started."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            end_group(self._process)
             self._process = None
 
     def _call(self, number: int, columns: Columns) -> Scores | Failure:
@@ -150,24 +148,26 @@ class RewardProcess:
             f"{_quoted(completion)})"
         )
 
-    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    def _ask(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any] | None:
         """Send a request and return its answer; None after a timeout."""
-        process = self._started()
+        process, number = self._started(), next(self._numbers)
+        until = None if seconds is None else time.monotonic() + seconds
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.write(json.dumps({**request, "number": number}).encode() + b"\n")
             process.stdin.flush()
-            line = self._answers.get(timeout=seconds)
+            while line := self._answers.get(timeout=until and max(0.0, until - time.monotonic())):
+                answer = json.loads(line)
+                if answer["number"] == number:
+                    return answer
         except queue.Empty:
             self.close()
             return None
         except BrokenPipeError:
-            line = b""
-        if not line:
-            problem = end_of(process.wait())
-            self.close()
-            return {"problem": problem}
-        return json.loads(line)
+            pass
+        problem = end_of(process.wait())
+        self.close()
+        return {"problem": problem}
 
     def _started(self) -> subprocess.Popen[bytes]:
         """The process, started if needed, after it has imported every function.
@@ -193,16 +193,14 @@ class RewardProcess:
         )
         reader.start()
         fields = [dataclasses.asdict(reward) for reward in self.rewards]
-        seconds = LOADING_SECONDS if any(map(is_model, self.rewards)) else STARTING_SECONDS
-        answer = self._ask({"rewards": fields, "parent": os.getpid()}, seconds)
-        if answer is None or "problem" in answer:
+        answer = self._ask({"rewards": fields, "parent": os.getpid()})
+        assert answer is not None  # imports and models take the time that they need
+        if "problem" in answer:
             self.close()
-            problem = (
-                f"does not finish within {seconds:g} s" if answer is None else answer["problem"]
-            )
+            problem = answer["problem"]
             if not problem.startswith("reward_funcs: "):
                 names = ", ".join(f"'{reward.function}'" for reward in self.rewards)
-                found = [] if answer is None else fatal_imports(self.rewards)
+                found = fatal_imports(self.rewards)
                 problem = found[0] if found else f"reward_funcs: importing {names} {problem}"
             kind = RewardFailure if self._imported else FinetuneError
             raise kind(problem)

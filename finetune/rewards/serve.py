@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import threading
 import time
 import traceback
@@ -28,8 +29,12 @@ def serve() -> None:
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
+    this = os.getpid()
+
+    def answer(request: dict[str, Any], **fields: Any) -> None:
+        if os.getpid() != this:  # a fork of a function, which ends where its function does
+            os._exit(0)
+        answers.write(json.dumps({"number": request["number"], **fields}) + "\n")
         answers.flush()
 
     lines = iter(requests.readline, b"")
@@ -41,20 +46,22 @@ def serve() -> None:
         for reward in rewards:
             prepare(reward)
     except FinetuneError as error:
-        answer(problem="; ".join(error.problems))
+        answer(first, problem="; ".join(error.problems))
         return
-    answer(scores=[])
+    answer(first, scores=[])
     for line in lines:
         request = json.loads(line)
         number = request["reward"]
         try:
-            answer(scores=_scores(rewards[number], functions[number], request["columns"]))
+            answer(request, scores=_scores(rewards[number], functions[number], request["columns"]))
         except FinetuneError as error:
-            answer(problem="fails: " + "; ".join(error.problems))
+            answer(request, problem="fails: " + "; ".join(error.problems))
         except BaseException as error:  # by a user's function, such as CancelledError
             place = traceback.extract_tb(error.__traceback__)[-1]
             cause = ": ".join(filter(None, (type(error).__name__, _shown(str, error))))
-            answer(problem=f"raises {cause} ({os.path.basename(place.filename)}:{place.lineno})")
+            at = f"{os.path.basename(place.filename)}:{place.lineno}"
+            answer(request, problem=f"raises {cause} ({at})")
+    os.killpg(0, signal.SIGKILL)  # with programs that functions started
 
 
 def _scores(reward: Reward, function: Callable[..., Any], columns: dict[str, Any]) -> Any:
@@ -90,7 +97,7 @@ def _shown(text: Callable[[Any], str], value: Any, length: int = SHOWN) -> str:
 
 
 def _end_with(parent: int | None) -> None:
-    """Exit when the parent process is gone, even while a function runs."""
+    """When the parent process is gone, end this one and the programs that its functions started."""
     while parent is not None and os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)

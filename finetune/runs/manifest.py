@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.runs.run import Run
 
 FORMAT = 2
@@ -57,10 +57,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             step is not that of the folder's name.
     """
     path = folder / "manifest.json"
-    try:
+    with reading(f"{path}: cannot be read"):
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FinetuneError(f"{path}: cannot be read: {error}") from None
     if not isinstance(manifest, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(manifest).__name__}")
     found = manifest.get("format")

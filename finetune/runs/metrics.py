@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TextIO
 
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.runs.run import Run
+from finetune.runs.run import Run, replacing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,14 +235,12 @@ class Metrics:
         if not self._is_main or not self._path.exists():
             return
         self.close()
-        scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             lines = self._path.read_bytes().splitlines(keepends=True)
-            with scratch.open("wb") as file:
+            with replacing(self._path) as scratch, scratch.open("wb") as file:
                 file.writelines(line for line in lines if _is_until(step, line))
                 file.flush()
                 os.fsync(file.fileno())
-            scratch.replace(self._path)
         except OSError as error:
             raise unwritable(self._path, error) from error
 

@@ -30,11 +30,12 @@ import dataclasses
 import json
 import os
 import re
+import secrets
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +190,12 @@ class Run:
         """Step of the best evaluation; None without an evaluation or without its checkpoint."""
         if not self.best.exists():
             return None
-        try:
+        with reading(
+            f"{self.best}: cannot be read",
+            "`--resume` rewrites it from the newest checkpoint, and `finetune export --step` does "
+            "not need it",
+        ):
             step = json.loads(self.best.read_text(encoding="utf-8"))["step"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise FinetuneError(
-                f"{self.best}: cannot be read: {error}; `--resume` rewrites it from the newest "
-                "checkpoint, and `finetune export --step` does not need it"
-            ) from None
         return step if step in self.steps() else None
 
     def read_metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
@@ -228,15 +228,9 @@ def of_record(path: Path) -> Generator[None]:
     Raises:
         FinetuneError: the file is not JSON, or not in the structure that training writes.
     """
-    try:
+    instead = "restore it from a copy, or move it away"
+    with reading(f"{path}: cannot be read as training writes it", instead):
         yield
-    except (
-        TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError,
-    ) as error:  # fmt: skip
-        raise FinetuneError(
-            f"{path}: cannot be read as training writes it ({type(error).__name__}: "
-            f"{str(error)[:200]}); restore it from a copy, or move it away"
-        ) from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -261,15 +255,31 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically; unpaired surrogates become question marks.
+    """Write a text file atomically; unpaired surrogates become question marks."""
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """A file to write next to another one, which it replaces at the end.
 
     Raises OSError with the file's name, for example on a full disk, and leaves nothing behind.
     """
-    scratch = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}")
     try:
-        scratch.write_text(text, encoding="utf-8", errors="replace")
-        scratch.replace(path)
-    except OSError as error:
+        with naming(path):
+            yield scratch
+            scratch.replace(path)
+    finally:
         with contextlib.suppress(OSError):
             scratch.unlink()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Name a file in errors of writing it: the system reports a full disk without a name."""
+    try:
+        yield
+    except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

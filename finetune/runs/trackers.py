@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.runs.metrics import Evaluated, Listener, Record, Trained
 from finetune.runs.run import Run
 
@@ -37,7 +37,8 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
         raise FinetuneError(
             *(f"trackers: {name!r} is not installed; run: pip install {name}" for name in missing)
         )
-    try:
+    names = ", ".join(recipe["trackers"])
+    with reading(f"trackers: one of {names} does not start"):  # no account, no server, a full quota
         accelerator.init_trackers(
             "finetune",
             config=_flat(recipe),
@@ -47,10 +48,6 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
                 "trackio": {"name": run.root.name},
             },
         )
-    except Exception as error:  # types differ by tracker: no account, no server, a full quota
-        reason = str(error).strip().split("\n")[0]
-        names = ", ".join(recipe["trackers"])
-        raise FinetuneError(f"trackers: one of {names} does not start: {reason}") from error
 
 
 def track(accelerator: "Accelerator") -> Listener:

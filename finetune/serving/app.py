@@ -1,10 +1,12 @@
 """The HTTP application: OpenAI's routes and a chat page, with a bounded queue."""
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,17 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.serving.answer import Answer, BrokenModel, Question
+from finetune.serving.answer import BrokenModel, Question
 from finetune.serving.bodies import Chat, Completion, Reply
 from finetune.serving.guard import Guard
 from finetune.serving.models import Served
 from finetune.serving.problems import Json, about_field, problem
-from finetune.serving.prompts import chat_text, question_of
+from finetune.serving.prompts import question_of
 from finetune.serving.requests import ChatRequest, TextRequest
 from finetune.serving.scheduler import Job, Scheduler
 
-PAGE = Path(__file__).parent / "page.html"
+PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+ENDING = "the server is shutting down"
 Pieces = asyncio.Queue[str | None]
 
 
@@ -37,6 +40,10 @@ class Answers:
         self.first = next(iter(models))
         self.scheduler = Scheduler(rows)
         self.taken = 0
+        self.reading = asyncio.Lock()
+        """Held while a prompt is rendered and tokenized, which needs memory."""
+        self._jobs = set[Job]()
+        self._ended = False
 
     def find(self, name: str | None) -> Served:
         if name is not None and name not in self.models:
@@ -46,10 +53,8 @@ class Answers:
             )
         return self.models[name or self.first]
 
-    def begin(self, served: Served, question: Question, pieces: Pieces, *, streams: bool) -> Job:
-        """Submit a question; None is put into `pieces` at its end.
-
-        If it `streams`, its text is put into `pieces` as it is generated.
+    def take(self) -> None:
+        """Take a place in the queue, until `leave`.
 
         Raises:
             HTTPException: status 429 if the queue is full.
@@ -57,24 +62,48 @@ class Answers:
         if self.taken >= self.places:
             text = f"{self.taken} requests are waiting; ask again later"
             raise HTTPException(429, text, {"Retry-After": "1"})
+        self.taken += 1
+
+    def leave(self, question: "asyncio.Future[Question]") -> None:
+        """Leave the place of a request that got no answer."""
+        self.taken -= 1
+        _ = question.cancelled() or question.exception()  # reported already, or its client left
+
+    def begin(self, served: Served, question: Question, pieces: Pieces, *, streams: bool) -> Job:
+        """Submit a question, which leaves its place when it is answered.
+
+        If it `streams`, its text is put into `pieces` as it is generated, and None at its end.
+
+        Raises:
+            HTTPException: status 503 if the server ends.
+        """
+        if self._ended:
+            raise HTTPException(503, ENDING)
         loop = asyncio.get_running_loop()
+
+        def soon(function: Callable[..., None], *arguments: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(function, *arguments)
 
         def write(text: str) -> None:
             if streams:
-                loop.call_soon_threadsafe(pieces.put_nowait, text)
-
-        def leave(answer: "Future[Answer]") -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._leave, pieces)
+                soon(pieces.put_nowait, text)
 
         job = self.scheduler.submit(served, question, write)
-        self.taken += 1
-        job.answer.add_done_callback(leave)
+        self._jobs.add(job)
+        job.answer.add_done_callback(lambda _: soon(self._leave, job, pieces))
         return job
 
-    def _leave(self, pieces: Pieces) -> None:
+    def _leave(self, job: Job, pieces: Pieces) -> None:
         self.taken -= 1
+        self._jobs.remove(job)
         pieces.put_nowait(None)
+
+    def end(self) -> None:
+        """End all answers with an error."""
+        self._ended = True
+        for job in self._jobs:
+            job.fail(HTTPException(503, ENDING))
 
 
 def build_app(
@@ -125,15 +154,15 @@ def build_app(
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return problem(500, _failure(error))
+        return _problem(error)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         return {"status": "ok", "requests": answers.taken}
 
     @app.get("/", response_class=HTMLResponse)
-    async def page() -> str:
-        return PAGE.read_text(encoding="utf-8")
+    async def page() -> Response:
+        return HTMLResponse(PAGE, headers={"Content-Security-Policy": policy(PAGE)})
 
     @app.get("/v1/models")
     async def known_models() -> dict[str, Any]:
@@ -145,16 +174,11 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
-        served = answers.find(asked.model)
-        prompt = chat_text(served, asked)
-        question = await run_in_threadpool(question_of, served, asked, prompt)
-        return await _reply(answers, request, served, question, Chat(served, asked))
+        return await _reply(answers, request, Chat(answers.find(asked.model), asked))
 
     @app.post("/v1/completions")
     async def complete(asked: TextRequest, request: Request) -> Response:
-        served = answers.find(asked.model)
-        question = await run_in_threadpool(question_of, served, asked, asked.completion)
-        return await _reply(answers, request, served, question, Completion(served, asked))
+        return await _reply(answers, request, Completion(answers.find(asked.model), asked))
 
     return app
 
@@ -163,24 +187,55 @@ def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "finetune"}
 
 
-async def _reply(
-    answers: Answers, request: Request, served: Served, question: Question, reply: Reply
-) -> Response:
+def policy(page: str) -> str:
+    """A Content-Security-Policy for the page's own script and style, and requests to its server."""
+    parts = re.findall(r"<(style|script)>(.*?)</", page, re.DOTALL)
+    allowed = "; ".join(
+        f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for tag, text in parts
+    )
+    rest = "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return f"default-src 'none'; {allowed}; {rest}"
+
+
+async def _reply(answers: Answers, request: Request, reply: Reply) -> Response:
     pieces = Pieces()
     streams = reply.asked.stream and not reply.at_once
-    job = answers.begin(served, question, pieces, streams=streams)
+    answers.take()
+    question = asyncio.ensure_future(_question(answers, request, reply))
+    try:
+        await _wait(request, question)
+        job = answers.begin(reply.served, question.result(), pieces, streams=streams)
+    except BaseException:
+        question.add_done_callback(answers.leave)  # what a thread has begun is completed
+        raise
     if reply.asked.stream:
         return StreamingResponse(_events(job, pieces, reply), media_type="text/event-stream")
     answer = asyncio.wrap_future(job.answer)
     try:
-        while not (await asyncio.wait([answer], timeout=0.5))[0]:
-            if await request.is_disconnected():
-                raise HTTPException(499, "the client has disconnected")
+        await _wait(request, answer)
         return Json(reply.response(answer.result()))
     except (BrokenModel, RuntimeError, MemoryError) as error:  # the last two if out of memory
-        return problem(500, _failure(error))
+        return _problem(error)
     finally:
         job.cancelled.set()
+
+
+async def _question(answers: Answers, request: Request, reply: Reply) -> Question:
+    async with answers.reading:
+        await _stays(request)
+        return await run_in_threadpool(question_of, reply.served, reply.asked)
+
+
+async def _wait(request: Request, future: "asyncio.Future[Any]") -> None:
+    """Wait for a result, while the client does."""
+    while not (await asyncio.wait([future], timeout=0.5))[0]:
+        await _stays(request)
+
+
+async def _stays(request: Request) -> None:
+    if await request.is_disconnected():
+        raise HTTPException(499, "the client has disconnected")
 
 
 async def _events(job: Job, pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
@@ -194,14 +249,17 @@ async def _events(job: Job, pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
             for event in reply.closing(job.answer.result()):
                 yield _event(event)
         except Exception as error:  # the status is already sent: report in an event
-            yield _event(json.loads(bytes(problem(500, _failure(error)).body)))
+            yield _event(json.loads(bytes(_problem(error).body)))
         yield "data: [DONE]\n\n"
     finally:
         job.cancelled.set()
 
 
-def _failure(error: Exception) -> str:
-    return str(error) if isinstance(error, BrokenModel) else f"{type(error).__name__}: {error}"
+def _problem(error: Exception) -> Json:
+    if isinstance(error, HTTPException):
+        return problem(error.status_code, error.detail)
+    text = str(error) if isinstance(error, BrokenModel) else f"{type(error).__name__}: {error}"
+    return problem(500, text)
 
 
 def _event(value: Mapping[str, Any]) -> str:

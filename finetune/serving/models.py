@@ -11,10 +11,9 @@ from peft import PeftModel
 
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.chat.written_calls import HERMES, CallForm, call_form
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.inference.generate import Loaded, folder_stops, open_model
 from finetune.inference.load import adapter_config, changes_base, check_adapter, load_tokenizer
-from finetune.models.load_checks import reading
 
 BASE = "-base"
 """Suffix of the name of an adapter's base."""
@@ -98,10 +97,11 @@ def _with_adapter(loaded: Loaded, name: str, folder: Path) -> Served:
         )
     with model.disable_adapter():
         check_adapter(folder, model.get_base_model())
+    adapter = f"served{len(model.peft_config)}"  # a name of a request may be one of PEFT's
     with reading(f"{folder}: PEFT cannot load it"):
-        model.load_adapter(str(folder), adapter_name=name)
+        model.load_adapter(str(folder), adapter_name=adapter)
     model.eval()
     tokenizer = load_tokenizer(folder)
     stops = folder_stops(loaded.stops, folder, tokenizer)
     own = dataclasses.replace(loaded, tokenizer=tokenizer, stops=stops)
-    return Served(name, own, load_chat(tokenizer, None), name)
+    return Served(name, own, load_chat(tokenizer, None), adapter)

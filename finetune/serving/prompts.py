@@ -1,8 +1,9 @@
 """Convert requests to token ids, with the code that renders training data."""
 
+from collections.abc import Callable
 from typing import Any
 
-from finetune.data.chat.chat_templates import check_variables
+from finetune.data.chat.chat_templates import check_variables, fewest_tokens
 from finetune.data.formats import read_row
 from finetune.data.samples import Completion, Conversation
 from finetune.data.values import RowProblem
@@ -14,8 +15,6 @@ from finetune.serving.requests import ChatRequest, TextRequest
 
 def chat_text(served: Served, asked: ChatRequest) -> str:
     """The conversation of a request as text, with the generation prompt.
-
-    The time of the chat template is limited in the main thread only.
 
     Raises:
         FinetuneError: a message is invalid, the template rejects the conversation, or does not read
@@ -41,24 +40,25 @@ def chat_text(served: Served, asked: ChatRequest) -> str:
     if sample.template_kwargs:
         used = chat.tool_template if sample.tools and chat.tool_template else chat.template
         check_variables([used], sample.template_kwargs, "chat_template_kwargs")
+    characters = sum(len(message["content"]) for message in sample.messages)
+    _refuse_long(served, int(characters * fewest_tokens(chat.tokenizer)))
     return chat.prompt_text(sample)
 
 
-def question_of(
-    served: Served, asked: ChatRequest | TextRequest, prompt: str | Completion | list[int]
-) -> Question:
-    """The question of a request.
-
-    It may run in any thread: a megabyte of text takes a second to tokenize.
-
-    Args:
-        prompt: The rendered text, a completion's prompt, or token ids.
+def question_of(served: Served, asked: ChatRequest | TextRequest) -> Question:
+    """The question of a request; it may run in any thread.
 
     Raises:
-        FinetuneError: the text cannot be tokenized.
+        FinetuneError: the text cannot be rendered or tokenized, or has no room in the context.
     """
+    if isinstance(asked, ChatRequest):
+        ids = _ids(served, chat_text(served, asked), str)
+    elif isinstance(asked.prompt, str):
+        ids = _ids(served, asked.prompt, lambda text: Completion(text, ""))
+    else:
+        ids = asked.prompt
     return Question(
-        ids=prompt if isinstance(prompt, list) else served.chat.prompt(prompt),
+        ids=ids,
         most=asked.most,
         temperature=asked.temperature,
         top_p=asked.top_p,
@@ -66,3 +66,18 @@ def question_of(
         stops=asked.stop or (),
         likelihoods=asked.likelihoods,
     )
+
+
+def _ids(served: Served, text: str, kind: Callable[[str], str | Completion]) -> list[int]:
+    """Token ids of a prompt; one that is too long is refused from the tokens of its beginning."""
+    length = 16 * (served.loaded.context or len(text))
+    while length < len(text):
+        _refuse_long(served, len(served.chat.prompt(kind(text[:length]))) // 2)
+        length *= 4
+    return served.chat.prompt(kind(text))
+
+
+def _refuse_long(served: Served, tokens: int) -> None:
+    context = served.loaded.context
+    if context is not None and tokens >= context:
+        raise FinetuneError(f"at least {tokens} tokens leave no room in a context of {context}")

@@ -4,8 +4,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from finetune.data.samples import Completion
-
 Stops = Annotated[
     Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None,
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
@@ -78,11 +76,6 @@ class TextRequest(Request):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
-
-    @property
-    def completion(self) -> Completion | list[int]:
-        """The prompt to tokenize, or its token ids."""
-        return self.prompt if isinstance(self.prompt, list) else Completion(self.prompt, "")
 
     @property
     def most(self) -> int | None:

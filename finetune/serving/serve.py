@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.version import install
@@ -50,13 +51,18 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{taken.getsockname()[1]}"
         app = build_app(models, rows=rows, queue=queue, key=key, local=host in LOCAL)
-        taken.listen()  # whoever reads the next line can connect
         print(f"serving {', '.join(models)} at {url}/v1, chat page at {url}/", flush=True)
         print(f"up to {rows} answers at once; Ctrl-C ends it", flush=True)
         config = uvicorn.Config(
             app, http=TimedConnection, log_level="warning", timeout_graceful_shutdown=5
         )
-        uvicorn.Server(config).run(sockets=[taken])
+
+        class Server(uvicorn.Server):
+            async def shutdown(self, sockets: Any = None) -> None:
+                app.state.answers.end()  # or streams would be cut after the timeout
+                await super().shutdown(sockets)
+
+        Server(config).run(sockets=[taken])
 
 
 def check_host(host: str, key: str | None) -> None:
@@ -68,7 +74,7 @@ def check_host(host: str, key: str | None) -> None:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Bind a socket before the model is loaded.
+    """Listen before the model is loaded; requests wait until it is.
 
     Raises:
         FinetuneError: the port is in use, or the host is not an address of this machine.
@@ -78,6 +84,7 @@ def listening(host: str, port: int) -> socket.socket:
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((host, port))
+        taken.listen()  # a second server could bind the port until then
     except OSError as error:
         taken.close()
         raise FinetuneError(

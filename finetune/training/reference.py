@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import hashlib
 import json
-import os
 import time
 import zipfile
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ from finetune.models.teacher import REFERENCE, compare_tokenizer, refuse_tokens_
 from finetune.planner import Plan
 from finetune.recipe import Model
 from finetune.recipe.references import BASE, START, other_model, reference_of
-from finetune.runs.run import Run
+from finetune.runs.run import Run, replacing
 from finetune.training.answers import answer_micro_batches, mismatched_batches, sum_logps
 from finetune.training.loop import epoch_of
 from finetune.training.startup_checks import libraries
@@ -320,7 +319,5 @@ def _read(path: Path, sizes: dict[str, int]) -> Numbers:
 def _write(path: Path, found: Numbers) -> None:
     """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("wb") as file:
+    with replacing(path) as scratch, scratch.open("wb") as file:
         np.savez(file, **found)  # type: ignore[arg-type]
-    scratch.replace(path)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from finetune.data.store import Documents, Rows
-from finetune.errors import FinetuneError
+from finetune.errors import reading
 from finetune.inference.sampling import Completion
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online, group_stds
 from finetune.rewards import Reward, names
+from finetune.runs.run import naming, replacing, write_whole
 
 NO_SPREAD = 1e-12
 """Standard deviation of a group's rewards below which the group gives no learning signal."""
@@ -212,9 +212,8 @@ class Watch:
 def write(path: Path, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> None:
     """Write a sampling that several steps train on, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     completions = sampled.completions
-    with scratch.open("wb") as file:
+    with replacing(path) as scratch, scratch.open("wb") as file:
         np.savez(
             file,
             prompts=sampled.prompts,
@@ -228,7 +227,6 @@ def write(path: Path, sampled: Sampled, of_tokens: dict[str, np.ndarray]) -> Non
             **({} if sampled.kls is None else {"kls": sampled.kls}),
             **{f"token_{name}": values for name, values in of_tokens.items()},
         )
-    scratch.replace(path)
 
 
 def read(path: Path) -> tuple[Sampled, dict[str, np.ndarray]]:
@@ -237,7 +235,10 @@ def read(path: Path) -> tuple[Sampled, dict[str, np.ndarray]]:
     Raises:
         FinetuneError: the file cannot be read.
     """
-    try:
+    with reading(
+        f"{path}: the completions of an unfinished sampling cannot be read",
+        "restore the file from a copy, or resume from an older checkpoint",
+    ):
         with np.load(path) as file:
             found = {name: file[name] for name in file.files}
         parts = np.split(found["ids"], np.cumsum(found["lengths"])[:-1])
@@ -247,11 +248,6 @@ def read(path: Path) -> tuple[Sampled, dict[str, np.ndarray]]:
         ]
         kept = (found[name] for name in ("scores", "rewards", "advantages"))
         sampled = Sampled(found["prompts"], completions, *kept, found.get("kls"))
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise FinetuneError(
-            f"{path}: the completions of an unfinished sampling cannot be read ({error}); restore "
-            "the file from a copy, or resume from an older checkpoint"
-        ) from None
     return sampled, {
         name.removeprefix("token_"): values
         for name, values in found.items()
@@ -264,15 +260,12 @@ def forget_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    kept = [line for line in lines if _step_of(line) < step]
-    scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    scratch.replace(path)
+    write_whole(path, "".join(f"{line}\n" for line in lines if _step_of(line) < step))
 
 
 def log(path: Path, step: int, shown: list[dict[str, Any]]) -> None:
     """Append completions of the sampling that starts at `step`."""
-    with path.open("a", encoding="utf-8") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.writelines(
             json.dumps({"step": step, **each}, ensure_ascii=False) + "\n" for each in shown
         )

@@ -6,19 +6,20 @@ has that template, and all other rows with the chosen one.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 from jinja2 import meta, nodes
 
-from finetune.data.chat.template_limits import limited
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.data.chat.template_limits import within_limits
+from finetune.data.chat.template_spans import compiled
+from finetune.errors import FinetuneError, did_you_mean, reading
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
 BUILT_IN = ("chatml", "plain")
@@ -26,11 +27,6 @@ TOOL_USE = "tool_use"
 """Name of the template that transformers uses for conversations with tools."""
 FROM_THE_ROW = {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"}
 """Template variables that a recipe cannot set."""
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
-    RuntimeError, AssertionError, NameError, SyntaxError, StopIteration,
-)  # fmt: skip
-"""Errors that a template raises: Jinja's own, and those of the Python code it compiles to."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +103,13 @@ def added_before(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     return list(ids[: next(starts, 0)])
 
 
+@lru_cache(maxsize=8)
+def fewest_tokens(tokenizer: "PreTrainedTokenizerFast") -> float:
+    """A lower bound for the tokens of each character of a text."""
+    # Unicode normalization merges at most four characters into one.
+    return 1 / (4 * max(map(len, tokenizer.get_vocab())))
+
+
 def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
     vocabulary = tokenizer.get_added_vocab()
     needed = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}[name]
@@ -176,14 +179,12 @@ def check_variables(templates: list[str], variables: Mapping[str, Any], where: s
 
 def template_variables(template: str) -> set[str]:
     """Variables that a template reads and does not set itself, except those from the row."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+    return within_limits(_read_variables, template)
 
-    try:
-        with limited():
-            tree = _compile_jinja_template(template).environment.parse(template)
-        read = meta.find_undeclared_variables(tree) - FROM_THE_ROW
-    except TEMPLATE_ERRORS as error:
-        raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
+
+def _read_variables(template: str) -> set[str]:
+    tree = compiled(template).parse(template)
+    read = meta.find_undeclared_variables(tree) - FROM_THE_ROW
     # A variable that a template sets without a test for its existence is local.
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
     asked = {
@@ -193,6 +194,39 @@ def template_variables(template: str) -> set[str]:
         and isinstance(test.node, nodes.Name)
     }
     return read - (stored - asked)
+
+
+def text_of_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] = (),
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    *,
+    header: bool = False,
+) -> str:
+    """A conversation as transformers renders it, by default with the tokenizer's own template.
+
+    With `header`, the text ends with the generation prompt.
+
+    Raises:
+        FinetuneError: the template refuses the conversation, or exceeds its limits.
+    """
+    values = {**tokenizer.special_tokens_map, **(variables or {}), "add_generation_prompt": header}
+    with reading("chat template: it refuses this conversation"):
+        chosen = tokenizer.get_chat_template(template, list(tools) or None)
+        return within_limits(_text_of_chat, chosen, list(messages), list(tools) or None, values)
+
+
+def _text_of_chat(
+    template: str, messages: list[Any], tools: list[Any] | None, values: dict[str, Any]
+) -> str:
+    from transformers import PreTrainedTokenizerBase
+
+    tokenizer: Any = PreTrainedTokenizerBase()  # without a vocabulary, which no template reads
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=template, tokenize=False, **values
+    )
 
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

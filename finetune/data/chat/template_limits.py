@@ -1,20 +1,27 @@
-"""Limit the time and memory that a chat template takes for a conversation.
+"""Evaluate chat templates in a process of their own, with limits of time and memory.
 
 A template is a program from an untrusted model: the sandbox blocks access to files and to Python
-internals, but not infinite loops or a text of ten gigabytes.
+internals, but not infinite loops or a text of ten gigabytes. Limits hold for a whole process: they
+are set in one that only evaluates templates, a fork that takes milliseconds when it is needed, or
+in one that only encodes rows.
 """
 
-import contextlib
 import functools
+import gc
 import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import jinja2
 
 from finetune.errors import FinetuneError
+from finetune.process.signals import SIGNALS
 
 SECONDS = 4.0
 """Seconds of CPU time per conversation; a long one takes a hundredth of a second."""
@@ -22,68 +29,153 @@ SECONDS = 4.0
 BYTES = 2 << 30
 """Bytes that one conversation may allocate in addition to what the process has."""
 
+IDLE_SECONDS = 30.0
+"""Seconds without a conversation after which the process ends."""
+
+TOO_SLOW = f"did not finish within {SECONDS:g} s of CPU time for this conversation"
+TOO_LARGE = (
+    f"takes too much memory for this conversation, more than {BYTES >> 30} GiB or what is free"
+)
+
 STATM = Path("/proc/self/statm")
 """Memory statistics of this process; the first number is its size in pages. Linux only."""
 
-
-class _Endless(Exception):
-    """A conversation exceeded its time limit."""
+T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Context manager that stops a template that takes too much time or memory.
+class _Endless(BaseException):
+    """A conversation exceeded its time limit; not an Exception, which Jinja's compiler catches."""
 
-    Has no effect if nested. Time is limited in the main thread only, where a signal can interrupt
-    the template.
+
+def within_limits(function: Callable[..., T], *arguments: Any) -> T:
+    """The result of a module's function that evaluates a chat template.
 
     Raises:
         FinetuneError: a limit was exceeded.
+        jinja2.TemplateError: the template refuses the arguments.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 0:
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, _end) if main else None
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = _most(soft)
-    try:
-        if most is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        if main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-        yield
-    except _Endless:
-        raise FinetuneError(
-            f"chat template: it did not finish within {SECONDS:g} s of CPU time for this "
-            "conversation; set model.chat_template to another one"
-        ) from None
-    except MemoryError:
-        raise FinetuneError(
-            "chat template: it takes too much memory for this conversation, more than "
-            f"{BYTES >> 30} GiB or what is free; set model.chat_template to another one"
-        ) from None
-    finally:
-        if main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
-        if most is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    templates = _templates(os.getpid())
+    return (_limited if templates.are_here else templates.call)(function, *arguments)
 
 
-def _most(soft: int) -> int | None:
-    """Limit of the address space for a conversation, in bytes; None to keep the current limit."""
-    pages = _pages(os.getpid())
-    if pages is None:
-        return None
-    most = int(os.pread(pages, 100, 0).split()[0]) * resource.getpagesize() + BYTES
-    return most if soft == resource.RLIM_INFINITY or most < soft else None
+def evaluate_here() -> None:
+    """Evaluate templates in this process from now on, which must only encode rows."""
+    _templates(os.getpid()).are_here = True
 
 
 @functools.cache
-def _pages(process: int) -> int | None:
-    """File descriptor of `STATM`, cached because opening it takes longer than a conversation."""
-    return os.open(STATM, os.O_RDONLY | os.O_CLOEXEC) if STATM.exists() else None
+def _templates(process: int) -> "_Templates":
+    """The templates of a process; its forks have others."""
+    return _Templates()
+
+
+class _Templates:
+    """The process that evaluates templates for this one, for one thread at a time."""
+
+    def __init__(self) -> None:
+        self.are_here = False
+        self._lock = threading.RLock()
+        self._link: Connection | None = None
+        self._id = 0
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        with self._lock:
+            try:
+                if self._link is None:
+                    self._link, self._id = _start()
+                self._link.send((function, arguments))
+                found = self._link.recv()
+            except BaseException as error:  # also Ctrl-C: the answer would be the next one's
+                status = self.end()
+                if not isinstance(error, EOFError | ConnectionError):
+                    raise
+                if status == 0:  # it was idle
+                    return self.call(function, *arguments)
+                ended = f"ended its process with status {status}, as when memory runs out"
+                found = _refusal(TOO_SLOW if status == -signal.SIGPROF else ended)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def end(self) -> int:
+        """End the process, if there is one; returns the status with which it ended."""
+        with self._lock:
+            if self._link is None:
+                return 0
+            self._link.close()
+            self._link = None
+            os.kill(self._id, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(self._id, 0)[1])
+
+
+def _start() -> tuple[Connection, int]:
+    # First, because another thread may be importing it when the process is forked.
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+    link, other = Pipe()
+    process = os.fork()
+    if not process:
+        _serve(other)
+    other.close()
+    return link, process
+
+
+def _serve(link: Connection) -> NoReturn:
+    """Evaluate what the parent process asks for, until it ends or asks no more."""
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        # A connection is closed when no process has it open.
+        os.closerange(3, link.fileno())
+        os.closerange(link.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        gc.freeze()  # or a collection would copy the parent's objects
+        evaluate_here()
+        while link.poll(IDLE_SECONDS):
+            function, arguments = link.recv()
+            try:
+                found = _limited(function, *arguments)
+            except (FinetuneError, jinja2.TemplateError) as error:
+                found = error
+            link.send(found)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _limited(function: Callable[..., T], *arguments: Any) -> T:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGVTALRM, _end)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (_most(soft), hard))
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, 2 * SECONDS)  # kills: one operation can take hours
+        return function(*arguments)
+    except _Endless:
+        raise _refusal(TOO_SLOW) from None
+    except MemoryError:
+        raise _refusal(TOO_LARGE) from None
+    except FinetuneError:
+        raise
+    except Exception as error:  # a template can raise anything
+        raise jinja2.TemplateError(str(error)) from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _most(soft: int) -> int:
+    """Limit of the address space for a conversation, in bytes."""
+    if not STATM.exists():
+        return soft
+    most = int(STATM.read_bytes().split()[0]) * resource.getpagesize() + BYTES
+    return most if soft == resource.RLIM_INFINITY else min(most, soft)
+
+
+def _refusal(problem: str) -> FinetuneError:
+    return FinetuneError(f"chat template: it {problem}; set model.chat_template to another one")
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -16,9 +16,12 @@ macros and in `{% set %}` blocks are not marked, because their text is not writt
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, meta, nodes
+
+from finetune.errors import reading
 
 Span = tuple[int, int]
 
@@ -38,6 +41,11 @@ class Marked:
     """Spans written for each message, by its index; messages without text are absent."""
     generations: list[Span]
     """Spans of the `{% generation %}` blocks."""
+    has_generation: bool
+    """Whether the template has `{% generation %}` blocks; False if one is inside a macro, whose
+    text is not written at that point."""
+    fixed_prompt: bool
+    """Whether the template writes the same generation prompt after every question."""
 
     def written(self, message: int) -> str:
         """The text that the template wrote for a message."""
@@ -60,11 +68,38 @@ class Marked:
         ]
 
 
+def mark(
+    template: str, messages: Sequence[dict[str, Any]], today: bool, variables: dict[str, Any]
+) -> Marked:
+    """Render a template with marks; see `MarkedTemplate.render`."""
+    return _marked(template).render(messages, today=today, **variables)
+
+
+@lru_cache(maxsize=16)
+def _marked(template: str) -> "MarkedTemplate":
+    return MarkedTemplate(template)
+
+
+def compiled(template: str) -> Environment:
+    """The sandbox in which transformers renders chats, with its filters and its generation tag.
+
+    Uses a private function (transformers 5.17 to 5.23), so that templates have exactly the same
+    restrictions as in transformers.
+
+    Raises:
+        FinetuneError: the template is not valid.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    with reading("chat template: it is not valid Jinja"):
+        return _compile_jinja_template(template).environment
+
+
 class MarkedTemplate:
     """A chat template that records which characters belong to which message."""
 
     def __init__(self, template: str) -> None:
-        environment = _chat_environment(template)
+        environment = compiled(template)
         tree = environment.parse(template)
         assert isinstance(tree, nodes.Template)
         self.fixed_prompt = _has_fixed_prompt(tree)
@@ -73,10 +108,6 @@ class MarkedTemplate:
         tree.body = marker.marked(tree.body)
         tree.set_environment(environment)
         self.has_generation = 0 < blocks == marker.generations
-        """Whether the template has `{% generation %}` blocks; False if one is inside a macro, whose
-        text is not written at that point."""
-        self.has_loops = marker.loops > 0
-        self.reads_the_date = "strftime_now" in template
         self._template = environment.from_string(tree)
 
     def render(
@@ -94,7 +125,9 @@ class MarkedTemplate:
         for piece in self._template.generate(messages=list(messages), **variables):
             pieces.append(piece)
             notes.length += len(piece)
-        return Marked("".join(pieces), notes.turns, notes.generations)
+        return Marked(
+            "".join(pieces), notes.turns, notes.generations, self.has_generation, self.fixed_prompt
+        )
 
 
 @dataclass
@@ -130,17 +163,6 @@ class _Notes:
 
 def _holds(value: Any, index: int) -> bool:
     return isinstance(value, list) and -len(value) <= index < len(value)
-
-
-def _chat_environment(template: str) -> Environment:
-    """The sandbox in which transformers renders chats, with its filters and its generation tag.
-
-    Uses a private function (transformers 5.17 to 5.23), so that templates have exactly the same
-    restrictions as in transformers.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    return _compile_jinja_template(template).environment
 
 
 class _Marker:

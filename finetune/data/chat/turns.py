@@ -5,16 +5,17 @@ it. A template with `{% generation %}` blocks marks its turns itself. If a turn 
 exactly, an error shows both texts. A template that leaves out parts of a message is refused.
 """
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 from finetune.data.chat.call_forms import forms, writes_as_python
-from finetune.data.chat.chat_templates import TEMPLATE_ERRORS, check_variables
+from finetune.data.chat.chat_templates import check_variables, text_of_chat
 from finetune.data.chat.messages import Message, without_key
 from finetune.data.chat.parts import (
     BESIDE_CALLS,
@@ -28,8 +29,8 @@ from finetune.data.chat.parts import (
     stray_marks,
     without_space,
 )
-from finetune.data.chat.template_limits import limited
-from finetune.data.chat.template_spans import Marked, MarkedTemplate, Span
+from finetune.data.chat.template_limits import within_limits
+from finetune.data.chat.template_spans import Marked, Span, mark
 from finetune.data.samples import Conversation, cut_to, with_message
 from finetune.errors import FinetuneError
 
@@ -100,9 +101,8 @@ class Turns:
         refusal: Exception | None = None
         for form, notes in forms(sample):
             try:
-                with self._within_limits():
-                    marked = self._marks.render(form.messages, today=today, **variables)
-            except TEMPLATE_ERRORS as error:
+                marked = self._marked(form, today, variables)
+            except jinja2.TemplateError as error:
                 refusal = refusal or error
                 continue
             if first is None:
@@ -118,14 +118,12 @@ class Turns:
             f"chat template: it refuses this conversation ({roles}): {refusal}"
         ) from None
 
-    @contextlib.contextmanager
-    def _within_limits(self) -> Iterator[None]:
-        """Limit the resources of a conversation; after `EXCEEDED` failures, fail at once."""
+    def _marked(self, form: Conversation, today: bool, variables: dict[str, Any]) -> Marked:
+        """Render within limits; after `EXCEEDED` conversations that exceed them, fail at once."""
         if len(self._exceeded) >= EXCEEDED:
             raise self._exceeded[-1]
         try:
-            with limited():
-                yield
+            return within_limits(mark, self.template, form.messages, today, variables)
         except FinetuneError as error:
             self._exceeded.append(error)
             raise
@@ -153,20 +151,16 @@ class Turns:
             return
         self._compared[shape] = seen + 1
         ours = rendered.marked.text
-        if self._marks.reads_the_date:
+        if "strftime_now" in self.template:
             ours = self.mark(sample, today=True).text
-        with self._within_limits():
-            theirs = self.tokenizer.apply_chat_template(
-                list(sample.messages),
-                tools=list(sample.tools) or None,
-                chat_template=self.template,
-                tokenize=False,
-                **{**self.variables, **sample.template_kwargs},
-            )
+        theirs = text_of_chat(
+            self.tokenizer, sample.messages, sample.tools, self.template,
+            {**self.variables, **sample.template_kwargs},
+        )  # fmt: skip
         if ours != theirs:
             raise FinetuneError(
                 "chat template: its assistant turns cannot be located; with marks it renders "
-                f"{excerpt(ours)}, without {excerpt(str(theirs))}"
+                f"{excerpt(ours)}, without {excerpt(theirs)}"
             )
 
     # What the template leaves out.
@@ -294,7 +288,7 @@ class Turns:
         if len(written) != 1:
             return [self._found_by_prompt(rendered, number)]
         start, end = written[0]
-        if not self._marks.has_generation:
+        if not marked.has_generation:
             start += self._header_length(rendered, number)
             return [(start, without_space(marked.text, start, end))]
         inside = [span for span in marked.generations if start <= span[0] and span[1] <= end]
@@ -349,7 +343,7 @@ class Turns:
         sample, turn = rendered.sample, rendered.marked.written(number)
         header = self.header
         after_question = number > 0 and sample.messages[number - 1]["role"] == "user"
-        if not (after_question and self._marks.fixed_prompt) or sample.template_kwargs:
+        if not (after_question and rendered.marked.fixed_prompt) or sample.template_kwargs:
             header = self._served_header(sample, number)
         if not header:
             if self._hidden_header and turn.lstrip().startswith(self._hidden_header):
@@ -395,14 +389,6 @@ class Turns:
         if asked.text != text and asked.text.startswith(text):
             return asked.text[len(text) :]
         return asked.tail if len(sample.messages) - 1 in asked.turns else None
-
-    @cached_property
-    def _marks(self) -> MarkedTemplate:
-        try:
-            with limited():  # Jinja evaluates constants at compile time
-                return MarkedTemplate(self.template)
-        except TEMPLATE_ERRORS as error:
-            raise FinetuneError(f"chat template: it is not valid Jinja: {error}") from None
 
     @cached_property
     def _special_tokens(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.process.signals import end_group
+
 FILE_BYTES, FILES = 2**20, 32
 """Maximum size of a file, and number of open files."""
 CHANGES = 256
@@ -85,9 +87,7 @@ def _told(program: str, limits: Limits) -> tuple[Any, bool]:
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_group(process)
         os.set_blocking(read, False)
         with contextlib.suppress(BlockingIOError):
             return json.loads(os.read(read, 65_536) or b"null"), late

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from finetune.data.chat.tools import written_arguments
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.evaluation.answers import Answer
 from finetune.evaluation.measures import Measure, of_scores
 from finetune.evaluation.metrics.metric import Metric, Row, Settings
@@ -86,10 +86,8 @@ def follows(value: Any, schema: Any) -> bool:
     import jsonschema
 
     kind = jsonschema.validators.validator_for(schema)
-    try:
+    with reading("--metrics json: not a JSON schema"):
         kind.check_schema(schema)
-    except (jsonschema.SchemaError, AttributeError, TypeError) as error:
-        raise FinetuneError(f"--metrics json: not a JSON schema: {error}") from None
     return bool(kind(schema).is_valid(value))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from finetune.cache import cache
+from finetune.runs.run import replacing
 
 COMPILERS = {".c": ("gcc", "clang", "cc"), ".cpp": ("g++", "clang++", "c++")}
 LANGUAGES = {".c": "C", ".cpp": "C++"}
@@ -80,9 +81,8 @@ def _made(
     _run([words[0], "-shared", str(unlinked), "-o", str(made), *libraries])
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        own = kept.with_name(f".{name}.{os.getpid()}")
-        shutil.copyfile(made, own)
-        own.replace(kept)
+        with replacing(kept) as own:
+            shutil.copyfile(made, own)
     except OSError:  # a full or read-only disk: this process can still use it
         return made
     return kept

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.planner.estimate import (
     advice,
     communication,
@@ -115,16 +115,16 @@ def _download(name: str, revision: str | None) -> Any:
     """
     # The import takes a third of a second and is only needed for names not found elsewhere.
     from huggingface_hub import constants, get_token, hf_hub_url
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    given = "give a folder with config.json, or a hub id"
+    with reading(f"model.name: no such folder: {name}; {given}"):
         validate_repo_id(name)
-    except HFValidationError:
-        raise FinetuneError(
-            f"model.name: no such folder: {name}; give a folder with config.json, or a hub id"
-        ) from None
-    try:
+    with reading(
+        f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, it "
+        "is not in the built-in table, and the hub did not provide it",
+        "name a local folder that has one, or give model.config",
+    ):
         if constants.HF_HUB_OFFLINE:
             raise OSError("HF_HUB_OFFLINE is set")
         url = hf_hub_url(name, "config.json", revision=revision)
@@ -133,20 +133,11 @@ def _download(name: str, revision: str | None) -> Any:
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
             return json.loads(answer.read())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error).split("\n")[0]
-        raise FinetuneError(
-            f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, "
-            f"it is not in the built-in table, and the hub did not provide it ({reason}); name a "
-            "local folder that has one, or give model.config"
-        ) from None
 
 
 def _config(path: Path) -> Any:
-    try:
+    with reading(f"{path}: cannot be read"):
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FinetuneError(f"{path}: cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise FinetuneError(f"{path}: got a {type(found).__name__}, expected an object with fields")
     return cast("dict[str, Any]", found)

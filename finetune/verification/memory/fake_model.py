@@ -19,7 +19,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import divide
 from finetune.distributed.mesh import MeshEngine
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.kernels.head import LabelledHead
 from finetune.kernels.quantised import Linear4bit, QuantState, matmul_4bit
 from finetune.models import model as models
@@ -135,7 +135,7 @@ def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
     """
     fields = {key: value for key, value in config.items() if key != "layer_types"}
     kind = fields.pop("model_type", None)
-    try:
+    with reading(f"--verify: model_type {kind!r}: transformers cannot read this config"):
         found = AutoConfig.for_model(kind, **fields)
         types = config.get("layer_types")
         # Fields with one entry per layer are shortened or repeated as well.
@@ -146,10 +146,6 @@ def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
         }
         attribute = found.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         return AutoConfig.for_model(kind, **(fields | lists | {attribute: layers}))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FinetuneError(
-            f"--verify: model_type {kind!r}: transformers cannot read this config: {error}"
-        ) from None
 
 
 def quantise(network: PreTrainedModel, plan: Plan) -> None:

@@ -4,6 +4,7 @@ Replacements for what this machine does not have are listed in notes.
 """
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -335,7 +336,7 @@ def _local(section: Iterable[Data], rows: int) -> tuple[Data, ...]:
                 return ()
         except FinetuneError:
             return ()
-        path = Path(data.source).expanduser()
+        path = Path(os.path.expanduser(data.source))
         source = str(path.resolve()) if path.exists() else data.source
         first = min(data.first or rows, rows)
         found.append(dataclasses.replace(data, source=source, first=first, repeat=1))
