@@ -308,7 +308,7 @@ UNUSUAL = {
     "duplicates": "duplicates",
     "history_thoughts": "with thoughts in earlier turns that the template leaves out",
     "tool_details": "with descriptions or values of tool parameters that the template leaves out",
-    "unserved": "whose last answer does not begin with the full generation prompt",
+    "unserved": "with an answer that does not begin with the full generation prompt",
     "call_ids": "with tool call ids that the template refuses, replaced",
     "markup_asked": "with special tokens of the template in the text of their prompts",
     "markup_said": "with special tokens of the template in the text of their answers",
