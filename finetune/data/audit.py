@@ -100,6 +100,7 @@ def count_rows(
         "by_source": [
             {
                 "source": data.source,
+                "revision": data.revision,
                 "format": data.format,
                 "samples": tally.samples,
                 "rows": len(members) // each,
