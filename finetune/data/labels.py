@@ -1,36 +1,10 @@
-"""Read sequences with a label: a class, several classes, or a number."""
+"""Read labels: a class, several classes, or a number."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from finetune.data.samples import Conversation, Labelled, Plain
-from finetune.data.values import Raw, RowProblem, finite, kind_of, list_of, shown
-
-SEQUENCES = ("messages", "prompt_completion", "text")
-"""Formats whose rows may have a label, the most specific first."""
-
-
-def reader(
-    formats: Mapping[str, tuple[tuple[str, ...], Callable[[Raw], Plain]]],
-) -> Callable[[Raw], Labelled]:
-    """Make a function that reads a row with a `label`.
-
-    Args:
-        formats: Columns of each kind of sequence, with the function that reads it.
-    """
-
-    def read(row: Raw) -> Labelled:
-        there = {column for column, value in row.items() if value is not None}
-        sequence = next(each(row) for columns, each in formats.values() if there >= {*columns})
-        if isinstance(sequence, Conversation) and sequence.untrained:
-            raise RowProblem(
-                f"message {min(sequence.untrained)} is marked as context only (weight or train), "
-                "but the score of the complete conversation is trained; leave the key out"
-            )
-        return Labelled(sequence, row["label"])
-
-    return read
+from finetune.data.values import RowProblem, finite, kind_of, list_of, shown
 
 
 def class_of(value: Any, names: Sequence[str], where: str = "label") -> int:
