@@ -15,7 +15,7 @@ from finetune.data.formats import (
     RowProblem,
     Sample,
     Text,
-    fitting_formats,
+    advice,
     read_row,
 )
 from finetune.data.samples import Conversations, Judged, Labelled, Pairs, Preference, Prompt
@@ -91,6 +91,35 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
     "sharegpt": ("sharegpt",
         turns(turn("system", "Be brief"), turn("human", "Hi"), turn("gpt", "Hello")),
         talk(BRIEF, *HELLO)),
+    "calls in a row": ("sharegpt",
+        turns(turn("human", "When?"), turn("gpt", "Both:"),
+            turn("function_call", '{"name": "time", "arguments": {"city": "Oslo"}}'),
+            turn("tool_call", '[{"name": "time", "arguments": {}}]'), turn("observation", "ten"),
+            turn("tool_response", "eleven"), turn("gpt", "Now")),
+        talk(user("When?"),
+            assistant("Both:",
+                tool_calls=[call("time", "call00000", city="Oslo"), call("time", "call00001")]),
+            result("ten", "call00000"), result("eleven", "call00001"), assistant("Now"))),
+    "calls and results by role, results in another order": ("messages",
+        messages(user("When?"), assistant("", tool_calls=[call("time", "a")]),
+            {"role": "tool_call", "content": json.dumps(call("time", "b"))},
+            {"role": "tool_response", "content": "eleven", "tool_call_id": "b"},
+            {"role": "tool_response", "content": "ten", "tool_call_id": "a"},
+            assistant("Now", weight=0)),
+        talk(user("When?"), assistant("", tool_calls=[call("time", "a"), call("time", "b")]),
+            result("ten", "a"), result("eleven", "b"), assistant("Now"),
+            untrained=frozenset({4}))),
+    "results whose ids are those of calls without": ("messages",
+        messages(user("Oslo?"), assistant("", tool_calls=[{"name": "time", "arguments": {}}]),
+            result("ten", "x"), assistant("Ten")),
+        talk(user("Oslo?"), assistant("", tool_calls=[call("time", "call00000")]),
+            result("ten", "call00000"), assistant("Ten"))),
+    "a thought that is there twice": ("messages",
+        messages(user("2+2?"), assistant("<think>\n2+2\n</think>\n\n4", reasoning_content="2+2")),
+        talk(user("2+2?"), assistant("4", reasoning_content="2+2", thinking="2+2"))),
+    "a preference of OpenAI": ("preference",
+        {"input": messages(user("Hi"), tools=[]), "preferred_output": [assistant("Hello")],
+            "non_preferred_output": [assistant("Go")]}, pair((user("Hi"),), "Hello", "Go")),
     "sharegpt with tools": ("sharegpt",
         turns(turn("human", "Oslo?"),
             turn("function_call", '{"name": "weather", "arguments": {"city": "Oslo"}}'),
@@ -274,8 +303,7 @@ PROBLEMS: list[tuple[str, Any, str]] = [
         "conversations[0].from is a list, expected text"),
     ("messages", {"messages": "Hi"}, "messages is text, expected a list"),
     ("messages", messages(turn("human", "Hi")),
-        "messages[0] has no 'role' (it has from, value); format 'sharegpt' reads 'from' and "
-        "'value'"),
+        "messages[0] has no 'role' (it has from, value)"),
     ("messages", messages({"role": "asistant", "content": "Hi"}),
         "messages[0] has role 'asistant'; did you mean 'assistant'? (known: system, developer, "
         "user, assistant, tool)"),
@@ -295,13 +323,37 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("messages", messages(user("", tool_calls=[{"name": "f", "arguments": {}}])),
         "messages[0] has tool_calls, which only an assistant makes"),
     ("sharegpt", turns(user("Hi")),
-        "conversations[0] needs 'from' and 'value', it has role, content; use format 'messages' "
-        "with columns={\"conversations\": \"messages\"}"),
+        "conversations[0] needs 'from' and 'value', it has role, content"),
+    ("sharegpt", turns(*HELLO),
+        "conversations[0] needs 'from' and 'value', it has role, content; format 'messages' would "
+        "fit with columns={\"conversations\": \"messages\"}"),
+    ("messages", messages(turn("human", "Hi"), turn("gpt", "Hello")),
+        "messages[0] has no 'role' (it has from, value); format 'sharegpt' would fit with "
+        "columns={\"messages\": \"conversations\"}"),
+    ("messages", messages(user("Hi"), turn("gpt", "Hello")),
+        "messages[1] has no 'role' (it has from, value)"),
+    ("kto", messages(*HELLO, label=None),
+        "format 'kto' needs 'label' (or 'kto_tag') and the columns of messages, sharegpt, "
+        "prompt_completion, alpaca, question_answer, the row has 'messages', 'label' (null)"),
+    ("messages", {"input": messages(user("Hi")), "preferred_output": [assistant("Hello")]},
+        "format 'messages' needs 'messages', the row has 'input', 'preferred_output'"),
+    ("messages", {"output": [assistant("Hello")]},
+        "format 'messages' needs 'messages', the row has 'output'"),
+    ("messages", messages({"role": "tool_calls", "content": "[]"}),
+        "messages[0] has role 'tool_calls' (known: system, developer, user, assistant, tool)"),
+    ("messages", messages(assistant("<think>\ntwo\n</think>\n4", reasoning_content="one")),
+        "messages[0] has reasoning_content and a thought in content with different texts; keep "
+        "one"),
+    ("messages", messages(assistant("", tool_calls=[call("time", "a")]), result("ten", "b")),
+        "message 1 (tool) has tool_call_id 'b', which names no call of the turn before it (a)"),
+    ("sharegpt", turns({"from": "gpt", "value": "Now", "weight": 0},
+            turn("function_call", '{"name": "time"}')),
+        "conversations[1] is in one turn with the message before it, but its weight differs"),
     ("sharegpt", turns({"from": "gpt", "value": "Hi", "role": "gpt", "content": "Go"}),
         "conversations[0] has 'value' and another 'content'; keep one of them"),
     ("sharegpt", turns(turn("humann", "Hi")),
         "conversations[0] is from 'humann'; did you mean 'human'? (known: human, user, gpt, "
-        "assistant, system, observation, tool, function_call)"),
+        "assistant, system, observation, tool, function_call, tool_call, tool_response)"),
     ("sharegpt", turns(turn("human", "Hi"), tools="none"),
         "tools is not JSON: Expecting value: line 1 column 1 (char 0)"),
     ("prompt_completion", {"prompt": "Hi", "completion": [assistant("Hello")]},
@@ -364,8 +416,8 @@ PROBLEMS: list[tuple[str, Any, str]] = [
         "column 'images' is not read by format 'sharegpt': only text is trained; to leave it "
         "out: columns={\"images\": null}"),
     ("alpaca", {"instruction": "Hi", "output": "Go", "label": "False"},
-        "column 'label' is not read by format 'alpaca': unwanted answers would be trained too; "
-        "format 'kto' reads it; to leave it out: columns={\"label\": null}"),
+        "column 'label' is not read by format 'alpaca': unwanted answers would be trained too; to "
+        "leave it out: columns={\"label\": null}; format 'kto' would fit"),
     ("messages", messages(user("Hi"), chosen=[assistant("Hello")], rejected=None),
         "column 'chosen' is not read by format 'messages': it belongs to a pair of answers, "
         "which methods such as 'dpo' learn from; to leave it out: columns={\"chosen\": null}"),
@@ -380,7 +432,7 @@ PROBLEMS: list[tuple[str, Any, str]] = [
         "with columns={\"dialog\": \"messages\"}"),
     ("messages", {"rejected": [user("Hi"), assistant("Go")]},
         "format 'messages' needs 'messages', the row has 'rejected'"),
-    ("messages", {"conversation": [turn("human", "Hi")]},
+    ("messages", {"conversation": [turn("human", "Hi"), turn("gpt", "Hello")]},
         "format 'messages' needs 'messages', the row has 'conversation'; format 'sharegpt' would "
         "fit with columns={\"conversation\": \"conversations\"}"),
     ("prompt_completion", {"prompt": "2+2=", "response": "4"},
@@ -400,14 +452,15 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("prompt_completion",
         {"prompt": [user("Hi"), assistant("Go", weight=1)], "completion": [assistant("a")]},
         "prompt[1] is marked as trained (weight or train), but a prompt is context; leave the "
-        "key out, or use format 'messages'"),
+        "key out"),
     ("alpaca", {"instruction": "Sum up", "context": "A, B", "response": "B"},
         "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction', 'context', "
         "'response'; format 'alpaca' would fit with columns={\"response\": \"output\", "
         "\"context\": \"input\"}"),
     ("preference", {"prompt": "Hi", "chosen": None, "rejected": "Go"},
-        "format 'preference' needs 'prompt' + 'chosen' + 'rejected' or 'chosen' + 'rejected', "
-        "the row has 'prompt', 'chosen' (null), 'rejected'"),
+        "format 'preference' needs 'prompt' + 'chosen' + 'rejected' or 'chosen' + 'rejected' or "
+        "'input' + 'preferred_output' + 'non_preferred_output', the row has "
+        "'prompt', 'chosen' (null), 'rejected'"),
     ("preference", {"prompt": "Hi", "chosen": "Hello", "rejected": [assistant("Go")]},
         "chosen is text and rejected is a list, expected two texts or two lists of messages"),
     ("preference", {"chosen": "Hi Hello", "rejected": "Hi Go"},
@@ -516,16 +569,17 @@ def test_a_row_that_does_not_fit_is_refused_with_the_reason(data_format, row, to
     assert str(error.value) == told
 
 
-def test_the_most_specific_format_is_suggested_and_none_that_ignores_what_a_row_means():
-    tree = {"message_tree_id": "a", "prompt": {}, "tree_state": "ready"}
-    assert fitting_formats(tree) == ["oasst"]
-    assert fitting_formats({"instruction": "a", "output": "b", "text": "ab"}) == ["alpaca"]
-    assert fitting_formats({"a": 1}) == []
-    assert fitting_formats({"messages": [], "label": True}) == ["kto"]
-    assert fitting_formats({"prompt": "a", "completion": "b", "label": False}) == ["kto"]
-    assert fitting_formats({"question": "a", "answer": "b", "images": ["c.png"]}) == []
-    assert fitting_formats({"text": "a", "code": "b"}) == []
-    assert fitting_formats({"text": "a", "label": 1}) == ["text"]
+def test_the_most_specific_format_is_advised_and_none_that_ignores_what_a_row_means():
+    fits = "; format '{}' would fit".format
+    tree = GOLDEN["oasst"][1] | {"tree_state": "ready"}
+    assert advice("messages", tree) == fits("oasst")
+    assert advice("messages", {"instruction": "a", "output": "b", "text": "ab"}) == fits("alpaca")
+    assert advice("messages", {"a": 1}) == advice("messages", {"messages": [], "label": True}) == ""
+    assert advice("alpaca", messages(*HELLO, label=True)) == fits("kto")
+    assert advice("text", {"prompt": "a", "completion": "b", "label": False}) == fits("kto")
+    assert advice("messages", {"question": "a", "answer": "b", "images": ["c.png"]}) == ""
+    assert advice("preference", {"text": "a"}) == ""
+    assert advice("messages", {"text": "a", "label": 1}) == fits("text")
 
 
 REAL = r"""

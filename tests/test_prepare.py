@@ -87,6 +87,7 @@ def test_rows_of_a_file_become_columns_in_its_order_and_are_counted(pairs, cache
         for column in prepared.train.row(number):
             rows.update(column.tobytes())
     of_source = {"truncated": 0, "eaten": 0, "unended": 0, "bad": 0, "columns_unread": {}}
+    of_source |= {"source": pairs, "revision": None, "format": "question_answer"}
     assert prepared.counts["train"] == own | dict.fromkeys(ZEROS.split(), 0) | {
         "sha256": rows.hexdigest(), "columns_unread": {}, "outside": [], "folders": [],
         "fixed_date": False, "first": {}, "documents": 6, "documents_per_row": 1, "labels": {},
@@ -94,7 +95,7 @@ def test_rows_of_a_file_become_columns_in_its_order_and_are_counted(pairs, cache
         "unread": [], "without_rows": [], "longest": int(lengths.max()),
         "longest_sample": int(lengths.max()), "mean_length": float(lengths.mean()),
         "filled": None, "roles": {"assistant": 6, "user": 6},
-        "by_source": [{"source": pairs, "format": "question_answer"} | own | of_source],
+        "by_source": [own | of_source],
     }  # fmt: skip
     assert len(prepared.eval) == prepared.counts["eval"]["rows"] == 0
 
@@ -714,6 +715,39 @@ def test_what_is_not_here_is_asked_of_the_hub_library(pairs, tmp_path):
     hub_gave = "is not a local file or folder, and the hub reports: "
     assert nowhere.startswith(f"data.source: 'nobody/nothing' {hub_gave}")
     assert no_split.startswith(f"data.source: '{tmp_path}' {hub_gave}Unknown split")
+
+
+PINNED = """
+from finetune.data.hub import hub_rows, hub_version
+from finetune.errors import FinetuneError
+from finetune.recipe import Data
+
+versions = set()
+for revision in (None, "v1", "a" * 40, "v2"):
+    data = Data("someone/chats", "text", revision=revision)
+    try:
+        print(revision, [row["text"] for row in hub_rows(data)])
+        versions.add(hub_version(data))
+    except FinetuneError as error:
+        print(error)
+print(len(versions))
+"""
+
+
+def test_a_revision_of_a_hub_data_set_is_read_from_the_cache_of_the_hub_without_a_network(tmp_path):
+    stored = tmp_path / "hf/hub/datasets--someone--chats"
+    for name, commit in (("main", "b" * 40), ("v1", "a" * 40)):
+        (stored / "refs").mkdir(parents=True, exist_ok=True)
+        (stored / "refs" / name).write_text(commit)
+        (stored / "snapshots" / commit).mkdir(parents=True)
+        write_rows(stored / "snapshots" / commit / "train.jsonl", [{"text": name}])
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
+    done = run_command([sys.executable, "-c", PINNED], tmp_path, env=variables)
+    assert done.status == 0, done.output
+    *read, absent, versions = done.stdout.splitlines()
+    assert read == ["None ['main']", "v1 ['v1']", f"{'a' * 40} ['v1']"]
+    assert absent.startswith("data.source: 'someone/chats' is not a local file or folder, and the")
+    assert versions == "2"
 
 
 def test_a_full_disk_or_a_file_as_cache_is_refused_and_nothing_half_written(tmp_path, cache):

@@ -33,6 +33,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import finetune as ft
 from finetune import catalog
+from finetune.data.labels import class_of
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.inference.scores import reward_model
 from finetune.rewards import Reward, functions
@@ -415,6 +417,15 @@ def test_a_finished_run_goes_on_with_its_head_for_the_same_labels_only(
 
 
 # What is refused.
+
+
+def test_labels_are_read_by_name_only_where_a_name_is_a_number():
+    stars, poles = ["1", "2.0", "3"], ["neg", "pos"]
+    assert [class_of(value, stars) for value in (1, "1", 2, "2.0", 3.0)] == [0, 0, 1, 1, 2]
+    assert [class_of(value, poles) for value in ("pos", 1, "1", 1.0)] == [1] * 4
+    with pytest.raises(RowProblem, match=r"label is 0, expected one of .* \('1', '2.0', '3'\)$"):
+        class_of(0, stars)
+
 
 BAD_LABELS: dict[str, tuple[str, Any, str]] = {
     "another class": (SINGLE, "angry", "label is 'angry', expected one of"),

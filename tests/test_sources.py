@@ -175,6 +175,21 @@ def test_the_card_of_a_data_set_names_its_splits_and_subsets(tmp_path):
         names(subset="small")
 
 
+def test_subsets_are_named_by_folders_or_by_files(tmp_path):
+    write_files(tmp_path, ["a/train.jsonl", "a/test.jsonl", "b/rows.jsonl"])
+    card = "---\nconfigs:\n- {config_name: a, data_dir: a}\n- {config_name: b, "
+    for other in ("data_dir: b}", "data_files: b/*}"):
+        (tmp_path / "README.md").write_text(card + other + "\n---\n")
+        found = {n: find_source(Data(str(tmp_path), "text", subset=n)).files for n in "ab"}
+        assert found == {"a": (tmp_path / "a/train.jsonl",), "b": (tmp_path / "b/rows.jsonl",)}
+        with pytest.raises(FinetuneError, match=r"has the subsets a, b in its README.md, got none"):
+            find_source(Data(str(tmp_path), "text"))
+    with pytest.raises(
+        FinetuneError, match=r"data.revision: .* has no revisions, .*; leave it out"
+    ):
+        find_source(Data(str(tmp_path), "text", subset="a", revision="main"))
+
+
 def test_a_folder_without_the_split_names_what_it_has(tmp_path):
     write_files(tmp_path, ["a.jsonl", "test.jsonl"])
     with pytest.raises(FinetuneError) as error:
@@ -234,7 +249,7 @@ def test_a_file_has_no_splits(tmp_path):
     source = write_rows(tmp_path / "test.jsonl", PAIRS)
     for name in (source, str(tmp_path / "*.jsonl")):
         assert find_source(Data(name, "text")).files == (tmp_path / "test.jsonl",)
-        with pytest.raises(FinetuneError, match=r"data.split: .*, got split='test'; leave it out"):
+        with pytest.raises(FinetuneError, match=r"data.split: .*, got 'test'; leave it out, or"):
             find_source(Data(name, "text", split="test"))
         with pytest.raises(FinetuneError, match=r"data.subset: .*, got 'a'; leave it out"):
             find_source(Data(name, "text", subset="a"))

@@ -516,7 +516,56 @@ def test_an_answer_that_lacks_what_the_prompt_opens_is_counted():
     chat = chat_of(opens)
     plain = row_of(user("Hi"), says("Hello"))
     thinks = row_of(user("Hi"), says("Hello"), user("Hi"), says("<think>\nfast</think>Hello"))
-    assert counted(chat, plain, thinks) == {"unserved": "1 1"}
+    bare = row_of(user("Hi"), says("<think>\nfast</think>Hello"))
+    assert counted(chat, bare) == {}
+    assert counted(chat, plain, thinks) == {"unserved": "2 1"}
+
+
+RESPONSE = "{% macro response(r) %}<|out|>{{ r }}<|end|>{% endmacro %}"
+LOOKING_AHEAD = (
+    "{% for m in messages %}{% if m.role != 'tool' %}"
+    "{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>{% else %}"
+    "{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }} " + ARGUMENTS + "<|end|>"
+    "{% endfor %}"
+    "{% for r in m.tool_responses or [] %}<|out|>{{ r.name }} {{ r.response }}<|end|>{% endfor %}"
+    "{% set ns = namespace(done=not m.tool_calls) %}"
+    "{% for k in range(loop.index0 + 1, messages | length) %}"
+    "{% if messages[k].role != 'tool' %}{% set ns.done = true %}{% elif not ns.done %}"
+    "{{ response(messages[k].content) }}{% endif %}{% endfor %}"
+    "{{ m.content }}{{ '<|outs|>' if m.content }}{% endif %}{% endif %}{% endfor %}"
+)  # fmt: skip
+IN_ONE_MACRO = (
+    "{% macro rest(at) %}{% for k in range(at, messages | length) %}"
+    "{% if messages[k].role != 'tool' %}{% break %}{% endif %}{{ response(messages[k].content) }}"
+    "{% endfor %}{% endmacro %}"
+)
+CALLED = '<|call|>get_weather {"city": "Oslo"}<|end|>'
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_results_that_a_template_writes_inside_the_turn_of_a_call_are_not_trained(hidden):
+    template = RESPONSE + LOOKING_AHEAD
+    if hidden:
+        start = template.index("{% set ns = namespace")
+        end = template.index("{{ m.content }}{{ '<|outs|>'")
+        after = "{{ rest(loop.index) if m.tool_calls }}"
+        template = (
+            RESPONSE + IN_ONE_MACRO + template[len(RESPONSE) : start] + after + template[end:]
+        )
+    chat = chat_of(template, *DEEPSEEK_TOKENS)
+    twice = [call({"city": "Oslo"}), call({"city": "Oslo"}, "abcdef124")]
+    sample = sample_of(
+        user("Weather"), says("", tool_calls=twice), result("rain"), result("rain", "abcdef124"),
+        says("", tool_calls=twice[:1]), result("cold"), says("cold rain"),
+    )  # fmt: skip
+    assert said(chat, sample) == [CALLED * 2, CALLED, "cold rain<|outs|>"]
+
+
+def test_results_in_a_message_of_the_assistant_are_not_trained():
+    chat = chat_of(RESPONSE + LOOKING_AHEAD, *DEEPSEEK_TOKENS)
+    native = [{"name": "get_weather", "response": "rain"}]
+    calls = says("cold rain", tool_calls=[call({"city": "Oslo"})], tool_responses=native)
+    assert said(chat, sample_of(user("Weather"), calls)) == [CALLED, "cold rain<|outs|>"]
 
 
 @pytest.mark.parametrize("template", [CHATML, NUMBERS, MEASURED, IN_A_MACRO, PROMPT_IN_THE_LOOP])

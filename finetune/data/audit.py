@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.columns import columns_hint, guess
 from finetune.data.encode import Encoded
+from finetune.data.formats import advice
 from finetune.data.store import Rows, digest, documents_of_rows
 from finetune.data.tally import COUNTED, Tally
 from finetune.errors import one_of
@@ -100,6 +100,7 @@ def count_rows(
         "by_source": [
             {
                 "source": data.source,
+                "revision": data.revision,
                 "format": data.format,
                 "samples": tally.samples,
                 "rows": len(members) // each,
@@ -279,10 +280,9 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
         more = f" and {len(named) - 12:,} more" if len(named) > 12 else ""
         yield f"columns that the format does not read: {', '.join(named[:12])}{more}"
     for each in counts.get("by_source", ()):
-        instead = guess(dict.fromkeys(["text", *each.get("columns_unread", ())], ""))
-        if each["format"] == "text" and instead is not None and "text" in instead[1]:
-            alone = f"{each['source']}: format 'text' trains only the column 'text'"
-            yield f"{alone}; {columns_hint(*instead)}"
+        instead = advice("text", dict.fromkeys(["text", *each.get("columns_unread", ())], "x"))
+        if each["format"] == "text" and '"text"' in instead:
+            yield f"{each['source']}: format 'text' trains only the column 'text'{instead}"
 
 
 def _shown(name: str) -> str:
@@ -308,7 +308,7 @@ UNUSUAL = {
     "duplicates": "duplicates",
     "history_thoughts": "with thoughts in earlier turns that the template leaves out",
     "tool_details": "with descriptions or values of tool parameters that the template leaves out",
-    "unserved": "whose last answer does not begin with the full generation prompt",
+    "unserved": "with an answer that does not begin with the full generation prompt",
     "call_ids": "with tool call ids that the template refuses, replaced",
     "markup_asked": "with special tokens of the template in the text of their prompts",
     "markup_said": "with special tokens of the template in the text of their answers",

@@ -1,13 +1,16 @@
 """Find columns that a format must not ignore, and guess the format that fits a row."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from finetune.data.chat.messages import NOT_TEXT
 from finetune.data.values import Raw, is_given
 
-PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
+PREFERENCES = (
+    "chosen", "rejected", "rejected_response", "rejected_messages",
+    "preferred_output", "non_preferred_output",
+)  # fmt: skip
 PROMPTS = (
     "instruction", "question", "prompt", "query", "problem", "input", "inputs", "text", "user",
     "human", "task_description",
@@ -28,11 +31,8 @@ PAIRS = {
     "alpaca": ("instruction", "output"),
 }
 """Formats of a prompt and an answer, with the names of these two columns."""
-TURNS = {
-    ("role", "content"): ("messages", "messages"),
-    ("from", "value"): ("sharegpt", "conversations"),
-}
-"""Keys of a turn, with the format that reads them and the format's column."""
+TURNS = {"messages": "messages", "sharegpt": "conversations"}
+"""Formats of a list of turns, with the name of its column."""
 
 
 def verdict(value: Any) -> bool | None:
@@ -43,14 +43,6 @@ def verdict(value: Any) -> bool | None:
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
-def _is_verdict(value: Any) -> bool:
-    return verdict(value) is not None
-
-
-def _is_filled_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 def _is_partial_weight(value: Any) -> bool:
     try:
         return float(value) != 1
@@ -58,22 +50,16 @@ def _is_partial_weight(value: Any) -> bool:
         return False
 
 
-def _is_refusal(value: Any) -> bool:
-    """Whether a flag marks a row as not trained."""
-    words = ("false", "0", "no")
-    return value.strip().lower() in words if isinstance(value, str) else value in (False, 0)
-
-
-Check = Callable[[Any], bool]
-
-MEANING: dict[str, tuple[Check, str]] = {
+MEANING: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(NOT_TEXT, (is_given, "only text is trained")),
     **dict.fromkeys(
         PREFERENCES,
         (is_given, "it belongs to a pair of answers, which methods such as 'dpo' learn from"),
     ),
-    "label": (_is_verdict, "unwanted answers would be trained too; format 'kto' reads it"),
-    "kto_tag": (_is_verdict, "unwanted answers would be trained too; format 'kto' reads it"),
+    **dict.fromkeys(
+        ("label", "kto_tag"),
+        (lambda value: verdict(value) is not None, "unwanted answers would be trained too"),
+    ),
     "history": (is_given, "earlier turns would be lost"),
     "system": (is_given, "the system prompt would be lost"),
     "system_prompt": (is_given, 'use columns={"system_prompt": "system"}'),
@@ -83,14 +69,21 @@ MEANING: dict[str, tuple[Check, str]] = {
     "chat_template_kwargs": (is_given, "the template's variables would be lost"),
     **dict.fromkeys(
         ("reasoning_content", "thinking"),
-        (_is_filled_text, "the reasoning would be lost; format 'messages' reads it in a message"),
+        (
+            lambda value: isinstance(value, str) and bool(value.strip()),
+            "the reasoning would be lost; format 'messages' reads it in a message",
+        ),
     ),
     **dict.fromkeys(
         ("weight", "loss_weight", "sample_weight"),
         (_is_partial_weight, "every row has the same weight; a source has `repeat` and `weight`"),
     ),
     **dict.fromkeys(
-        ("train", "trainable", "train_turn"), (_is_refusal, "rows with false would be trained too")
+        ("train", "trainable", "train_turn"),
+        (
+            lambda value: verdict(value) is False or str(value).strip().lower() == "no",
+            "rows with false would be trained too",
+        ),
     ),
 }
 """Columns that change the meaning of a row: a check of the value, and what ignoring it would do."""
@@ -110,21 +103,20 @@ def ignored_meaning(name: str, row: Raw, read: frozenset[str]) -> str | None:
     return None
 
 
-def guess(row: Raw, wanted: str = "") -> tuple[str, dict[str, str | None]] | None:
-    """Guess the format and `columns` that would read a row, by its column names; None if none fit.
+def guesses(row: Raw, wanted: str) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """Yield formats and `columns` that might read a row, by the names of its columns.
 
     Args:
         wanted: The preferred format.
     """
     columns = [column for column, value in row.items() if value is not None]
     for column in columns:
-        for keys, (name, ours) in TURNS.items():
-            if column not in MEANING and _is_list_of(row[column], keys):
-                return name, {} if column == ours else {column: ours}
+        if isinstance(row[column], list) and column not in MEANING:
+            yield from ((name, {column: ours}) for name, ours in TURNS.items())
     answer = next((name for name in ANSWERS if name in columns), None)
     prompt = next((name for name in PROMPTS if name in columns and name != answer), None)
     if answer is None or prompt is None:
-        return None
+        return
     context = next((n for n in CONTEXTS if n in columns and n not in (prompt, answer)), None)
     name = wanted if wanted in PAIRS else "question_answer"
     if context is not None and name == "question_answer":
@@ -134,21 +126,7 @@ def guess(row: Raw, wanted: str = "") -> tuple[str, dict[str, str | None]] | Non
         named[context] = "input"
     taken = {ours for ours in named.values() if ours in row and ours not in named}
     changed = {theirs: ours for theirs, ours in named.items() if theirs != ours}
-    return name, changed | dict.fromkeys(sorted(filter(None, taken)))
-
-
-def _is_list_of(value: Any, keys: tuple[str, ...]) -> bool:
-    """Whether a value is a non-empty list of objects that all have the keys."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(each, Mapping) and each.keys() >= set(keys) for each in value)
-    )
-
-
-def columns_hint(name: str, columns: Mapping[str, str | None]) -> str:
-    """Advice to use a format with `columns`."""
-    return f"format '{name}' would fit with columns={json.dumps(columns)}"
+    yield name, changed | dict.fromkeys(sorted(filter(None, taken)))
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str | None]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TypeGuard
 import numpy as np
 
 from finetune.data.chat.chat_templates import fewest_tokens
-from finetune.data.chat.messages import LOST, OF_CALLS, Message, further_keys
+from finetune.data.chat.messages import LOST, OF_CALLS, further_keys
 from finetune.data.chat.render import Chat
 from finetune.data.example import Example
 from finetune.data.formats import read_row, unread_columns
@@ -21,6 +21,7 @@ from finetune.data.samples import (
     Plain,
     Prompt,
     Sample,
+    answers,
     as_kind,
     sequences_of,
 )
@@ -145,9 +146,10 @@ class Encoder:
                 tally.columns.update(self._unread_keys(sequence))
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
+        given = [said for said in map(answers, sequences) if False in said]
         if not isinstance(sample, Prompt):
-            tally.note("empty", place, any(map(_is_empty, sequences)))
-        tally.note("empty_turns", place, any(map(_has_empty_turn, sequences)))
+            tally.note("empty", place, any(True not in said for said in given))
+        tally.note("empty_turns", place, any(True in said for said in given))
         for name in self._markup(sample):
             tally.note(name, place)
         batch = dataclasses.replace(self.recipe.batch, max_length=self.recipe.encoded_length)
@@ -277,39 +279,6 @@ def _texts_of(sequence: Plain, answer: bool = False) -> list[tuple[str, str]]:
             return parts if answer else [("prompt", sequence.prompt), *parts]
         case _:
             return [("text", sequence.text)]
-
-
-def _trained_messages(sample: Conversation) -> list[Message]:
-    """The trained messages."""
-    return [
-        message
-        for number, message in enumerate(sample.messages)
-        if message["role"] == "assistant"
-        and number >= sample.given
-        and number not in sample.untrained
-    ]
-
-
-def _is_empty(sample: Plain) -> bool:
-    """Whether every assistant turn is empty."""
-    match sample:
-        case Conversation():
-            trained = _trained_messages(sample)
-            return bool(trained) and not any(
-                m["content"].strip() or "tool_calls" in m for m in trained
-            )
-        case Completion():
-            return not sample.completion.strip()
-        case _:
-            return not sample.text.strip()
-
-
-def _has_empty_turn(sample: Plain) -> bool:
-    """Whether some, but not all, trained answers are empty."""
-    if not isinstance(sample, Conversation):
-        return False
-    empty = [not m["content"].strip() and "tool_calls" not in m for m in _trained_messages(sample)]
-    return any(empty) and not all(empty)
 
 
 def _digests(row: tuple[Columns, ...]) -> list[int]:

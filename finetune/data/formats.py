@@ -1,5 +1,7 @@
 """Data formats by name; each has a function that converts a row of a file to a sample."""
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,13 +19,11 @@ from finetune.data.chat.messages import (
 )
 from finetune.data.columns import (
     ANSWERS,
-    columns_hint,
-    guess,
+    guesses,
     ignored_meaning,
     rename,
     verdict,
 )
-from finetune.data.labels import SEQUENCES, reader
 from finetune.data.preferences import (
     read_alpaca_preference,
     read_hh,
@@ -32,18 +32,25 @@ from finetune.data.preferences import (
     read_ranked_all,
     read_ranked_best,
     read_sharegpt_preference,
+    refuse_trained_prompt,
 )
 from finetune.data.prompts import read_prompt
 from finetune.data.samples import (
     CONVERSATION,
+    READ_AS,
     Completion,
     Conversation,
     Conversations,
     Judged,
+    Labelled,
+    Plain,
     Sample,
     Text,
+    answers,
     conversation_of,
     instruction_of,
+    refuse_beside_text,
+    sequences_of,
 )
 from finetune.data.values import (
     Raw,
@@ -107,7 +114,14 @@ def find_format(name: str) -> Format:
 
 
 def read_row(name: str, row: Any) -> Sample | None:
-    """Convert a row to a sample; None if the format skips it. Raises RowProblem."""
+    """Convert a row to a sample; None if the format skips it. Raises RowProblem, with advice."""
+    try:
+        return _read(name, row)
+    except RowProblem as problem:
+        raise RowProblem(f"{problem}{advice(name, row)}") from None
+
+
+def _read(name: str, row: Any) -> Sample | None:
     data_format = find_format(name)
     if isinstance(row, Unreadable):
         raise RowProblem(row.problem)
@@ -142,44 +156,49 @@ def _reads(name: str, columns: tuple[str, ...]) -> tuple[tuple[str, ...], frozen
     return find_format(name).needed(columns), find_format(name).reads(columns)
 
 
-def fitting_formats(row: Raw) -> list[str]:
-    """Names of the formats that read a row without loss, the most specific first."""
-    there = {column for column, value in row.items() if value is not None}
-    fits: dict[str, int] = {}
-    for name, data_format in FORMATS.items():
-        needed = data_format.needed(there)
-        whole = ignored_meaning(name, row, data_format.reads(there)) is None
-        if name == "text" and there.intersection(ANSWERS):
-            continue  # it would train the question and not the answer
-        if name in ("labelled", "prompts"):
-            continue  # other methods would lose the label, or train no answer
-        if name == "hh" and not isinstance(row["chosen"] if needed else None, str):
-            continue
-        if needed and whole:
-            fits[name] = len(needed)
-    return sorted(fits, key=lambda name: (-fits[name], name))
-
-
 def _missing_columns(name: str, row: Raw) -> str:
     needed = find_format(name).needs or " or ".join(
         " + ".join(f"'{c}'" for c in each) for each in find_format(name).columns
     )
     nulls = (f"'{name}'" + " (null)" * (value is None) for name, value in row.items())
-    got = ", ".join(nulls) or "no columns"
-    fitting = [f"format '{each}' would fit" for each in fitting_formats(row)[:1]]
-    instead = "".join(f"; {each}" for each in fitting or _fitting_names(name, row))
-    return f"format '{name}' needs {needed}, the row has {got}{instead}"
+    return f"format '{name}' needs {needed}, the row has {', '.join(nulls) or 'no columns'}"
 
 
-def _fitting_names(wanted: str, row: Raw) -> list[str]:
-    """Advice to read a row with renamed columns, if a format then reads it without loss."""
-    guessed = guess(row, wanted)
-    if guessed is None:
-        return []
-    name, columns = guessed
-    named = rename(row, columns)
-    lost = ignored_meaning(name, named, find_format(name).reads(named))
-    return [columns_hint(name, columns)] if lost is None else []
+def advice(wanted: str, row: Any) -> str:
+    """Advice to read a row with another format or other names, which was tried; empty if none is.
+
+    It gives what methods that take the wanted format also take, trains an answer to something,
+    and leaves no other answer out.
+    """
+    if not isinstance(row, Mapping):
+        return ""
+    there = {column for column, value in row.items() if value is not None}
+    complete = {name: len(each.needed(there)) for name, each in FORMATS.items()}
+    names = sorted(filter(complete.get, complete), key=lambda name: (-complete[name], name))
+    for name, columns in [*((name, {}) for name in names), *guesses(row, wanted)]:
+        try:
+            named = rename(row, columns)
+            sample = _read(name, named)
+        except (RowProblem, KeyError):
+            continue
+        fits = find_format(name).gives in READ_AS[find_format(wanted).gives]
+        if sample is None or not fits or {*unread_columns(name, named)}.intersection(ANSWERS):
+            continue
+        if all(map(_is_answered, sequences_of(sample))):
+            with_columns = f" with columns={json.dumps(columns)}" if columns else ""
+            return f"; format '{name}' would fit{with_columns}"
+    return ""
+
+
+def _is_answered(sequence: Plain) -> bool:
+    """Whether a trained answer follows something that is asked; true for texts."""
+    if isinstance(sequence, Conversation):
+        turns = enumerate(sequence.messages)
+        asked = [n for n, turn in turns if turn["role"] == "user" and turn["content"].strip()]
+        first = asked[0] if asked else len(sequence.messages)
+        sequence = dataclasses.replace(sequence, given=max(sequence.given, first))
+    asks = not isinstance(sequence, Completion) or bool(sequence.prompt.strip())
+    return asks and any(answers(sequence))
 
 
 # The formats.
@@ -205,12 +224,8 @@ def read_question_answer(row: Raw) -> Conversation:
 def read_prompt_completion(row: Raw) -> Conversation | Completion:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        lost = next((name for name in CONVERSATION if is_given(row.get(name))), None)
-        if lost is not None:
-            raise RowProblem(
-                f"column '{lost}' belongs to a conversation, but prompt and completion are bare "
-                "text; write it into the prompt, or give two lists of messages"
-            )
+        instead = "write it into the prompt, or give two lists of messages"
+        refuse_beside_text(row, "prompt and completion are bare text", instead)
         return Completion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RowProblem(
@@ -218,11 +233,7 @@ def read_prompt_completion(row: Raw) -> Conversation | Completion:
             "expected two texts or two lists of messages"
         )
     given = messages_of(prompt, "prompt")
-    if given.wanted:
-        raise RowProblem(
-            f"prompt[{min(given.wanted)}] is marked as trained (weight or train), but a prompt is "
-            "context; leave the key out, or use format 'messages'"
-        )
+    refuse_trained_prompt(given)
     answer = messages_of(completion, "completion")
     messages = with_call_ids([*given.messages, *answer.messages])
     untrained = frozenset(number + len(given.messages) for number in answer.untrained)
@@ -261,7 +272,10 @@ def read_oasst(row: Raw) -> Conversation | None:
         if not isinstance(node, Mapping) or node.get("role") not in roles:
             raise RowProblem(f"message {len(messages)} of the tree has no role in {list(roles)}")
         messages.append({"role": roles[node["role"]], "content": text_of(node, "text")})
-        replies = [_reply(reply) for reply in list_of(node.get("replies") or [], "replies")]
+        replies = list_of(node.get("replies") or [], "replies")
+        wrong = next((kind_of(reply) for reply in replies if not isinstance(reply, Mapping)), None)
+        if wrong is not None:
+            raise RowProblem(f"replies contain {wrong}, expected messages")
         replies = [reply for reply in replies if not reply.get("deleted")]
         if not replies:
             break
@@ -280,11 +294,26 @@ def read_kto(row: Raw) -> Judged:
             raise RowProblem(f"{name} is {shown(row[name])}, expected true or false")
     if len(set(wanted.values())) > 1:
         raise RowProblem("label and kto_tag contradict each other; keep one of them")
-    there = {column for column, value in row.items() if value is not None}
-    base = next(name for name in JUDGED if find_format(name).needed(there))
-    answer = FORMATS[base].read(row)
+    answer = _read_base(row, JUDGED)
     assert isinstance(answer, Conversation | Completion)
     return Judged(answer, any(wanted.values()))
+
+
+def read_labelled(row: Raw) -> Labelled:
+    sequence = _read_base(row, SEQUENCES)
+    assert isinstance(sequence, Plain)
+    if isinstance(sequence, Conversation) and sequence.untrained:
+        raise RowProblem(
+            f"message {min(sequence.untrained)} is marked as context only (weight or train), "
+            "but the score of the complete conversation is trained; leave the key out"
+        )
+    return Labelled(sequence, row["label"])
+
+
+def _read_base(row: Raw, names: tuple[str, ...]) -> Sample | None:
+    """Read a row without its label, as the first format that has its columns."""
+    there = {column for column, value in row.items() if value is not None}
+    return next(FORMATS[name].read(row) for name in names if FORMATS[name].needed(there))
 
 
 def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
@@ -295,12 +324,6 @@ def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
     return conversation_of(row, Turns(turns))
 
 
-def _reply(reply: Any) -> Raw:
-    if not isinstance(reply, Mapping):
-        raise RowProblem(f"replies contain {kind_of(reply)}, expected messages")
-    return reply
-
-
 def _rank(reply: Raw) -> float:
     rank = reply.get("rank")
     if rank is not None and not isinstance(rank, int | float):
@@ -309,9 +332,14 @@ def _rank(reply: Raw) -> float:
 
 
 PAIR = ("chosen", "rejected")
+OPENAI = ("input", "preferred_output", "non_preferred_output")
+"""Columns of OpenAI's form of pairs."""
 
 JUDGED = ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answer")
 """Formats that may have a label that says whether the answer is wanted."""
+
+SEQUENCES = ("messages", "prompt_completion", "text")
+"""Formats that may have a label to learn, the most specific first."""
 
 EXCHANGE = (*CONVERSATION, "history")
 COMPARED = (*CONVERSATION, "margin")
@@ -339,7 +367,9 @@ FORMATS["kto"] = Format(
     gives="judged",
 )
 FORMATS |= {
-    "preference": Format((("prompt", *PAIR), PAIR), read_preference, COMPARED, gives="pairs"),
+    "preference": Format(
+        (("prompt", *PAIR), PAIR, OPENAI), read_preference, COMPARED, gives="pairs"
+    ),
     "sharegpt_preference": Format(
         (("conversations", *PAIR),), read_sharegpt_preference, COMPARED, gives="pairs"
     ),
@@ -352,7 +382,7 @@ FORMATS |= {
     "hh": Format((PAIR,), read_hh, ("margin",), gives="pairs"),
     "labelled": Format(
         tuple((*columns, "label") for name in SEQUENCES for columns in FORMATS[name].columns),
-        reader({name: (FORMATS[name].columns[0], FORMATS[name].read) for name in SEQUENCES}),
+        read_labelled,
         CONVERSATION,
         gives="labelled",
     ),

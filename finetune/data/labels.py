@@ -1,58 +1,33 @@
-"""Read sequences with a label: a class, several classes, or a number."""
+"""Read labels: a class, several classes, or a number."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
-from finetune.data.samples import Conversation, Labelled, Plain
-from finetune.data.values import Raw, RowProblem, finite, kind_of, list_of, shown
-
-LONGEST = 20
-"""Digits of a text that is too long for the number of a class."""
-SEQUENCES = ("messages", "prompt_completion", "text")
-"""Formats whose rows may have a label, the most specific first."""
-
-
-def reader(
-    formats: Mapping[str, tuple[tuple[str, ...], Callable[[Raw], Plain]]],
-) -> Callable[[Raw], Labelled]:
-    """Make a function that reads a row with a `label`.
-
-    Args:
-        formats: Columns of each kind of sequence, with the function that reads it.
-    """
-
-    def read(row: Raw) -> Labelled:
-        there = {column for column, value in row.items() if value is not None}
-        sequence = next(each(row) for columns, each in formats.values() if there >= {*columns})
-        if isinstance(sequence, Conversation) and sequence.untrained:
-            raise RowProblem(
-                f"message {min(sequence.untrained)} is marked as context only (weight or train), "
-                "but the score of the complete conversation is trained; leave the key out"
-            )
-        return Labelled(sequence, row["label"])
-
-    return read
+from finetune.data.values import RowProblem, finite, kind_of, list_of, shown
 
 
 def class_of(value: Any, names: Sequence[str], where: str = "label") -> int:
-    """Index of a class that is given by its name or its index.
+    """Index of a class that is given by its name, or by its index if no name is a number.
 
     Raises:
         RowProblem: the value is neither.
     """
     if isinstance(value, bool):
         value = "true" if value else "false"
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int | str) and str(value).strip() in names:
-        return list(names).index(str(value).strip())
-    number = _whole(value)
-    if number is not None and 0 <= number < len(names):
-        return number
+    text = str(value).strip() if isinstance(value, int | float | str) else ""
+    number, numbers = _number(text), list(map(_number, names))
+    if text in names:
+        return list(names).index(text)
+    if number is not None and number in numbers:
+        return numbers.index(number)
+    by_index = numbers.count(None) == len(names)
+    if by_index and number in range(len(names)):
+        return int(text.partition(".")[0])
     known = ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
+    or_number = f" or its number, 0 to {len(names) - 1}" * by_index
     raise RowProblem(
-        f"{where} is {shown(value)}, expected one of the recipe's labels ({known}) or its number, "
-        f"0 to {len(names) - 1}"
+        f"{where} is {shown(value)}, expected one of the recipe's labels ({known}){or_number}"
     )
 
 
@@ -89,7 +64,5 @@ def number_of(value: Any) -> float:
     return finite(value, "label")
 
 
-def _whole(value: Any) -> int | None:
-    if isinstance(value, str) and value.strip().isdecimal():
-        return int(value) if len(value) < LONGEST else None
-    return value if isinstance(value, int) else None
+def _number(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"[+-]?\d+(\.\d+)?", text) else None

@@ -15,19 +15,19 @@ from finetune.data.chat.messages import (
     with_call_ids,
 )
 from finetune.data.samples import (
-    CONVERSATION,
     Completion,
     Conversation,
     Pairs,
     Preference,
+    answers,
     conversation_of,
     instruction_of,
+    refuse_beside_text,
 )
 from finetune.data.values import (
     Raw,
     RowProblem,
     finite,
-    is_given,
     kind_of,
     list_of,
     shown,
@@ -42,8 +42,12 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 def read_preference(row: Raw) -> Preference:
     """Read three texts, three lists of messages, or two lists that begin with the same prompt.
 
-    A single message counts as a list of one.
+    A single message counts as a list of one. In OpenAI's form the prompt is in `input`.
     """
+    if row.get("preferred_output") is not None:
+        given = row["input"] if isinstance(row["input"], Mapping) else {"messages": row["input"]}
+        answers = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
+        row = {**row, **given, **answers, "prompt": given.get("messages")}
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     texts = [isinstance(each, str) for each in (chosen, rejected)]
     if any(texts) and not all(texts):
@@ -59,7 +63,7 @@ def read_preference(row: Raw) -> Preference:
     }
     if isinstance(prompt, list):
         given = messages_of(prompt, "prompt")
-        _refuse_trained_prompt(given)
+        refuse_trained_prompt(given)
         return _joined(row, given, answers)
     shared = _shared(answers)
     if isinstance(prompt, str) and not any(each["content"] == prompt for each in shared):
@@ -174,15 +178,11 @@ def _of_texts(row: Raw) -> Preference:
             "chosen and rejected are texts without a prompt, so it is unknown where the prompt "
             "ends; give it in a column 'prompt', or use format 'hh' for dialogues as text"
         )
-    lost = next((name for name in CONVERSATION if is_given(row.get(name))), None)
-    if lost is not None:
-        raise RowProblem(
-            f"column '{lost}' belongs to a conversation, but prompt, chosen and rejected are bare "
-            "text; use format 'alpaca_preference' with "
-            'columns={"prompt": "instruction"}, or give lists of messages'
-        )
+    instead = 'use format \'alpaca_preference\' with columns={"prompt": "instruction"}'
+    instead += ", or give lists of messages"
+    refuse_beside_text(row, "prompt, chosen and rejected are bare text", instead)
     prompt = text_of(row, "prompt")
-    _refuse_empty_or_equal({name: row[name].strip() for name in ("chosen", "rejected")}, _is_text)
+    _refuse_empty_or_equal({name: row[name].strip() for name in ("chosen", "rejected")}, bool)
     chosen, rejected = (Completion(prompt, row[name]) for name in ("chosen", "rejected"))
     return Preference(chosen, rejected, _margin(row))
 
@@ -198,7 +198,7 @@ def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
     for name, turns in answers.items():
         ends[name] = turns.messages[skipped:]
         _refuse_wrong_roles(prompt, ends[name], name, skipped)
-    _refuse_empty_or_equal({name: _bare(each) for name, each in ends.items()}, _has_text)
+    _refuse_empty_or_equal({name: _bare(each) for name, each in ends.items()}, _has_answer)
     chosen, rejected = (
         _conversation(row, given, ends[name], answers[name], skipped) for name in answers
     )
@@ -269,7 +269,7 @@ def _refuse_wrong_roles(
         )
 
 
-def _refuse_trained_prompt(given: Turns) -> None:
+def refuse_trained_prompt(given: Turns) -> None:
     if given.wanted:
         raise RowProblem(
             f"prompt[{min(given.wanted)}] is marked as trained (weight or train), but a prompt is "
@@ -285,24 +285,17 @@ def _refuse_empty_or_equal(answers: Mapping[str, Any], says: Callable[[Any], boo
         raise RowProblem(EQUAL)
 
 
-def _is_text(answer: str) -> bool:
-    return bool(answer)
-
-
-def _has_text(answer: list[Message]) -> bool:
-    turns = [each for each in answer if each["role"] == "assistant"]
-    return any(each["content"].strip() or "tool_calls" in each for each in turns)
+def _has_answer(end: list[Message]) -> bool:
+    return any(answers(Conversation(tuple(end))))
 
 
 def _bare(messages: tuple[Message, ...]) -> list[Message]:
     """Messages without tool call ids, which were assigned to each list separately."""
-    bare: list[Message] = []
-    for message in messages:
-        kept = {key: value for key, value in message.items() if key != "tool_call_id"}
-        if "tool_calls" in kept:
-            calls = list_of(kept["tool_calls"], "tool_calls")
-            kept["tool_calls"] = [
-                {key: value for key, value in call.items() if key != "id"} for call in calls
-            ]
-        bare.append(kept)
-    return bare
+    return [
+        {
+            key: [{**call, "id": None} for call in value] if key == "tool_calls" else value
+            for key, value in message.items()
+            if key != "tool_call_id"
+        }
+        for message in messages
+    ]

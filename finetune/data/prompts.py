@@ -5,7 +5,14 @@ import json
 from typing import Any
 
 from finetune.data.chat.messages import Turns, messages_of
-from finetune.data.samples import CONVERSATION, Completion, Conversation, Prompt, conversation_of
+from finetune.data.samples import (
+    CONVERSATION,
+    Completion,
+    Conversation,
+    Prompt,
+    conversation_of,
+    refuse_beside_text,
+)
 from finetune.data.values import Raw, RowProblem, kind_of
 
 ANSWER = "answer"
@@ -35,7 +42,9 @@ def read_prompt(row: Raw) -> Prompt:
         if not row[name].strip():
             raise RowProblem(f"{name} is empty")
         if name != "question":
-            _refuse_conversation_columns(row, name)
+            instead = "write it into the prompt, give a list of messages, or name the text a "
+            instead += f'question: columns={{"{name}": "question"}}'
+            refuse_beside_text(row, f"{name} is bare text", instead)
             return Prompt(Completion(row[name], ""), columns)
     asked = [{"role": "user", "content": row[name]}] if name == "question" else row[name]
     turns = messages_of(asked, name)
@@ -52,16 +61,6 @@ def read_prompt(row: Raw) -> Prompt:
         raise RowProblem(f"{name} has no message that the assistant could answer")
     conversation = conversation_of(row, Turns(messages), len(messages))
     return Prompt(conversation, columns)
-
-
-def _refuse_conversation_columns(row: Raw, name: str) -> None:
-    lost = next((each for each in CONVERSATION if row.get(each)), None)
-    if lost is not None:
-        raise RowProblem(
-            f"column '{lost}' belongs to a conversation, but {name} is bare text; write it into "
-            f'the prompt, give a list of messages, or name the text a question: columns={{"{name}":'
-            ' "question"}'
-        )
 
 
 def context_columns(asked: Conversation | Completion) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.data.chat.messages import Message, Turns
 from finetune.data.chat.tools import template_kwargs_of, tools_of
-from finetune.data.values import Raw, RowProblem, text_if_given
+from finetune.data.values import Raw, RowProblem, is_given, text_if_given
 from finetune.recipe import Kind
 
 CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs")
@@ -171,6 +171,23 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
             return (sample,)
 
 
+def answers(sample: Plain) -> list[bool]:
+    """Whether there is something in each answer of a sequence that is trained."""
+    match sample:
+        case Conversation():
+            return [
+                bool(message["content"].strip()) or "tool_calls" in message
+                for number, message in enumerate(sample.messages)
+                if message["role"] == "assistant"
+                and number >= sample.given
+                and number not in sample.untrained
+            ]
+        case Completion():
+            return [bool(sample.completion.strip())]
+        case Text():
+            return [bool(sample.text.strip())]
+
+
 def cut_to(sample: Conversation, messages: int) -> Conversation:
     """The first messages of a conversation."""
     return dataclasses.replace(sample, messages=sample.messages[:messages])
@@ -195,6 +212,13 @@ def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:
             untrained = frozenset(number + 1 for number in untrained)
             given += given > 0
     return Conversation(messages, tools_of(row), given, untrained, template_kwargs_of(row))
+
+
+def refuse_beside_text(row: Raw, what: str, instead: str) -> None:
+    """Refuse columns that only a conversation has, in a row of bare text."""
+    lost = next((name for name in CONVERSATION if is_given(row.get(name))), None)
+    if lost is not None:
+        raise RowProblem(f"column '{lost}' belongs to a conversation, but {what}; {instead}")
 
 
 def _repeats_system(system: str, messages: tuple[Message, ...]) -> bool:

@@ -150,11 +150,8 @@ def find_source(data: Data) -> Source:
     """Find the files of a section; raises FinetuneError if there are none."""
     _check_columns(data)
     source = _found(data)
-    if data.stream and source.files:
-        raise FinetuneError(
-            f"data.stream: {data.source} is local, and local files are always read piece by piece; "
-            "leave it out"
-        )
+    if source.files:
+        _refuse(data, "a local source", "stream", "revision")
     return source
 
 
@@ -185,19 +182,19 @@ def _found(data: Data) -> Source:
         return _globbed(data)
     path = Path(os.path.expanduser(data.source))
     if (path / "dataset_dict.json").is_file():
-        _refuse_subset(data, "a saved data set")
+        _refuse(data, "a saved data set", "subset")
         path = _saved_split(path, data.split)
         return Source(data, _saved_files(path) or tuple(sorted(path.glob("*.arrow"))))
     saved = _saved_files(path)
     if saved is not None:
-        _refuse_split(data, "a single saved split")
+        _refuse(data, "a single saved split", "split", "subset")
         return Source(data, saved)
     if path.is_dir():
         return _folder(data, path)
     if path.is_file():
         if kind_of_file(path) is None:
             raise FinetuneError(f"data.source: {why_not_read(path)}")
-        _refuse_split(data, "a file")
+        _refuse(data, "a file", "split", "subset")
         return Source(data, (path,))
     known = kind_of_file(path) is not None
     if known or path.is_absolute() or not HUB_NAME.fullmatch(data.source):
@@ -213,7 +210,7 @@ def _globbed(data: Data) -> Source:
         what = f"matches {len(found)} paths, but no file that can be read{why}"
         what += "; name a folder, or use ** for the files in folders" * any(map(Path.is_dir, found))
         raise FinetuneError(f"data.source: '{data.source}' {what if found else 'matches nothing'}")
-    _refuse_split(data, "a pattern of files")
+    _refuse(data, "a pattern of files", "split", "subset")
     inside = {parent for file in (*files, *unread) for parent in file.parents}
     folders = tuple(p for p in found if p.is_dir() and p not in inside and any(p.iterdir()))
     return Source(data, files, unread, folders=folders)
@@ -268,22 +265,14 @@ def _saved_files(path: Path) -> tuple[Path, ...] | None:
     return tuple(path / name for name in names)
 
 
-def _refuse_split(data: Data, what: str) -> None:
-    """Refuse `split` and `subset` for a source that has neither."""
-    if data.split != "train":
-        raise FinetuneError(
-            f"data.split: {data.source} is {what}, and all of its rows are read, got "
-            f"split='{data.split}'; leave it out, or name the file of that split"
-        )
-    _refuse_subset(data, what)
-
-
-def _refuse_subset(data: Data, what: str) -> None:
-    if data.subset is not None:
-        raise FinetuneError(
-            f"data.subset: {data.source} is {what} and has no subsets, got '{data.subset}'; leave "
-            "it out"
-        )
+def _refuse(data: Data, what: str, *names: str) -> None:
+    """Refuse fields that a source has no use for."""
+    for name, value in {name: getattr(data, name) for name in names}.items():
+        if value not in (None, False, "train"):
+            raise FinetuneError(
+                f"data.{name}: {data.source} is {what} and has no {name}s, got {value!r}; leave it "
+                "out" + ", or name the file of that split" * (name == "split")
+            )
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

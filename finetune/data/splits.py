@@ -32,20 +32,17 @@ def splits_of(folder: Path, files: Sequence[Path], subset: str | None) -> Splits
     Raises:
         FinetuneError: README.md cannot be read, or the folder does not have the subset.
     """
-    configured = _configured(folder, subset)
-    if configured is not None:
+    config = _configured(folder, subset)
+    inside = folder / str(config.get("data_dir") or "")
+    if config.get("data_files"):
         known = {path.resolve(): path for path in files}
         found = {
-            name: sorted({known[p] for p in _matches(folder, patterns) if p in known})
-            for name, patterns in configured.items()
+            name: sorted({known[p] for p in _matches(inside, patterns) if p in known})
+            for name, patterns in _patterns(config["data_files"]).items()
         }
         return {name: paths for name, paths in found.items() if paths}
-    if subset is not None:
-        raise FinetuneError(
-            f"data.subset: {folder} has no subsets (no `configs` in its README.md), got "
-            f"'{subset}'; leave it out, or name a folder in it as data.source"
-        )
-    names = {path: path.relative_to(folder).as_posix() for path in files}
+    files = [path for path in files if path.is_relative_to(inside)]
+    names = {path: path.relative_to(inside).as_posix() for path in files}
     sharded = {path: match[1] for path in files if (match := SHARD.fullmatch(names[path]))}
     if sharded:
         return _grouped((split, path) for path, split in sharded.items())
@@ -61,7 +58,7 @@ def splits_of(folder: Path, files: Sequence[Path], subset: str | None) -> Splits
         for split, words in KEYWORDS.items()
         if _has(words, path.name, behind=BORDER)
     )
-    return in_folders or in_names or {"train": list(files)}
+    return in_folders or in_names or ({"train": files} if files else {})
 
 
 def choose(folder: Path, splits: Splits, split: str, outside: Sequence[Path] = ()) -> list[Path]:
@@ -108,26 +105,22 @@ def _grouped(pairs: Iterable[tuple[str, Path]]) -> Splits:
 # README.md.
 
 
-def _configured(folder: Path, subset: str | None) -> dict[str, list[str]] | None:
-    """File patterns by split from the front matter of the data set card; None without `configs`."""
-    configs = [each for each in _front_matter(folder) if each.get("data_files")]
-    if not configs:
-        return None
-    names = [str(each.get("config_name", "default")) for each in configs]
-    if subset is not None:
-        chosen = [each for each, name in zip(configs, names, strict=True) if name == subset]
-    else:
-        chosen = [
-            each
-            for each, name in zip(configs, names, strict=True)
-            if name == "default" or each.get("default") or len(configs) == 1
-        ]
+def _configured(folder: Path, subset: str | None) -> dict[str, Any]:
+    """The subset's entry in the front matter of the data set card; empty without `configs`."""
+    configs = [e for e in _front_matter(folder) if e.get("data_files") or e.get("data_dir")]
+    if not configs and subset is None:
+        return {}
+    named = {str(each.get("config_name", "default")): each for each in configs}
+    default = [each for each in configs if each.get("default") or len(configs) == 1]
+    chosen = named.get(subset or "default") or next(iter(default if subset is None else ()), None)
     if not chosen:
-        got = "none" if subset is None else f"'{subset}'{did_you_mean(subset, names)}"
+        there = f"the subsets {', '.join(named)}" if named else "no subsets (no `configs`)"
+        got = "none" if subset is None else f"'{subset}'{did_you_mean(subset, named)}"
+        instead = "" if named else "; leave it out, or name a folder in it as data.source"
         raise FinetuneError(
-            f"data.subset: {folder} has the subsets {', '.join(names)} in its README.md, got {got}"
+            f"data.subset: {folder} has {there} in its README.md, got {got}{instead}"
         )
-    return _patterns(chosen[0])
+    return chosen
 
 
 def _front_matter(folder: Path) -> list[dict[str, Any]]:
@@ -146,21 +139,18 @@ def _front_matter(folder: Path) -> list[dict[str, Any]]:
     return [dict(each) for each in configs if isinstance(each, Mapping)]
 
 
-def _patterns(config: dict[str, Any]) -> dict[str, list[str]]:
-    files, folder = config["data_files"], config.get("data_dir")
+def _patterns(files: Any) -> dict[str, list[str]]:
+    """File patterns by split, from one of the three forms of `data_files`."""
     if isinstance(files, Mapping):
         given = dict(files)
     elif isinstance(files, list) and all(isinstance(each, Mapping) for each in files):
         given = {str(each.get("split", "train")): each.get("path", []) for each in files}
     else:
         given = {"train": files}
-    listed = {
+    return {
         name: [patterns] if isinstance(patterns, str) else list(patterns)
         for name, patterns in given.items()
     }
-    if folder is None:
-        return listed
-    return {name: [f"{folder}/{each}" for each in patterns] for name, patterns in listed.items()}
 
 
 def _matches(folder: Path, patterns: Sequence[str]) -> Iterable[Path]:

@@ -1,7 +1,7 @@
 """Count what happened to the rows of a source."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Tally:
     tool_details: int = 0
     """Samples with tools of whose parameters the template leaves out descriptions or values."""
     unserved: int = 0
-    """Samples whose last answer does not begin with the full generation prompt of serving."""
+    """Samples with an answer that does not begin with the full generation prompt of serving."""
     call_ids: int = 0
     """Samples whose tool call ids the template rejects, so they were replaced."""
     markup_asked: int = 0
@@ -77,9 +77,7 @@ class Tally:
         self.columns.update(other.columns)
 
 
-COUNTED = (
-    "samples", "passed_over", "untrained", "dropped", "truncated", "eaten", "tied", "split",
-    "overlong", "empty", "bad", "empty_turns", "history_thoughts", "unserved", "call_ids",
-    "markup_asked", "markup_said", "no_bos", "two_bos", "unasked", "tool_details",
-)  # fmt: skip
+COUNTED = [
+    each.name for each in fields(Tally) if each.default == 0 and each.name != "longest_sample"
+]
 """Fields of a tally that are summed over all sources."""

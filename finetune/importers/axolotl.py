@@ -265,15 +265,16 @@ def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, An
         else:
             reason = f"only {shown(listed[0])}: name each file as a source, or their folder"
             job.say(f"{at}.data_files", "no counterpart", reason)
-    if "name" in values:
-        data["subset"] = text(values["name"])
-        job.say(f"{at}.name", "translated", f"subset={shown(values['name'])}")
+    for theirs, ours in (("name", "subset"), ("revision", "revision")):
+        if theirs in values:
+            data[ours] = text(values[theirs])
+            job.say(f"{at}.{theirs}", "translated", f"{ours}={shown(values[theirs])}")
     if "split" in values:
         _split(job, f"{at}.split", text(values["split"]), data)
     if "ds_type" in values:
         job.say(f"{at}.ds_type", "not needed", "derived from the file extension")
     _format(job, at, values, data)
-    read = ("path", "data_files", "name", "split", "ds_type")
+    read = ("path", "data_files", "name", "revision", "split", "ds_type")
     for inner in values:
         if inner not in read and f"{at}.{inner}" not in job.outcomes:
             job.say(

@@ -126,6 +126,8 @@ class Data(metaclass=Checked):
     """How a row becomes a sample: `messages`, `sharegpt`, `alpaca`, `text`, ..."""
     subset: str | None = None
     """Configuration name of a hub data set, or of a folder whose README.md has `configs`."""
+    revision: Text | None = None
+    """Branch, tag or commit of a hub data set."""
     split: str = "train"
     """Split of a hub data set, or of a folder by the hub's naming rules."""
     columns: dict[str, str | None] = Field(default_factory=dict)

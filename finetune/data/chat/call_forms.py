@@ -54,23 +54,19 @@ def writes_as_python(sample: Conversation, text: str) -> bool:
 
 def _with_fitting_ids(sample: Conversation) -> Conversation | None:
     """Replace ids that are not nine letters and digits; None if there are none."""
-    ids = [call.get("id") for message in sample.messages for call in message.get("tool_calls", ())]
-    ids += [message.get("tool_call_id") for message in sample.messages]
+    calls = [call for message in sample.messages for call in message.get("tool_calls", ())]
+    ids = [*(each["id"] for each in calls), *(each.get("tool_call_id") for each in sample.messages)]
     there = dict.fromkeys(each for each in ids if isinstance(each, str))
     free = (f"call{number:05d}" for number in range(100_000))
     free = (each for each in free if each not in there)
     new = {each: each if CALL_ID.fullmatch(each) else next(free) for each in there}
     if all(old == each for old, each in new.items()):
         return None
-    messages = []
-    for message in sample.messages:
-        message = dict(message)
+    messages = [dict(message) for message in sample.messages]
+    for message in messages:
         if message.get("tool_call_id") in new:
             message["tool_call_id"] = new[message["tool_call_id"]]
         if "tool_calls" in message:
-            message["tool_calls"] = [
-                {**call, "id": new.get(call.get("id"), call.get("id"))}
-                for call in message["tool_calls"]
-            ]
-        messages.append(message)
+            made = message["tool_calls"]
+            message["tool_calls"] = [{**c, "id": new.get(c["id"], c["id"])} for c in made]
     return dataclasses.replace(sample, messages=tuple(messages))

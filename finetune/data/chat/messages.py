@@ -6,13 +6,18 @@ Content is text, arguments are objects, every tool call has an id, and no value 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from finetune.data.chat.tools import calls_of, keys_of_call, sharegpt_calls, without_call_key
-from finetune.data.values import RowProblem, is_given, kind_of, list_of, text_of
+from finetune.data.chat.parts import divided
+from finetune.data.chat.tools import calls_in, calls_of, keys_of_call, without_call_key
+from finetune.data.values import RowProblem, is_given, kind_of, list_of, shown, text_of
 from finetune.errors import did_you_mean
 
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+CALLING = ("function_call", "tool_call")
+"""Roles of a message that consists of calls, which are part of a turn of the assistant."""
+RESULTS = ("function", "tool_response")
+"""Other names of the role `tool`."""
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -21,6 +26,7 @@ SHAREGPT_ROLES = {
     "system": "system",
     "observation": "tool",
     "tool": "tool",
+    **{role: role for role in (*CALLING, "tool_response")},
 }
 REASONING = ("reasoning_content", "reasoning", "thinking")
 FLAGS = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_weight")
@@ -74,16 +80,32 @@ def sharegpt_turns(value: Any, where: str) -> Turns:
 def _turns(values: list[Any], where: str, read: Any) -> Turns:
     if not values:
         raise RowProblem(f"{where} is empty")
-    messages, flags = list[Message](), dict[int, bool]()
+    messages, places = list[Message](), list[str]()
     for index, raw in enumerate(values):
         place = f"{where}[{index}]"
         message = read(raw, place)
-        trained = _is_trained(message, place)
-        if trained is not None:
-            flags[index] = trained
-        messages.append(message)
+        calls = raw.get("role") in CALLING or raw.get("from") in CALLING
+        if calls and messages and messages[-1]["role"] == "assistant":
+            messages[-1] = _joined(messages[-1], message, place)
+        else:
+            messages.append(message)
+            places.append(place)
+    read_flags = map(_is_trained, messages, places)
+    flags = {n: trained for n, trained in enumerate(read_flags) if trained is not None}
     wanted = frozenset(index for index, trained in flags.items() if trained)
     return Turns(with_call_ids(messages), frozenset(flags) - wanted, wanted)
+
+
+def _joined(before: Message, calls: Message, where: str) -> Message:
+    """A turn of the assistant with calls that follow as a message of their own."""
+    both = [*before.get("tool_calls", ()), *calls["tool_calls"]]
+    given = {key: value for key, value in calls.items() if value} | {"tool_calls": both}
+    for key in {*before, *FLAGS} - {"tool_calls"}:
+        if before.get(key) != calls.get(key) and (key in FLAGS or (before[key] and key in given)):
+            raise RowProblem(
+                f"{where} is in one turn with the message before it, but its {key} differs"
+            )
+    return before | given
 
 
 def _message(raw: Any, where: str) -> Message:
@@ -93,17 +115,18 @@ def _message(raw: Any, where: str) -> Message:
     if not isinstance(raw, Mapping):
         raise RowProblem(f"{where} is {kind_of(raw)}, expected an object with role and content")
     if "role" not in raw:
-        hint = "; format 'sharegpt' reads 'from' and 'value'" if "from" in raw else ""
-        raise RowProblem(f"{where} has no 'role' (it has {', '.join(raw)}){hint}")
+        raise RowProblem(f"{where} has no 'role' (it has {', '.join(raw)})")
     message = {key: value for key, value in raw.items() if value is not None}
     role = raw["role"]
-    if role == "function":  # the older name of the role `tool`
-        role = message["role"] = "tool"
+    if role in (*RESULTS, *CALLING):
+        role = message["role"] = "tool" if role in RESULTS else "assistant"
     if role not in ROLES:
-        close = did_you_mean(str(role), ROLES)
+        close = did_you_mean(str(role), ROLES[:-1])
         raise RowProblem(f"{where} has role '{role}'{close} (known: {', '.join(ROLES)})")
     calling = next((key for key in ("tool_calls", "function_call") if message.get(key)), None)
     calls = calls_of(message, where)
+    if raw["role"] in CALLING and not calls:
+        calls, message["content"] = calls_in(message.get("content"), where), ""
     if calls and role != "assistant":
         raise RowProblem(f"{where} has {calling}, which only an assistant makes")
     message["content"] = _content(message.get("content", "" if calls else None), where, role)
@@ -154,7 +177,7 @@ def _check_keys(message: Message, where: str) -> None:
 
 
 def _with_reasoning(message: Message, where: str) -> Message:
-    """Store a thought under both names that templates read."""
+    """Store a thought under both names that templates read, and only there."""
     given = {key: message[key] for key in REASONING if message.get(key)}
     if not given:
         return message
@@ -163,6 +186,8 @@ def _with_reasoning(message: Message, where: str) -> Message:
         raise RowProblem(f"{where}.{key} is {kind_of(thought)}, expected text")
     if message["role"] != "assistant":
         raise RowProblem(f"{where} has {key}, which only an assistant has")
+    inside, message["content"] = divided(message["content"])
+    given["a thought in content"] = thought if inside in ("", thought.strip()) else inside
     for other, text in given.items():
         if text != thought:
             raise RowProblem(f"{where} has {key} and {other} with different texts; keep one")
@@ -247,44 +272,47 @@ def _check_flags(part: Mapping[str, Any], where: str, role: str) -> None:
 
 
 def with_call_ids(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Assign ids to tool calls without one, and the same ids to the results that follow.
+    """Assign ids to tool calls without one, and put the results that follow in their order.
 
     Ids are nine letters and digits, because Mistral's templates accept no others.
+    Raises RowProblem for a result with the id of none of these calls.
     """
-    count, waiting, result = 0, list[str](), list[Message]()
+    count, named, result = 0, True, list[Message]()
+    ids, waiting = list[Any](), list[Any]()
     for message in messages:
+        at = len(result)
         if "tool_calls" in message:
-            calls = []
-            for call in message["tool_calls"]:
-                calls.append({"id": f"call{count:05d}", **call})
-                count += 1
-            waiting = [call["id"] for call in calls]
+            calls = message["tool_calls"]
+            named = all("id" in call for call in calls)
+            calls = [{"id": f"call{n:05d}", **call} for n, call in enumerate(calls, count)]
             message = {**message, "tool_calls": calls}
-        elif message["role"] == "tool":
-            if waiting:
-                message = {"tool_call_id": waiting[0], **message}
-            waiting = [call for call in waiting if call != message.get("tool_call_id")]
-        result.append(message)
+            count += len(calls)
+            ids = waiting = [call["id"] for call in calls]
+        elif message["role"] == "tool" and ids:
+            own = message.get("tool_call_id")
+            if waiting and (not own or not (named or own in ids)):
+                own = waiting[0]
+                message = {**message, "tool_call_id": own}
+            if named and own and own not in ids:
+                told = f"message {at} (tool) has tool_call_id {shown(own)}, which names no call of"
+                raise RowProblem(f"{told} the turn before it ({', '.join(map(str, ids))})")
+            waiting = [call for call in waiting if call != own]
+            later = ids[ids.index(own) + 1 :] if own in ids else []
+            while later and result[at - 1].get("tool_call_id") in later:
+                at -= 1
+        result.insert(at, message)
     return tuple(result)
 
 
 def _sharegpt_message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping) or "from" not in turn or "value" not in turn:
         there = ", ".join(turn) if isinstance(turn, Mapping) else kind_of(turn)
-        hint = ""
-        if isinstance(turn, Mapping) and "role" in turn:
-            hint = '; use format \'messages\' with columns={"conversations": "messages"}'
-        raise RowProblem(f"{where} needs 'from' and 'value', it has {there}{hint}")
+        raise RowProblem(f"{where} needs 'from' and 'value', it has {there}")
     speaker = text_of(turn, "from", where)
     others = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
-    if speaker == "function_call":
-        others["tool_calls"] = sharegpt_calls(turn, where)
-        others.pop("role", None)
-        return _message({"content": "", **others, "role": "assistant"}, where)
     if speaker not in SHAREGPT_ROLES:
-        known = (*SHAREGPT_ROLES, "function_call")
-        close = did_you_mean(speaker, known)
-        raise RowProblem(f"{where} is from '{speaker}'{close} (known: {', '.join(known)})")
+        close = did_you_mean(speaker, list(SHAREGPT_ROLES)[:5])
+        raise RowProblem(f"{where} is from '{speaker}'{close} (known: {', '.join(SHAREGPT_ROLES)})")
     message = {"role": SHAREGPT_ROLES[speaker], "content": text_of(turn, "value", where)}
     for key, theirs in (("role", "from"), ("content", "value")):
         if others.pop(key, message[key]) not in (message[key], turn[theirs]):

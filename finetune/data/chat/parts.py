@@ -16,8 +16,6 @@ from typing import Any
 
 import markupsafe
 
-from finetune.data.chat.messages import Message
-
 THOUGHT = re.compile(
     r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:begin|end)_of_thought\|>"
     r"|◁/?think▷|<\|channel>thought|<channel\|>"
@@ -46,7 +44,7 @@ class Part:
     """Parts that are accepted together if none of the forms is found."""
 
 
-def lost(message: Message, text: str) -> list[str]:
+def lost(message: Mapping[str, Any], text: str) -> list[str]:
     """Names of the parts of a message that a text does not contain."""
     plain = "tool_calls" not in message and not message.get("reasoning_content")
     if plain and message["content"].strip() in text:
@@ -115,9 +113,16 @@ def _details(schema: Any) -> Iterator[str]:
             yield from _details(value)
 
 
-def has_thought(message: Message) -> bool:
+def has_thought(message: Mapping[str, Any]) -> bool:
     """Whether a message has thoughts, in `reasoning_content` or inside its content."""
     return bool(message.get("reasoning_content")) or bool(THOUGHT.search(message["content"]))
+
+
+def divided(content: str) -> tuple[str, str]:
+    """The thought that a content begins with, which may be empty, and the text behind it."""
+    marks, texts = THOUGHT.findall(content)[:2], THOUGHT.split(content, 2)
+    begins = not texts[0].strip() and [_closes(mark) for mark in marks] == [False, True]
+    return (texts[1].strip(), texts[2].lstrip()) if begins else ("", content)
 
 
 def stray_marks(content: str) -> list[tuple[int, int]]:
@@ -161,7 +166,7 @@ def _find(part: Part, text: str) -> tuple[int, str]:
     return -1, ""
 
 
-def _parts(message: Message) -> Iterator[Part]:
+def _parts(message: Mapping[str, Any]) -> Iterator[Part]:
     calls = message.get("tool_calls", ())
     content = message["content"]
     what = BESIDE_CALLS if calls else "message {}"

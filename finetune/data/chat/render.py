@@ -81,6 +81,9 @@ class Chat:
     """Values of the template's variables: `model.chat_template_kwargs`."""
     saved: str | dict[str, str] | None = None
     """Value of `tokenizer.chat_template` in the saved tokenizer."""
+    _rendered_ahead: dict[int, Rendered] = field(default_factory=dict, init=False, compare=False)
+    """Rendered conversations, by the `id` of their samples."""
+    _tokens_ahead: dict[str, Tokens] = field(default_factory=dict, init=False, compare=False)
 
     def render(self, sample: Sample, train_on: TrainOn) -> Row:
         """Token ids of a sample, and which of them are trained.
@@ -383,15 +386,6 @@ class Chat:
         finally:
             self._rendered_ahead.clear()
             self._tokens_ahead.clear()
-
-    @cached_property
-    def _rendered_ahead(self) -> dict[int, Rendered]:
-        """Rendered conversations, by the `id` of their samples."""
-        return {}
-
-    @cached_property
-    def _tokens_ahead(self) -> dict[str, Tokens]:
-        return {}
 
     def _rendered(self, sample: Conversation) -> Rendered:
         return self._rendered_ahead.get(id(sample)) or self._turns(sample).render(sample)

@@ -41,15 +41,30 @@ class Marked:
     """Spans written for each message, by its index; messages without text are absent."""
     generations: list[Span]
     """Spans of the `{% generation %}` blocks."""
+    nested: list[Span]
+    """Spans written inside the span of another message, as results in the turn of their call."""
     has_generation: bool
     """Whether the template has `{% generation %}` blocks; False if one is inside a macro, whose
     text is not written at that point."""
     fixed_prompt: bool
     """Whether the template writes the same generation prompt after every question."""
 
+    def own(self, spans: Iterable[Span]) -> list[Span]:
+        """Parts of spans that are not written for another message inside them."""
+        pieces = list[Span]()
+        for span in spans:
+            start, end = span
+            for first, last in sorted(self.nested, key=lambda inside: (inside[0], -inside[1])):
+                if start <= first and last <= end and (first, last) != span:
+                    pieces.append((start, first))
+                    start = last
+            pieces.append((start, end))
+        return [(start, end) for start, end in pieces if start < end]
+
     def written(self, message: int) -> str:
-        """The text that the template wrote for a message."""
-        return "".join(self.text[start:end] for start, end in self.turns.get(message, ()))
+        """The text that the template wrote for a message and for no other one."""
+        own = self.own(self.turns.get(message, ()))
+        return "".join(self.text[start:end] for start, end in own)
 
     def outside(self, messages: Iterable[int]) -> str:
         """The text without what was written for these messages."""
@@ -117,7 +132,10 @@ class MarkedTemplate:
 
         Raises the template's jinja2.TemplateError and TypeError.
         """
-        notes = _Notes({id(message): number for number, message in enumerate(messages)})
+        # Gemma's native form has results inside a message of the assistant.
+        given = (message.get("tool_responses") for message in messages)
+        results = [each for inside in given if isinstance(inside, list) for each in inside]
+        notes = _Notes({id(item): number for number, item in enumerate([*messages, *results])})
         date = datetime.now() if today else FIXED_DATE
         variables[TURN] = notes
         variables["strftime_now"] = date.strftime
@@ -126,8 +144,9 @@ class MarkedTemplate:
             pieces.append(piece)
             notes.length += len(piece)
         return Marked(
-            "".join(pieces), notes.turns, notes.generations, self.has_generation, self.fixed_prompt
-        )
+            "".join(pieces), notes.turns, notes.generations, notes.nested, self.has_generation,
+            self.fixed_prompt,
+        )  # fmt: skip
 
 
 @dataclass
@@ -135,11 +154,12 @@ class _Notes:
     """Records the length of the text at each call."""
 
     numbers: dict[int, int]
-    """Message index by the `id` of the message."""
+    """Message index by the `id` of the message; higher ones for results inside messages."""
     length: int = 0
     """Characters written so far."""
     turns: dict[int, list[Span]] = field(default_factory=dict)
     generations: list[Span] = field(default_factory=list)
+    nested: list[Span] = field(default_factory=list)
     begun: dict[Any, tuple[int, int]] = field(default_factory=dict)
     """Message of each loop's current iteration, and the start of its text."""
 
@@ -153,6 +173,8 @@ class _Notes:
         number, start = self.begun.pop(mark, (-1, 0))
         if number >= 0 and start < self.length:
             self.turns.setdefault(number, []).append((start, self.length))
+            if any(outer != number for outer, _ in self.begun.values()):
+                self.nested.append((start, self.length))
         message = self.numbers.get(id(item))
         if message is None and type(item) is int:
             found = (self.numbers.get(id(each[item])) for each in lists if _holds(each, item))

@@ -10,7 +10,6 @@ from finetune.data.values import (
     kind_of,
     list_of,
     shown,
-    text_of,
 )
 
 OTHER_NAMES = ("args", "parameters", "params", "kwargs", "input", "inputs", "arguments")
@@ -166,9 +165,9 @@ def check_plain(value: Any, where: str) -> None:
         raise RowProblem(f"{where} is {kind_of(value)}, which has no JSON form; store it as text")
 
 
-def sharegpt_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Calls of a ShareGPT turn from `function_call`, whose value is JSON text."""
-    value = json_of(text_of(turn, "value", where), where)
+def calls_in(content: Any, where: str) -> list[dict[str, Any]]:
+    """Calls that are the content of a message: one or a list, mostly as JSON text."""
+    value = json_of(content, where) if isinstance(content, str) else content
     calls = value if isinstance(value, list) else [value]
     return [tool_call(each, where, position) for position, each in enumerate(calls)]
 

@@ -5,6 +5,7 @@ it. A template with `{% generation %}` blocks marks its turns itself. If a turn 
 exactly, an error shows both texts. A template that leaves out parts of a message is refused.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -66,6 +67,13 @@ class Turns:
     tokenizer: "PreTrainedTokenizerFast"
     template: str
     variables: Mapping[str, Any] = field(default_factory=dict)
+    _exceeded: list[FinetuneError] = field(default_factory=list, init=False, compare=False)
+    """Errors of conversations that exceeded their limits."""
+    _compared: dict[Any, int] = field(default_factory=dict, init=False, compare=False)
+    """Number of conversations that were compared with transformers, by shape."""
+    _read_keys: dict[tuple[str, ...], bool] = field(default_factory=dict, init=False, compare=False)
+    _keeps_last: dict[Any, bool] = field(default_factory=dict, init=False, compare=False)
+    """Whether the template writes thoughts in the last turn, by kind of thought."""
 
     def render(self, sample: Conversation) -> Rendered:
         """Render a conversation as transformers does; refuse a template that leaves parts out."""
@@ -127,11 +135,6 @@ class Turns:
         except FinetuneError as error:
             self._exceeded.append(error)
             raise
-
-    @cached_property
-    def _exceeded(self) -> list[FinetuneError]:
-        """Errors of conversations that exceeded their limits."""
-        return []
 
     # What transformers renders.
 
@@ -195,7 +198,8 @@ class Turns:
             return
         text = marked.text
         if message["role"] != "assistant" or number not in marked.turns:
-            text = marked.outside(_indices_by_role(rendered.sample, ("assistant", "tool"), number))
+            others = ("tool",) if message["role"] == "tool" else ("assistant", "tool")
+            text = marked.outside(_indices_by_role(rendered.sample, others, number))
             missing = lost(message, text)
             if not missing and self._writes(rendered.sample, number):
                 return
@@ -257,10 +261,6 @@ class Turns:
                 self._read_keys[shape] = True
         return self._read_keys[shape]
 
-    @cached_property
-    def _read_keys(self) -> dict[tuple[str, ...], bool]:
-        return {}
-
     def _is_history(self, sample: Conversation, number: int) -> bool:
         """Whether a message is an earlier turn whose thoughts would be written in the last turn."""
         message = sample.messages[number]
@@ -283,22 +283,25 @@ class Turns:
 
     def spans(self, rendered: Rendered, number: int) -> list[Span]:
         """Trained character spans of an assistant message, in order."""
-        marked = rendered.marked
+        marked, messages = rendered.marked, rendered.sample.messages
         written = marked.turns.get(number, [])
-        if len(written) != 1:
+        answered = itertools.takewhile(lambda m: m["role"] == "tool", messages[number + 1 :])
+        results = {n for n, each in enumerate(answered, number + 1) if each["content"].strip()}
+        # Results without marks may be anywhere, also inside this turn.
+        if len(written) != 1 or results - marked.turns.keys():
             return [self._found_by_prompt(rendered, number)]
         start, end = written[0]
-        if not marked.has_generation:
-            start += self._header_length(rendered, number)
-            return [(start, without_space(marked.text, start, end))]
         inside = [span for span in marked.generations if start <= span[0] and span[1] <= end]
+        if not marked.has_generation:
+            inside = [(start + self._header_length(rendered, number), end)]
         if not inside:
             raise FinetuneError(
                 "chat template: it has {% generation %} marks, but none in the assistant turn "
                 f"{excerpt(marked.text[start:end])}"
             )
-        last_start, last_end = inside[-1]
-        return [*inside[:-1], (last_start, without_space(marked.text, last_start, last_end))]
+        said = [span for span in marked.own(inside) if marked.text[slice(*span)].strip()]
+        *others, (start, end) = said or inside
+        return [*others, (start, without_space(marked.text, start, end))]
 
     def _found_by_prompt(self, rendered: Rendered, number: int) -> Span:
         """Find the span of a turn that is not written by a loop over the messages.
@@ -309,7 +312,7 @@ class Turns:
         sample, text = rendered.sample, rendered.marked.text
         places = len(rendered.marked.turns.get(number, ()))
         reason = (
-            f"it writes message {number} in {places} places"
+            f"it writes message {number}, or the results of its calls, in several places"
             if places
             else (f"no loop over the messages writes message {number}")
         )
@@ -365,8 +368,7 @@ class Turns:
                 f"chat template: its generation prompt is {excerpt(header)}, but the "
                 f"assistant turn is {excerpt(turn)}, so the turn cannot be marked"
             )
-        if all(later["role"] != "user" for later in sample.messages[number + 1 :]):
-            rendered.notes.add("unserved")
+        rendered.notes.add("unserved")
         return len(common)
 
     def _served_header(self, sample: Conversation, number: int) -> str:
@@ -384,25 +386,15 @@ class Turns:
         asked = self.mark(sample, add_generation_prompt=True)
         if asked.tail.strip() and len(sample.messages) - 1 in asked.turns:
             return asked.tail
-        # Some templates write it inside the turn of the last message.
+        # Some templates write it inside the turn of the last message, or none behind a result.
         text = self.mark(sample).text
-        if asked.text != text and asked.text.startswith(text):
+        if asked.text.startswith(text):
             return asked.text[len(text) :]
         return asked.tail if len(sample.messages) - 1 in asked.turns else None
 
     @cached_property
     def _special_tokens(self) -> dict[str, Any]:
         return dict(self.tokenizer.special_tokens_map)
-
-    @cached_property
-    def _compared(self) -> dict[Any, int]:
-        """Number of conversations that were compared with transformers, by shape."""
-        return {}
-
-    @cached_property
-    def _keeps_last(self) -> dict[Any, bool]:
-        """Whether the template writes thoughts in the last turn, by kind of thought."""
-        return {}
 
     @cached_property
     def _end_tokens(self) -> re.Pattern[str]:
