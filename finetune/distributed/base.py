@@ -316,10 +316,6 @@ class Engine(Ranks):
         """Sum counts, which exclude `elsewhere`, over the processes with other layers."""
         return counts
 
-    def every_stage(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """The values of all processes with other layers, in the order of the layers."""
-        return [mine]
-
     def local_batches(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
         """The micro-batches of a step as this process computes them, without collectives."""
         return batches

@@ -153,7 +153,7 @@ class Training:
             self.recipe, network, self.tokenizer, self.data.train.documents
         )
         self.tokenizer = handover.set_stop_tokens(network, self.chat, self.data.train)
-        self.parameters = sizes.counts(engine, network)
+        self.parameters = sizes.counts(network)
         self.stored = sizes.stored(engine, network)
         self.notes = [
             *self.plan.notes(), *self.recipe.data_advice(self.data.counts["train"]),

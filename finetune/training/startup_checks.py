@@ -7,6 +7,7 @@ checkpoint that cannot be read back.
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from finetune.checkpoints.checkpoint import Progress
 from finetune.data.prepare import Prepared
 from finetune.distributed import device
 from finetune.distributed.base import Engine
-from finetune.distributed.parameters import unsharded_shape
+from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.models import soundness, starting_adapter
 from finetune.models.load_checks import token_rows
@@ -68,7 +69,7 @@ def run_checks(job: Job) -> str:
         TrainingFailure: the rehearsal of a checkpoint failed.
     """
     engine, saving = job.engine, job.plan.recipe.saving
-    ranks = agree(checkpoint.gather(engine, identity(job.plan, job.data, job.base)))
+    ranks = agree(engine.gather(identity(job.plan, job.data, job.base)))
     if engine.world > 1:
         ranks += f"; each waits at most {job.options.timeout_minutes:g} min for the others"
     size, left = checkpoint_bytes(engine, len(job.tokenizer)), job.steps - job.progress.step
@@ -187,9 +188,7 @@ def agree(everybody: list[Identity]) -> str:
 def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     """Bytes of one checkpoint: fp32 weights, optimizer state, and the loadable model or adapter."""
     recipe = engine.plan.recipe
-    elsewhere = engine.counted_elsewhere(engine.module)
-    here = [p for _, p in engine.trained() if id(p) not in elsewhere]
-    (trained,) = engine.over_stages([sum(unsharded_shape(p).numel() for p in here)])
+    trained = sum(map(math.prod, trained_shapes(engine.module).values()))
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes per token.
@@ -233,7 +232,7 @@ def refuse_full_gpu(engine: Engine, data: Prepared, steps: int) -> None:
         return
     free, total = torch.cuda.mem_get_info(engine.device)
     found = device.too_full(forecast.peak_memory, free, total, device.gpu_processes)
-    problems = [problem for problem in checkpoint.gather(engine, found) if problem is not None]
+    problems = [problem for problem in engine.gather(found) if problem is not None]
     if problems:
         raise FinetuneError(*dict.fromkeys(problems))
 
@@ -289,7 +288,7 @@ def refuse_weights_not_finite(engine: Engine) -> None:
     Raises:
         FinetuneError: some contain NaN or infinity.
     """
-    of_ranks = checkpoint.gather(engine, soundness.not_finite(engine.module))
+    of_ranks = engine.gather(soundness.not_finite(engine.module))
     names = sorted({name for names in of_ranks for name in names})
     if names:
         recipe = engine.plan.recipe
@@ -317,7 +316,7 @@ def rehearse(job: Job) -> str:
 
     job.on_rank_0(verify)
     differing = checkpoint.compare(engine, folder)
-    everybody = checkpoint.gather(engine, differing)
+    everybody = engine.gather(differing)
     job.on_rank_0(lambda: shutil.rmtree(place.root))
     wrong = sorted({name for names in everybody for name in names})
     if wrong:
