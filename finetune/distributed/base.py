@@ -71,8 +71,8 @@ class Engine(Ranks):
             FinetuneError: Accelerate built something different from the plan.
         """
         self.plan = plan
-        if attempt := rendezvous.restarts():
-            workarounds.meet_apart_from_earlier_attempts(attempt)
+        if rendezvous.world() > 1:
+            workarounds.meet_apart_from_earlier_groups(rendezvous.restarts())
         self.prepare_libraries()
         rendezvous.announce_wait(timeout)
         self.accelerator = Accelerator(

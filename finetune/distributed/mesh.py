@@ -8,9 +8,7 @@ transformers 5.23 no longer has.
 
 import contextlib
 import dataclasses
-import datetime
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from finetune.distributed.parameters import local
 from finetune.distributed.reader import Reader
 from finetune.planner import division
 from finetune.planner.mesh import AXES
-from finetune.process.quiet import keep_mesh_from_accelerate
+from finetune.process.quiet import mesh_kept_from_accelerate
 
 AXIS = {name: axis for axis, name in NAMED.items()}
 ROWS = "fsdp_sp"
@@ -53,12 +51,9 @@ class MeshEngine(Native):
     widens = True
     """Whether FSDP2 casts the bf16 output of the outermost module to fp32."""
 
-    def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
-        keep_mesh_from_accelerate()
-        return super().plugin(nvme_path, timeout)
-
     def __init__(self, *words: Any, **named: Any) -> None:
-        super().__init__(*words, **named)
+        with mesh_kept_from_accelerate():
+            super().__init__(*words, **named)
         self.mesh: DeviceMesh = init_device_mesh(
             self.device.type, self.plan.mesh.sizes, mesh_dim_names=tuple(NAMED[a] for a in AXES)
         )
