@@ -82,15 +82,6 @@ class State:
     """Unsharded shape of every trained parameter."""
 
 
-def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Write the checkpoint of a step; collective. Returns its size in bytes.
-
-    Raises:
-        TrainingFailure: see `write`.
-    """
-    return write(engine, run, progress, tokenizer, take(engine, Staging(engine.device)))
-
-
 def take(engine: Engine, staging: Staging) -> State:
     """Copy this rank's state to host memory, which `staging` provides; collective."""
     staging.begin()

@@ -238,9 +238,8 @@ class PipelineEngine(MeshEngine):
     def _sum_tied(self) -> None:
         """Sum the gradients of a tied embedding, which the first and the last stage both hold."""
         network = self.stages[0].network
-        if self.ends is None or not network.config.tie_word_embeddings:
-            return
-        if self.is_first == self.has_last:
+        tied = self.ends is not None and network.config.tie_word_embeddings
+        if not tied or self.is_first == self.has_last:
             return
         holder: Any = network.get_input_embeddings()
         table = holder.weight

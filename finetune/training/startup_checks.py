@@ -10,9 +10,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import psutil
 import torch
@@ -22,6 +21,7 @@ from finetune import backend as backends
 from finetune import catalog
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Progress
+from finetune.checkpoints.staging import Staging
 from finetune.data.prepare import Prepared
 from finetune.distributed import device
 from finetune.distributed.base import Engine
@@ -40,8 +40,6 @@ from finetune.runs.run import Run
 from finetune.training.options import Options
 from finetune.training.recorder import Recorder, expected
 
-T = TypeVar("T")
-
 
 class Job(Protocol):
     """The part of `finetune.training.stages.Training` that the checks need."""
@@ -57,8 +55,6 @@ class Job(Protocol):
     base: str | None
     recorder: Recorder
     options: Options
-
-    def on_rank_0(self, work: Callable[[], T]) -> T: ...
 
 
 def run_checks(job: Job) -> str:
@@ -76,7 +72,9 @@ def run_checks(job: Job) -> str:
     lines = {
         "ranks": ranks,
         "memory": memory_line(job.recorder.forecast, engine.device),
-        "disk": job.on_rank_0(lambda: check_disk(job.run, size, saving.keep, left, saving.every)),
+        "disk": job.engine.on_rank_0(
+            lambda: check_disk(job.run, size, saving.keep, left, saving.every)
+        ),
         "model": check_model(job),
         "start": f"after step {job.resumed}, whose checkpoint is intact"
         if job.resumed is not None
@@ -305,7 +303,8 @@ def rehearse(job: Job) -> str:
     engine, progress = job.engine, job.progress
     place = Run(job.run.root / ".rehearsal")
     started = time.perf_counter()
-    size = checkpoint.save(engine, place, progress, job.tokenizer)
+    state = checkpoint.take(engine, Staging(engine.device))
+    size = checkpoint.write(engine, place, progress, job.tokenizer, state)
     written = time.perf_counter()
     folder = place.checkpoint(progress.step)
 
@@ -314,10 +313,10 @@ def rehearse(job: Job) -> str:
         if found:
             raise TrainingFailure(*(f"rehearsal: {problem}" for problem in found))
 
-    job.on_rank_0(verify)
+    job.engine.on_rank_0(verify)
     differing = checkpoint.compare(engine, folder)
     everybody = engine.gather(differing)
-    job.on_rank_0(lambda: shutil.rmtree(place.root))
+    job.engine.on_rank_0(lambda: shutil.rmtree(place.root))
     wrong = sorted({name for names in everybody for name in names})
     if wrong:
         raise TrainingFailure(
