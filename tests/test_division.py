@@ -20,6 +20,8 @@ from conftest import (
     launch,
     problems_of,
     read,
+    slow,
+    write_recipe,
 )
 from safetensors.torch import load_file
 from torch.autograd.profiler_util import FunctionEvent
@@ -123,15 +125,20 @@ def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(pipelined, al
     assert "Who held what" not in ft.report(copy_of(alone, tmp_path / "alone")).read_text()
 
 
-def test_a_refusal_on_one_rank_is_said_once_with_its_place(alone, tmp_path):
-    """The others would wait for a rank that has left."""
+@pytest.mark.parametrize(
+    ("backend", "place"),
+    [("pp", "pipeline 1"), slow("ddp", "replicate 1"), slow("tp", "tensor 1")],
+)
+def test_a_refusal_on_one_rank_is_said_once_with_its_place(backend, place, tiny, tmp_path):
+    """The others would wait for a rank that has left; under `tp`, while PEFT adapts a layer."""
     script = tmp_path / "launch.py"
     script.write_text(ONE_RANK_REFUSES)
-    words = ("train", alone.recipe, "--output", tmp_path / "run", "--no-plot")
-    sizes = backends.load("pp").axes.variables()
-    done = accelerate_launch("pp", tmp_path, script, *words, env=sizes)
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(adapter={"r": 4}))
+    words = ("train", recipe, "--output", tmp_path / "run", "--no-plot", "--timeout", "2")
+    sizes = backends.load(backend).axes.variables()
+    done = accelerate_launch(backend, tmp_path, script, *words, env=sizes)
     assert done.status != 0
-    assert "rank 1 (pipeline 1): model.name: the head is not what it was" in done.stderr
+    assert f"rank 1 ({place}): model.name: the head is not what it was" in done.stderr
 
 
 ONE_RANK_REFUSES = """

@@ -521,3 +521,39 @@ def test_completions_of_real_tokenizers_are_trained_completely(
     assert trained_pieces(chat, row) == [pieces]
     assert real.decode(row.ids, skip_special_tokens=True) == prompt + completion
     assert row.ids[: row.trained.index(True)] == real(prompt)["input_ids"]
+
+
+GLM = (
+    "{% for m in messages %}{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}\n"
+    "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_turn_that_ends_with_the_next_role_s_mark_is_trained_with_it(tmp_path):
+    """If the model's own settings stop there, as in GLM; the last turn gets the mark."""
+    marks = ("<|user|>", "<|assistant|>", "<|observation|>", "</tool_call>")
+    tokenizer = small_tokenizer(special=(*SPECIAL, *marks))
+    tokenizer.save_pretrained(tmp_path)
+    chat = Chat(AutoTokenizer.from_pretrained(tmp_path), GLM)
+    assert "closes with ' there', which is not an end token" in refusal(chat, TWO_TURNS)
+    ends = tokenizer.convert_tokens_to_ids(["</s>", "<|user|>", "<|observation|>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    chat = Chat(AutoTokenizer.from_pretrained(tmp_path), GLM)
+    row = chat.render(TWO_TURNS, "assistant")
+    assert trained_texts(chat, row) == ["\nHello there<|user|>", "\nThe answer is four<|user|>"]
+    assert chat.tokenizer.decode(row.ids).count("<|user|>") == 3
+    assert not chat.tokenizer.decode(chat.render(TWO_TURNS, "all").ids).endswith("<|user|>")
+    assert chat.stop_ids == sorted(ends[:2])
+    call = {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "add", "arguments": {"to": "two"}},
+    }
+    asks = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "four", "tool_call_id": "call00000"}
+    row = chat.render(Conversation((*TWO_TURNS.messages[:1], asks, result, {**asks})), "assistant")
+    called = "<tool_call>add\n<arg_key>to</arg_key>\n<arg_value>two</arg_value>\n</tool_call>"
+    assert trained_texts(chat, row) == [f"\n{called}<|observation|>"] * 2

@@ -39,8 +39,8 @@ from finetune.checkpoints.pretrained import (
 from finetune.checkpoints.staging import Staging
 from finetune.distributed.base import Engine
 from finetune.distributed.fragments import Fragment
-from finetune.distributed.layers import is_elsewhere
-from finetune.distributed.parameters import assign, to_host, unsharded_shape
+from finetune.distributed.layers import trained_shapes
+from finetune.distributed.parameters import assign, to_host
 from finetune.distributed.reader import KEPT, Reader
 from finetune.errors import FinetuneError, TrainingFailure, reading
 from finetune.runs.manifest import FORMAT, read_manifest, sealed, sha256
@@ -82,24 +82,12 @@ class State:
     """Unsharded shape of every trained parameter."""
 
 
-def save(engine: Engine, run: Run, progress: Progress, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Write the checkpoint of a step; collective. Returns its size in bytes.
-
-    Raises:
-        TrainingFailure: see `write`.
-    """
-    return write(engine, run, progress, tokenizer, take(engine, Staging(engine.device)))
-
-
 def take(engine: Engine, staging: Staging) -> State:
     """Copy this rank's state to host memory, which `staging` provides; collective."""
     staging.begin()
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
-    here = {name: tuple(unsharded_shape(p)) for name, p in engine.trained()}
-    shapes = {
-        name: shape for of_rank in engine.every_stage(here) for name, shape in of_rank.items()
-    }
+    shapes = trained_shapes(engine.module)
     for fragment in engine.fragments():
         for key, values in fragment.values.items():
             for box, part in fragment.boxes(shapes[fragment.name], staging.copy(values)):
@@ -134,10 +122,10 @@ def write(
     scratch = folder.with_name(f".{folder.name}.partial")
     if engine.is_main:
         shutil.rmtree(scratch, ignore_errors=True)
-    gather(engine, None, group)  # a barrier: no rank writes before the folder is removed
+    engine.gather(None, group)  # a barrier: no rank writes before the folder is removed
     mine = attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
     _agree(engine, mine, folder, group)
-    scalars = gather(engine, state.scalars, group)
+    scalars = engine.gather(state.scalars, group)
     outcome: Any = None
     if engine.is_main:
         outcome = attempt(
@@ -162,7 +150,7 @@ def attempt(work: Any) -> Any:
 
 def _agree(engine: Engine, mine: Any, folder: Path, group: Group | None) -> list[Any]:
     """The outcomes of all ranks, on every rank; raises on all ranks if one failed."""
-    outcomes = gather(engine, mine, group)
+    outcomes = engine.gather(mine, group)
     causes = causes_of(outcomes)
     if not causes:
         return outcomes
@@ -177,11 +165,6 @@ def causes_of(outcomes: list[Any]) -> str:
     """Errors among the results of every rank's `attempt`, joined; empty if there are none."""
     errors = {o for o in outcomes if isinstance(o, str) and o.startswith("error: ")}
     return "; ".join(error.removeprefix("error: ") for error in sorted(errors))
-
-
-def gather(engine: Engine, mine: Any, group: Group | None = None) -> list[Any]:
-    """The values of all ranks, on every rank."""
-    return engine.gather(mine, group)
 
 
 def _write_fragments(engine: Engine, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -253,9 +236,7 @@ def load_weights(module: nn.Module, folder: Path) -> None:
         FinetuneError: the trained parameters differ from the checkpoint's.
     """
     shapes = {name: tuple(shape) for name, shape in read_manifest(folder)["shapes"].items()}
-    here = {n: tuple(unsharded_shape(p)) for n, p in module.named_parameters() if p.requires_grad}
-    if any(map(is_elsewhere, module.modules())):  # each pipeline stage compares its own layers
-        shapes = {name: shape for name, shape in shapes.items() if name in here}
+    here = trained_shapes(module)
     differing = sorted(
         name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name)
     )

@@ -21,16 +21,12 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.handover import base_reference, network_of, saved_config
 from finetune.distributed.base import Engine
-from finetune.distributed.layers import is_elsewhere
+from finetune.distributed.layers import complete
 from finetune.distributed.parameters import to_host, unsharded_values
 from finetune.distributed.reader import Reader
 from finetune.errors import TrainingFailure
 from finetune.runs.run import write_json
 
-PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module that it adapts."""
-DORA = ".lora_magnitude_vector.default.weight"
-"""End of the names of magnitudes, whose keys in PEFT files (0.21) end without `weight`."""
 SHARD_BYTES = 4 * 1024**3
 
 Shapes = dict[str, tuple[int, ...]]
@@ -83,19 +79,9 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
     if empty or not tensors:
         raise TrainingFailure(f"{folder}: refused to write an empty adapter ({empty[:3]})")
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_model: Any = module
-    config = copy.copy(peft_model.peft_config["default"])
+    config = copy.copy(complete(module).peft_config["default"])
     if engine.plan.recipe.model.name is not None:
         config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
-    adapter = engine.plan.recipe.adapter
-    if adapter and adapter.targets == "all-linear" and any(map(is_elsewhere, module.modules())):
-        # PEFT lists the modules of one stage; adapters of experts are named by their parameters.
-        owners = tuple(name.rpartition(".")[0] for name in config.target_parameters or ())
-        adapted = (name.partition(".lora_") for name in shapes)
-        paths = {path.removeprefix(PREFIX) for path, found, _ in adapted if found}
-        config.target_modules = {
-            path for path in paths if not path.removesuffix(".base_layer").endswith(owners)
-        }
     config.inference_mode = True
     config.save_pretrained(folder)
     if engine.plan.recipe.scores is not None:  # the config has its labels and pad token
@@ -110,9 +96,7 @@ def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
 
     A parameter with two names, such as tied embeddings in `modules_to_save`, has two keys.
     """
-    if any(map(is_elsewhere, module.modules())):  # PEFT would not see the layers of other stages
-        short = {name: name.replace(DORA, ".lora_magnitude_vector") for name in names}
-        return {each.replace(".default.", "."): name for name, each in short.items()}
+    module = complete(module)  # PEFT would not see the layers of other stages
     tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
     parameters = dict(module.named_parameters())
     numbers = {id(parameters[name]): tag for name, tag in tags.items() if name in parameters}
@@ -190,17 +174,9 @@ def _stored(
     kept = reader.kept()
     values = kept[name] if name in kept else reader.full(name, "weight").reshape(shapes[name])
     strict: Any = network._keep_in_fp32_modules_strict
-    if name not in shapes and not _is_parameter(network, name):
+    if name not in shapes and name in dict(complete(network).named_buffers()):
         return values
     return values.float() if in_fp32(name, strict or ()) else values.to(dtype)
-
-
-def _is_parameter(network: PreTrainedModel, name: str) -> bool:
-    owner, _, last = name.rpartition(".")
-    try:
-        return last in network.get_submodule(owner)._parameters
-    except AttributeError:  # a parameter of another stage; buffers are of this stage's layers
-        return True
 
 
 def in_fp32(name: str, patterns: Any) -> bool:

@@ -123,7 +123,7 @@ def tidy(
         prune(run, keep, progress.best_step)
 
     mine = checkpoint.attempt(work) if engine.is_main else None
-    causes = checkpoint.causes_of(checkpoint.gather(engine, mine, group))
+    causes = checkpoint.causes_of(engine.gather(mine, group))
     if causes:
         raise TrainingFailure(
             f"{run.root}: the checkpoint of step {progress.step} is complete, but best.json could "

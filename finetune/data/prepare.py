@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.audit import Facts, count_rows
+from finetune.data.chat.next_marks import own_ends
 from finetune.data.chat.render import Chat
 from finetune.data.encode import (
     BadRow,
@@ -426,7 +427,8 @@ def _ordered(constant: object) -> object:
 
 def _tokenizer_hash(chat: Chat) -> str:
     digest = hashlib.sha256(chat.tokenizer.backend_tokenizer.to_str().encode())
-    digest.update(json.dumps(chat.tokenizer.special_tokens_map, sort_keys=True).encode())
+    named = chat.tokenizer.special_tokens_map, own_ends(chat.tokenizer)
+    digest.update(json.dumps(named, sort_keys=True).encode())
     return digest.hexdigest()
 
 

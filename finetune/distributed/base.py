@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import math
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -70,8 +71,8 @@ class Engine(Ranks):
             FinetuneError: Accelerate built something different from the plan.
         """
         self.plan = plan
-        if attempt := rendezvous.restarts():
-            workarounds.meet_apart_from_earlier_attempts(attempt)
+        if rendezvous.world() > 1:
+            workarounds.meet_apart_from_earlier_groups(rendezvous.restarts())
         self.prepare_libraries()
         rendezvous.announce_wait(timeout)
         self.accelerator = Accelerator(
@@ -110,11 +111,9 @@ class Engine(Ranks):
 
     def compare_built(self, compare: Compare) -> None:
         """Compare what is specific to this engine in what Accelerate built with the plan."""
-        return
 
     def compare_wrapped(self, compare: Compare) -> None:
         """Compare the wrapper of the model with the plan."""
-        return
 
     @abc.abstractmethod
     def fragments(self) -> Iterator[Fragment]:
@@ -247,11 +246,9 @@ class Engine(Ranks):
 
     def gather_frozen_units(self) -> None:
         """Gather frozen units once after the first forward pass; call it on every rank."""
-        return
 
     def reshard(self) -> None:
         """Reshard what forward passes without a backward pass left gathered."""
-        return
 
     def close(self) -> None:
         """End the trackers, then the process group."""
@@ -316,10 +313,6 @@ class Engine(Ranks):
         """Sum counts, which exclude `elsewhere`, over the processes with other layers."""
         return counts
 
-    def every_stage(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """The values of all processes with other layers, in the order of the layers."""
-        return [mine]
-
     def local_batches(self, batches: list[MicroBatch], pad_id: int) -> list[MicroBatch]:
         """The micro-batches of a step as this process computes them, without collectives."""
         return batches
@@ -368,8 +361,23 @@ class Engine(Ranks):
             optimizer.zero_grad(set_to_none=True)
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
-        """Run a function on every rank; on a mesh, all ranks raise the error of any rank."""
-        return work()
+        """Run a function on every rank; all ranks raise what any of them refuses."""
+        if self.world == 1:
+            return work()
+        call, outcome, refused = self.from_first(secrets.token_hex(8)), None, list[str]()
+        try:
+            outcome = work()
+        except FinetuneError as error:
+            if type(error) is not FinetuneError:
+                raise
+            refused = list(error.problems)
+        found = self.refusals(call, refused)
+        if not found:
+            return outcome  # type: ignore[return-value]
+        if found == dict.fromkeys(range(self.world), refused):
+            raise FinetuneError(*refused)
+        places = {rank: f"rank {rank} ({self.plan.mesh.where(rank)})" for rank in sorted(found)}
+        raise FinetuneError(*(f"{places[rank]}: {each}" for rank in places for each in found[rank]))
 
     # Elements that this rank holds ---------------------------------------------------------------
 

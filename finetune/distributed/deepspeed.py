@@ -111,6 +111,11 @@ class DeepSpeed(Engine):
             finally:
                 offload._register_deepspeed_module(offload.module)
 
+    def close(self) -> None:
+        """End the process group by DeepSpeed, which forgets its own groups only then (0.19)."""
+        importlib.import_module("deepspeed.comm").destroy_process_group()
+        super().close()
+
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._fit_buckets(model)
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}

@@ -1,6 +1,7 @@
 """Divide a model over a mesh while transformers loads it, so a process reads only its part."""
 
 import contextlib
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from transformers.distributed import DistributedConfig, mixin
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from finetune.backend.axes import Axes
+from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError
 from finetune.planner.schedules import parts_of, spans
 
@@ -115,9 +117,8 @@ def divide(model: Any, meshes: Meshes, device: torch.device, axes: Axes) -> nn.M
     with dividing(meshes, device, axes) as words:
         config, _, given = model.prepare_distribute_model(words["distributed_config"])
         model = model.maybe_distribute_model(model, config, given)
-    if model.get_output_embeddings() is not None and not is_elsewhere(
-        model.get_output_embeddings()
-    ):
+    head = model.get_output_embeddings()
+    if head is not None and not is_elsewhere(head):
         model.tie_weights()
     return model.to(device)
 
@@ -126,17 +127,12 @@ def _tensor(
     apply: Callable[..., Any], model: PreTrainedModel, along: DeviceMesh, plan: dict[str, str]
 ) -> PreTrainedModel:
     """Divide layers with transformers, without its hooks that sum partial gradients."""
-    elsewhere = [n for n, m in model.named_modules() if isinstance(m, PipelineIdentityLayer)]
-    known = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
-    here = {  # if embeddings are already tied, the head's name is not a separate parameter
-        name: style
-        for name, style in plan.items()
-        if name in known
-        and not any(name == each or name.startswith(f"{each}.") for each in elsewhere)
-    }
+    modules = {name for name, module in model.named_modules() if not is_elsewhere(module)}
+    # If embeddings are already tied, the head's name is not a separate parameter.
+    known = modules | {name for name, _ in model.named_parameters()}
+    here = {name: style for name, style in plan.items() if name in known}
     kept = {name: style for name, style in here.items() if style != PARTIAL}
     found: Any = apply(model, along, kept)
-    modules = {name for name, _ in model.named_modules()}
     found._partial_gradients = tuple(
         name for name, style in here.items() if style == PARTIAL and name in modules
     )
@@ -163,6 +159,7 @@ class _Owner:
 
 def _stages(model: Any, along: DeviceMesh, axes: Axes) -> PreTrainedModel:
     """Keep only the layers of this process's stages, under their original indices."""
+    vars(model)["_complete"] = _without_values(model)
     stage = along.get_local_rank()
     chunks = parts_of(stage, axes)
     base = getattr(model, model.base_model_prefix)
@@ -182,6 +179,32 @@ def _stages(model: Any, along: DeviceMesh, axes: Axes) -> PreTrainedModel:
             model.all_tied_weights_keys = {}
     model._pp_stage = _Owner(stage, mine, first, last, tied)
     return model
+
+
+def _without_values(model: Any) -> PreTrainedModel:
+    """A copy of a model on the meta device, outside of its mesh."""
+    memo: dict[int, Any] = {id(model._mesh_manager): None, id(model._device_mesh): None}
+    memo |= {id(each): each.to("meta") for each in model.buffers()}
+    real = [p for p in model.parameters() if not p.is_meta]
+    memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in real}
+    found = copy.deepcopy(model, memo)
+    found.tie_weights()  # transformers ties tables after they are loaded
+    return found
+
+
+def complete(model: nn.Module) -> Any:
+    """The model of all stages, without values and with the same adapter; without stages, `model`.
+
+    Names, shapes and settings are those of this model, so that every stage finds the same problems.
+    """
+    known = (vars(each)["_complete"] for each in model.modules() if "_complete" in vars(each))
+    return next(known, model)
+
+
+def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Unsharded shape of every trained parameter of all stages, by name."""
+    named = complete(model).named_parameters()
+    return {name: tuple(unsharded_shape(p)) for name, p in named if p.requires_grad}
 
 
 def is_elsewhere(module: nn.Module | None) -> bool:

@@ -8,10 +8,8 @@ transformers 5.23 no longer has.
 
 import contextlib
 import dataclasses
-import datetime
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -32,10 +30,9 @@ from finetune.distributed.layers import NAMED
 from finetune.distributed.native import Native, scalar_values
 from finetune.distributed.parameters import local
 from finetune.distributed.reader import Reader
-from finetune.errors import FinetuneError
 from finetune.planner import division
 from finetune.planner.mesh import AXES
-from finetune.process.quiet import keep_mesh_from_accelerate
+from finetune.process.quiet import mesh_kept_from_accelerate
 
 AXIS = {name: axis for axis, name in NAMED.items()}
 ROWS = "fsdp_sp"
@@ -43,7 +40,6 @@ ROWS = "fsdp_sp"
 COVERED = {ROWS: {"shard", "sequence"}, "ep": {"shard", "tensor"}, "efsdp": {"shard", "tensor"}}
 """Axes of a plan's mesh that a torch axis covers, if not just the axis of the same name."""
 
-T = TypeVar("T")
 Block = tuple[bool, tuple[int, ...]]
 """Whether this process writes its part of a parameter, and the offsets of the part."""
 
@@ -55,12 +51,9 @@ class MeshEngine(Native):
     widens = True
     """Whether FSDP2 casts the bf16 output of the outermost module to fp32."""
 
-    def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
-        keep_mesh_from_accelerate()
-        return super().plugin(nvme_path, timeout)
-
     def __init__(self, *words: Any, **named: Any) -> None:
-        super().__init__(*words, **named)
+        with mesh_kept_from_accelerate():
+            super().__init__(*words, **named)
         self.mesh: DeviceMesh = init_device_mesh(
             self.device.type, self.plan.mesh.sizes, mesh_dim_names=tuple(NAMED[a] for a in AXES)
         )
@@ -88,23 +81,6 @@ class MeshEngine(Native):
     @property
     def writes_unsharded(self) -> bool:
         return not any(at for axis, at in self.place.items() if axis != "pipeline")
-
-    def on_every_rank(self, work: Callable[[], T]) -> T:
-        outcome, refused = None, list[str]()
-        try:
-            outcome = work()
-        except FinetuneError as error:
-            refused = list(error.problems)
-        everybody = self.gather(refused)
-        if not any(everybody):
-            return outcome  # type: ignore[return-value]
-        if all(each == everybody[0] for each in everybody):
-            raise FinetuneError(*everybody[0])
-        where = self.plan.mesh.where
-        named = zip(range(self.world), everybody, strict=True)
-        raise FinetuneError(
-            *(f"rank {rank} ({where(rank)}): {each}" for rank, of in named for each in of)
-        )
 
     # The model -----------------------------------------------------------------------------------
 

@@ -109,8 +109,7 @@ class PipelineEngine(MeshEngine):
     def counted_elsewhere(self, model: nn.Module) -> set[int]:
         """The last stage's copy of a tied embedding, which the first stage counts."""
         network = layers.network_of(model)
-        both = self.is_first and self.has_last
-        if not network.config.tie_word_embeddings or self.is_first or not self.has_last or both:
+        if not network.config.tie_word_embeddings or self.is_first or not self.has_last:
             return set()
         return {id(p) for p in network.get_output_embeddings().parameters()}
 
@@ -118,9 +117,6 @@ class PipelineEngine(MeshEngine):
         mine = torch.tensor(counts, dtype=torch.int64, device=self.device)
         torch.distributed.all_reduce(mine, group=self.mesh.get_group("pp"))
         return mine.tolist()
-
-    def every_stage(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        return self.gather(mine)
 
     # A step --------------------------------------------------------------------------------------
 
@@ -244,9 +240,8 @@ class PipelineEngine(MeshEngine):
     def _sum_tied(self) -> None:
         """Sum the gradients of a tied embedding, which the first and the last stage both hold."""
         network = self.stages[0].network
-        if self.ends is None or not network.config.tie_word_embeddings:
-            return
-        if self.is_first == self.has_last:
+        tied = self.ends is not None and network.config.tie_word_embeddings
+        if not tied or self.is_first == self.has_last:
             return
         holder: Any = network.get_input_embeddings()
         table = holder.weight

@@ -3,15 +3,21 @@
 import abc
 import contextlib
 import datetime
+import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 from finetune.errors import FinetuneError, TrainingFailure, of_a_file
+from finetune.process import rendezvous
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
+GRACE_SECONDS = 10.0
+"""Seconds in which other ranks find the same problems as one that refuses."""
 PATIENCE = datetime.timedelta(days=1)
 """Timeout for work whose duration depends on the user's data."""
 
@@ -105,6 +111,25 @@ class Ranks(abc.ABC):
         ranks: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(ranks, value, group=group or self.control)
         return ranks
+
+    def refusals(self, call: str, mine: list[str]) -> dict[int, list[str]]:
+        """Problems that ranks refuse work for, by rank; every rank calls this after the work.
+
+        Exchanged in the rendezvous store, because a rank may wait in the work for one that has left
+        it: if this rank has problems, it stops waiting for others after `GRACE_SECONDS`.
+        """
+        store = PrefixStore(f"finetune/{call}", TCPStore(*rendezvous.meeting_point(), None, False))
+        if mine:
+            store.append("refused", json.dumps([self.rank, mine]) + "\n")
+        if store.add("done", 1) == self.world:
+            store.set("all", "")
+        until = time.monotonic() + GRACE_SECONDS
+        while not store.check(["all"]):
+            time.sleep(0.05)
+            if mine and time.monotonic() > until:
+                store.set("all", "")
+        lines = store.get("refused").splitlines() if store.check(["refused"]) else []
+        return dict(map(json.loads, lines))
 
 
 def group_on_host(device: torch.device) -> torch.distributed.ProcessGroup | None:

@@ -13,11 +13,11 @@ def without_deepspeed(absent: bool) -> None:
     utilities.is_deepspeed_available = (lambda: False) if absent else installed
 
 
-def meet_apart_from_earlier_attempts(attempt: int) -> None:
-    """Use separate keys in the store of torch's agent for each restart.
+def meet_apart_from_earlier_groups(attempt: int) -> None:
+    """Use separate keys in the store of torch's agent for each restart, and each call in a process.
 
-    torch 2.13 expects a new store for each restart, but Accelerate 1.15's static rendezvous keeps
-    the first one: a process could then read an address from the previous attempt, and wait forever.
+    torch 2.13 expects a new store for each group, but Accelerate 1.15's static rendezvous keeps
+    the first one: a process could then read an address of an earlier group, and wait forever.
     """
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # not the function
     create = rendezvous._create_c10d_store

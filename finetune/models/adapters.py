@@ -1,13 +1,16 @@
 """Attach an adapter to a base: PEFT's configuration, the modules it names, its initial values."""
 
+import copy
 import re
 import warnings
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.transformers_weight_conversion import (
     convert_peft_adapter_state_dict_for_transformers,
 )
@@ -15,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.distributed import layers
 from finetune.distributed.parameters import assign, partitioned
 from finetune.errors import FinetuneError, did_you_mean, first_line
 from finetune.models import targets, vocabulary
@@ -57,37 +61,30 @@ def attach(
     grown: range,
     given: LoraConfig | None,
 ) -> PeftModel:
-    """Attach an adapter, and the trained rows of its tables, to a frozen base."""
-    if given is not None:
-        return _with_adapter(model, adapter, given, resolved=True)
-    config = lora_config(adapter, scores=isinstance(getattr(model, "score", None), nn.Linear))
-    if tokenizer is not None:
+    """Attach an adapter, and the trained rows of its tables, to a frozen base.
+
+    Names of a `given` configuration are passed to PEFT unchanged.
+    """
+    whole = layers.complete(model)
+    config = given or lora_config(adapter, isinstance(getattr(model, "score", None), nn.Linear))
+    if tokenizer is not None and given is None:
         config.trainable_token_indices = vocabulary.token_indices(model, adapter, tokenizer, grown)
         tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)
         config.ensure_weight_tying = bool(grown) and tied
-    return _with_adapter(model, adapter, config)
-
-
-def _with_adapter(
-    model: PreTrainedModel, adapter: LoRA, config: LoraConfig, resolved: bool = False
-) -> PeftModel:
-    """Attach an adapter; names of a `resolved` configuration are passed to PEFT unchanged."""
     try:
-        strays = misnamed(model, adapter)
-        if strays:
+        if strays := [*misnamed(whole, adapter)]:
             raise FinetuneError(*strays)
-        chosen = config if resolved else targets.resolve_names(model, config, adapter)
+        chosen = given or targets.resolve_names(whole, config, adapter)
         with warnings.catch_warnings():
             # PEFT 0.21 matches patterns with the names of modules only, not of parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
-            adapted = with_whole_widths(get_peft_model(model, chosen))
+            adapted = get_peft_model(whole, chosen, low_cpu_mem_usage=whole is not model)
     except ValueError as error:
         raise FinetuneError(
-            f"adapter.targets: {first_line(error)}{_linear_modules(model)}"
+            f"adapter.targets: {first_line(error)}{_linear_modules(whole)}"
         ) from None
-    lost = lost_when_loaded(adapted)
-    if lost:
-        every = [name for name, _ in model.named_modules() if name]
+    if lost := lost_when_loaded(adapted):
+        every = [name for name, _ in whole.named_modules() if name]
         more = f" and {len(lost) - 1} more modules" if lost[1:] else ""
         raise FinetuneError(
             f"adapter.targets: PEFT would not load adapters on {lost[0]}{more} from a result, "
@@ -95,7 +92,19 @@ def _with_adapter(
             "checkpoints; use adapter.exclude_modules="
             f"[{','.join(sorted(targets.shortest(lost, every, words=2)))}]"
         )
-    return adapted
+    return with_whole_widths(adapted if whole is model else _of_stage(model, adapted))
+
+
+def _of_stage(stage: PreTrainedModel, whole: PeftModel) -> PeftModel:
+    """Attach the part of a complete model's adapter that belongs to a stage; it may be empty."""
+    tuner: Any = whole.base_model
+    here = {name for name, _ in (*stage.named_modules(), *stage.named_parameters())}
+    config = copy.copy(tuner.peft_config["default"])
+    config.target_modules = here.intersection(tuner.targeted_module_names) or DUMMY_TARGET_MODULES
+    config.target_parameters = sorted(here.intersection(tuner.targeted_parameter_names)) or None
+    config.layers_to_transform = config.exclude_modules = None  # the names are complete
+    vars(stage)["_complete"] = whole
+    return get_peft_model(stage, config)
 
 
 def lost_when_loaded(model: PeftModel) -> list[str]:
@@ -135,12 +144,8 @@ def with_whole_widths(model: PeftModel) -> PeftModel:
     return model
 
 
-def misnamed(model: PreTrainedModel, adapter: LoRA) -> list[str]:
+def misnamed(model: PreTrainedModel, adapter: LoRA) -> Iterator[str]:
     """Problems with names that match no module; PEFT 0.21 ignores them if another name matches."""
-    return [*_misnamed(model, adapter)]
-
-
-def _misnamed(model: PreTrainedModel, adapter: LoRA) -> Iterator[str]:
     modules = [name for name, _ in model.named_modules() if name]
     older = targets.rewritten_names(model)
     tensors = [name for name, _ in model.named_parameters()]

@@ -9,13 +9,14 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.checkpoints.pretrained import adapter_keys
-from finetune.distributed.parameters import assign, unsharded_shape
+from finetune.distributed import layers
+from finetune.distributed.parameters import assign, unsharded_shape, unsharded_values
 from finetune.errors import FinetuneError
+from finetune.models.load_checks import first_of
 from finetune.models.starting_adapter import WEIGHTS, find
 from finetune.models.vocabulary import grow, rows_of_adapter
 from finetune.recipe import Recipe
 
-MOST_NAMED = 5
 WRAPPED = (".base_layer", ".original_module", ".token_adapter")
 
 
@@ -28,7 +29,8 @@ def prepare_base(model: PreTrainedModel, recipe: Recipe) -> LoraConfig:
     config.init_lora_weights, config.inference_mode = True, False
     config.lora_dropout = recipe.adapter.dropout
     stored = {name: list(tensor.shape) for name, tensor in load_file(folder / WEIGHTS).items()}
-    grow(model, rows_of_adapter(model, config, stored))
+    if layers.complete(model) is model:  # the tables of a pipeline's stages do not grow
+        grow(model, rows_of_adapter(model, config, stored))
     return config
 
 
@@ -41,7 +43,8 @@ def load_adapter(network: PeftModel, recipe: Recipe) -> None:
     assert recipe.model.adapter is not None
     folder: Path = find(recipe.model.adapter)
     tensors = load_file(folder / WEIGHTS)
-    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    whole, here = layers.complete(network), dict(network.named_parameters(remove_duplicate=False))
+    trained = {name: p for name, p in whole.named_parameters() if p.requires_grad}
     keys = adapter_keys(network, list(trained))
     problems = [f"{key} is missing" for key in sorted(keys.keys() - tensors.keys())]
     for key in sorted(keys.keys() & tensors.keys()):
@@ -50,25 +53,25 @@ def load_adapter(network: PeftModel, recipe: Recipe) -> None:
             problems.append(f"{key} is {got}, and the base needs {wanted}")
         elif not torch.isfinite(tensors[key]).all():
             problems.append(f"{key} has values that are not finite")
-    base = {_plain(name): p for name, p in network.named_parameters(remove_duplicate=False)}
+    base = {_plain(n): (n, p.shape) for n, p in whole.named_parameters(remove_duplicate=False)}
     for key in sorted(tensors.keys() - keys.keys()):
-        same = base.get(_plain(key))
-        if same is None or same.shape != tensors[key].shape:
+        name, shape = base.get(_plain(key), ("", None))
+        if shape != tensors[key].shape:
             problems.append(f"{key} belongs to no module of the base")
-        elif not torch.equal(same.detach().cpu().float(), tensors[key].float()):
+        elif name in here and not torch.equal(
+            unsharded_values(here[name]).float(), tensors[key].float()
+        ):
             problems.append(
                 f"{key} replaces a table of the base, which is not supported here: merge the "
                 "adapter into the base, and train the result"
             )
     if problems:
-        left = len(problems) - MOST_NAMED
-        shown = problems[:MOST_NAMED] + ([f"and {left} more"] if left > 0 else [])
-        raise FinetuneError(
-            f"model.adapter: {folder} does not fit {recipe.model.name}: {'; '.join(shown)}"
-        )
+        shown = "; ".join(first_of(problems))
+        raise FinetuneError(f"model.adapter: {folder} does not fit {recipe.model.name}: {shown}")
     with torch.no_grad():
         for key, name in keys.items():
-            assign(trained[name], tensors[key])
+            if name in here:
+                assign(here[name], tensors[key])
 
 
 def _plain(name: str) -> str:

@@ -28,7 +28,7 @@ def unfilled(info: dict[str, Any]) -> list[str]:
     problems = [f"the tensor {key} is missing" for key in sorted(info["missing_keys"])]
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         problems.append(f"the tensor {key} is {list(stored)} instead of {list(wanted)}")
-    return _first(problems)
+    return first_of(problems)
 
 
 PACKED = re.compile(
@@ -66,16 +66,17 @@ def unread(info: dict[str, Any], model: nn.Module) -> tuple[list[str], list[str]
             first = ".".join(key.split(".")[:2])
             left[first] = left.get(first, 0) + 1
     notes = [f"model.name: {count} tensors of {name} are not used" for name, count in left.items()]
-    return _first(wrong), _first(notes)
+    return first_of(wrong), first_of(notes)
 
 
 def other_shapes(error: RuntimeError) -> list[str]:
     """Shape problems in an error of ZeRO-3's loading; empty for other errors."""
     lines = (line.strip() for line in str(error).splitlines())
-    return _first([line.rstrip(".") for line in lines if line.startswith("size mismatch for ")])
+    return first_of([line.rstrip(".") for line in lines if line.startswith("size mismatch for ")])
 
 
-def _first(problems: list[str]) -> list[str]:
+def first_of(problems: list[str]) -> list[str]:
+    """The first problems, and the number of the others."""
     left = len(problems) - MOST_NAMED
     return [*problems[:MOST_NAMED], *([f"and {left} more like these"] if left > 0 else [])]
 

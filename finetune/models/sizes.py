@@ -6,20 +6,17 @@ from torch import nn
 
 from finetune.checkpoints.pretrained import is_of_teacher
 from finetune.distributed.base import Engine
+from finetune.distributed.layers import complete
 from finetune.distributed.parameters import unsharded_numel
 
 
-def counts(engine: Engine, model: nn.Module) -> tuple[int, int]:
+def counts(model: nn.Module) -> tuple[int, int]:
     """Number of trainable and of all parameters; packed 4-bit weights count unpacked."""
     trained = total = 0
-    elsewhere = engine.counted_elsewhere(model)
-    for name, parameter in model.named_parameters():
-        if is_of_teacher(name):
-            continue
-        elements = 0 if id(parameter) in elsewhere else _elements(parameter)
+    for name, parameter in complete(model).named_parameters():
+        elements = 0 if is_of_teacher(name) else _elements(parameter)
         total += elements
         trained += elements if parameter.requires_grad else 0
-    trained, total = engine.over_stages([trained, total])
     return trained, total
 
 

@@ -1,8 +1,10 @@
 """Set environment variables and log levels for libraries before they are imported."""
 
+import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Generator
 
 from finetune.runs.limits import limits_threads, usable_cores
 
@@ -72,6 +74,12 @@ def forget_launch() -> None:
         os.environ.pop(name, None)
 
 
-def keep_mesh_from_accelerate() -> None:
+@contextlib.contextmanager
+def mesh_kept_from_accelerate() -> Generator[None]:
     """Keep Accelerate 1.15 from building its own mesh, which has no pipeline or expert axis."""
-    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+    name = "ACCELERATE_USE_PARALLELISM_CONFIG"
+    given = {name: os.environ.pop(name)} if name in os.environ else {}
+    try:
+        yield
+    finally:
+        os.environ.update(given)

@@ -39,6 +39,8 @@ def build(model: nn.Module, optim: Optim, peak: float, device: torch.device) -> 
         FinetuneError: the library of the optimizer is missing.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:  # a stage of a pipeline without adapters
+        return []
     if optim.name == "muon":
         return _muon(model, optim, peak)
     groups = _decay_groups(trained, optim.weight_decay)

@@ -100,7 +100,7 @@ def misnamed(recipe: Recipe) -> list[str]:
     except Exception:  # any error of the model's code; reported when the model is loaded
         return []
     try:
-        return adapters.misnamed(model, adapter)
+        return [*adapters.misnamed(model, adapter)]
     except re.error:
         return []  # reported by the plan
 

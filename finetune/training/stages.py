@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from finetune.checkpoints import checkpoint, handover
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
@@ -47,8 +47,6 @@ from finetune.training.startup_checks import (
 )
 from finetune.training.vllm_server import ServerFailure
 
-T = TypeVar("T")
-
 
 class Training:
     """The stages of one run on one rank: `prepare`, then `train`."""
@@ -78,7 +76,7 @@ class Training:
             for note in self.engine.notes:  # on the device: printed before the model is loaded
                 print(f"note: {note}", flush=True)
         self.engine.notes.clear()
-        self.resumed = self.on_rank_0(self._claim)
+        self.resumed = self.engine.on_rank_0(self._claim)
         self.tokenizer = model.load_tokenizer(self.recipe)
         self.data = self._data()
         if self.resumed is not None:
@@ -127,10 +125,6 @@ class Training:
         finally:
             self.recorder.close()
 
-    def on_rank_0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0; every rank returns its result or raises its error."""
-        return self.engine.on_rank_0(work)
-
     def _data(self) -> Prepared:
         chosen = self.recipe.model
         self.chat = chat = load_chat(
@@ -153,7 +147,7 @@ class Training:
             self.recipe, network, self.tokenizer, self.data.train.documents
         )
         self.tokenizer = handover.set_stop_tokens(network, self.chat, self.data.train)
-        self.parameters = sizes.counts(engine, network)
+        self.parameters = sizes.counts(network)
         self.stored = sizes.stored(engine, network)
         self.notes = [
             *self.plan.notes(), *self.recipe.data_advice(self.data.counts["train"]),
@@ -162,7 +156,7 @@ class Training:
             *model.kernel_notes(network, self.plan), *compiled,
             *experts.notes(network, self.recipe),
         ]  # fmt: skip
-        self.on_rank_0(self.recorder.write_request)
+        self.engine.on_rank_0(self.recorder.write_request)
         folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
         if folder is None and engine.is_main and adapters.reads_base(self.recipe.adapter):
             # Such an adapter subtracted its initial product from the base: keep it to undo that.
@@ -181,7 +175,7 @@ class Training:
             return Progress(data=rows, base=self.base)
         checkpoint.load_state(engine, folder)
         progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows, base=self.base)
-        self.on_rank_0(lambda: restore_best(self.run, progress))
+        self.engine.on_rank_0(lambda: restore_best(self.run, progress))
         return progress
 
     def _prompts(self, fields: dict[str, Any]) -> SharedPrompts:
@@ -199,8 +193,8 @@ class Training:
         """Record the adapter that training starts from; returns a note about it."""
         if self.recipe.model.adapter is None:
             return []
-        is_new = self.resumed is None
-        return [self.on_rank_0(lambda: starting_adapter.record(self.recipe, self.run, is_new))]
+        given = self.recipe, self.run, self.resumed is None
+        return [self.engine.on_rank_0(lambda: starting_adapter.record(*given))]
 
     def _loop(self) -> None:
         self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
@@ -305,14 +299,14 @@ class Training:
 
     def _end(self, reason: Reason) -> None:
         """Write the result, the final record and the model card."""
-        self.on_rank_0(lambda: self._finish_record(self._publish))
+        self._finish_record(self._publish)
         self.recorder.end(self.progress.step, reason, self.peak)
-        self.on_rank_0(lambda: self._finish_record(lambda: describe(self.run, self.options.plot)))
+        self._finish_record(lambda: describe(self.run, self.options.plot))
         self.engine.accelerator.wait_for_everyone()
 
     def _finish_record(self, work: Callable[[], None]) -> None:
-        causes = checkpoint.causes_of([checkpoint.attempt(work)])
-        if causes:
+        outcome = self.engine.on_rank_0(lambda: checkpoint.attempt(work))
+        if causes := checkpoint.causes_of([outcome]):
             raise TrainingFailure(
                 f"{self.run.root}: trained to the end, but the result could not be written "
                 f"({causes}); its checkpoint is complete: free disk space or allow writing, and "
@@ -320,9 +314,7 @@ class Training:
             )
 
     def _publish(self) -> None:
-        with (
-            self.engine.without_partitioning()
-        ):  # ZeRO-3 would partition a model loaded on one rank
+        with self.engine.without_partitioning():  # of a model loaded on one rank, by ZeRO-3
             publish(self.run)
 
     def _evaluate_if_due(self, done: bool) -> bool:
@@ -355,7 +347,9 @@ class Training:
         step, every = self.progress.step, self.recipe.evaluation.every
         if not step or self.rollouts is None or (step < self.steps and every is None):
             return
-        known = self.on_rank_0(lambda: {each["step"] for each in self.run.read_metrics("eval")})
+        known = self.engine.on_rank_0(
+            lambda: {each["step"] for each in self.run.read_metrics("eval")}
+        )
         if step not in known and self._evaluate_if_due(step == self.steps):
             self.saver.save(self.progress, True)
 

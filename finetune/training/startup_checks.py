@@ -7,11 +7,11 @@ checkpoint that cannot be read back.
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,10 +20,11 @@ from finetune import backend as backends
 from finetune import catalog
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Progress
+from finetune.checkpoints.staging import Staging
 from finetune.data.prepare import Prepared
 from finetune.distributed import device
 from finetune.distributed.base import Engine
-from finetune.distributed.parameters import unsharded_shape
+from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.models import soundness, starting_adapter
 from finetune.models.load_checks import token_rows
@@ -37,8 +38,6 @@ from finetune.runs.manifest import damage
 from finetune.runs.run import Run
 from finetune.training.options import Options
 from finetune.training.recorder import Recorder, expected
-
-T = TypeVar("T")
 
 
 class Job(Protocol):
@@ -56,8 +55,6 @@ class Job(Protocol):
     recorder: Recorder
     options: Options
 
-    def on_rank_0(self, work: Callable[[], T]) -> T: ...
-
 
 def run_checks(job: Job) -> str:
     """Run all checks, collectively on every rank; returns the six lines.
@@ -67,14 +64,16 @@ def run_checks(job: Job) -> str:
         TrainingFailure: the rehearsal of a checkpoint failed.
     """
     engine, saving = job.engine, job.plan.recipe.saving
-    ranks = agree(checkpoint.gather(engine, identity(job.plan, job.data, job.base)))
+    ranks = agree(engine.gather(identity(job.plan, job.data, job.base)))
     if engine.world > 1:
         ranks += f"; each waits at most {job.options.timeout_minutes:g} min for the others"
     size, left = checkpoint_bytes(engine, len(job.tokenizer)), job.steps - job.progress.step
     lines = {
         "ranks": ranks,
         "memory": memory_line(job.recorder.forecast, engine.device),
-        "disk": job.on_rank_0(lambda: check_disk(job.run, size, saving.keep, left, saving.every)),
+        "disk": job.engine.on_rank_0(
+            lambda: check_disk(job.run, size, saving.keep, left, saving.every)
+        ),
         "model": check_model(job),
         "start": f"after step {job.resumed}, whose checkpoint is intact"
         if job.resumed is not None
@@ -186,9 +185,7 @@ def agree(everybody: list[Identity]) -> str:
 def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     """Bytes of one checkpoint: fp32 weights, optimizer state, and the loadable model or adapter."""
     recipe = engine.plan.recipe
-    elsewhere = engine.counted_elsewhere(engine.module)
-    here = [p for _, p in engine.trained() if id(p) not in elsewhere]
-    (trained,) = engine.over_stages([sum(unsharded_shape(p).numel() for p in here)])
+    trained = sum(map(math.prod, trained_shapes(engine.module).values()))
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes per token.
@@ -232,7 +229,7 @@ def refuse_full_gpu(engine: Engine, data: Prepared, steps: int) -> None:
         return
     free, total = torch.cuda.mem_get_info(engine.device)
     found = device.too_full(forecast.peak_memory, free, total, device.gpu_processes)
-    problems = [problem for problem in checkpoint.gather(engine, found) if problem is not None]
+    problems = [problem for problem in engine.gather(found) if problem is not None]
     if problems:
         raise FinetuneError(*dict.fromkeys(problems))
 
@@ -288,7 +285,7 @@ def refuse_weights_not_finite(engine: Engine) -> None:
     Raises:
         FinetuneError: some contain NaN or infinity.
     """
-    of_ranks = checkpoint.gather(engine, soundness.not_finite(engine.module))
+    of_ranks = engine.gather(soundness.not_finite(engine.module))
     names = sorted({name for names in of_ranks for name in names})
     if names:
         recipe = engine.plan.recipe
@@ -305,7 +302,8 @@ def rehearse(job: Job) -> str:
     engine, progress = job.engine, job.progress
     place = Run(job.run.root / ".rehearsal")
     started = time.perf_counter()
-    size = checkpoint.save(engine, place, progress, job.tokenizer)
+    state = checkpoint.take(engine, Staging(engine.device))
+    size = checkpoint.write(engine, place, progress, job.tokenizer, state)
     written = time.perf_counter()
     folder = place.checkpoint(progress.step)
 
@@ -314,10 +312,10 @@ def rehearse(job: Job) -> str:
         if found:
             raise TrainingFailure(*(f"rehearsal: {problem}" for problem in found))
 
-    job.on_rank_0(verify)
+    job.engine.on_rank_0(verify)
     differing = checkpoint.compare(engine, folder)
-    everybody = checkpoint.gather(engine, differing)
-    job.on_rank_0(lambda: shutil.rmtree(place.root))
+    everybody = engine.gather(differing)
+    job.engine.on_rank_0(lambda: shutil.rmtree(place.root))
     wrong = sorted({name for names in everybody for name in names})
     if wrong:
         raise TrainingFailure(

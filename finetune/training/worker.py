@@ -63,11 +63,10 @@ def train(
             engine = build(plan, nvme, timeout)
             return Worker(engine, run, options, interruption).train()
     finally:
-        if plan.processes == 1:
-            # A notebook may train again with another plan, or do something else.
-            cpu.use_pool(False)
-            cpu.release()
-            AcceleratorState._reset_state(reset_partial_state=True)
+        # A notebook or a script may train again with another plan, or do something else.
+        cpu.use_pool(False)
+        cpu.release()
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def finish(run: Run, plot: bool) -> None:

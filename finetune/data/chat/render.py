@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from finetune.data.chat.chat_templates import BUILT_IN, added_before, choose
+from finetune.data.chat.next_marks import ended_spans, with_last_end
 from finetune.data.chat.parts import excerpt
 from finetune.data.chat.template_spans import Span
 from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns
@@ -199,6 +200,7 @@ class Chat:
     def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
         turns = self._turns(sample)
         rendered = self._rendered(sample)
+        rendered = rendered if train_on == "all" else with_last_end(turns, rendered)
         text = rendered.marked.text
         tokens = self._tokens(text)
         if train_on == "all":
@@ -217,7 +219,7 @@ class Chat:
         ]
         chosen = answers[-1:] if train_on == "completion" else answers
         chosen = [number for number in chosen if number not in sample.untrained]
-        spans = {number: turns.spans(rendered, number) for number in chosen}
+        spans = {number: ended_spans(turns, rendered, number) for number in chosen}
         ids, places = self._placed(text, tokens, [span for said in spans.values() for span in said])
         trained = [False] * len(ids)
         for number, said in spans.items():
