@@ -83,7 +83,6 @@ def test_training_continues_when_its_output_is_closed(tmp_path, words):
     assert "standard output: Broken pipe; the work continues" in done.stderr
     assert (tmp_path / "run" / WEIGHTS).is_file()
     end = read_history(Run(tmp_path / "run")).end
-    assert end is not None
     assert end.reason == "finished"
 
 
@@ -123,7 +122,6 @@ def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path, words):
     assert process.returncode == 75, stderr
     assert "interrupted by SIGHUP" in stderr
     end = read_history(run).end
-    assert end is not None
     assert run.newest() == end.step
 
 
@@ -135,15 +133,12 @@ def test_a_file_error_of_a_user_is_reported_and_a_bug_is_not_hidden(tmp_path):
     assert of_a_file(OSError(28, "No space left on device")) is not None
 
 
-SHAPES = ["", "[", "[]", '"x"', "null", "5", "[5]", "[{}]", '{"a": 1}', "\ud800"]
-
-
 def test_a_damaged_record_is_named_by_the_report(made):
     run = made
     records = [run.recipe, run.plan, run.data, run.environment, run.realised]
     for path in [*records, run.samples, run.proof]:
         kept = path.read_bytes() if path.exists() else None
-        for shape in SHAPES:
+        for shape in ["", "[", "[]", '"x"', "null", "5", "[5]", "[{}]", '{"a": 1}', "\ud800"]:
             path.write_bytes(shape.encode("utf-8", "surrogatepass"))
             if shape == ("[]" if path == run.samples else '{"a": 1}'):
                 report(run)  # empty, or without the known names: the page leaves them out
@@ -197,9 +192,6 @@ def test_without_a_home_directory_the_error_names_the_cache_variable(monkeypatch
         cache("data")
 
 
-SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
-
-
 @pytest.mark.signals
 @pytest.mark.parametrize(
     ("template", "said"),
@@ -213,9 +205,10 @@ SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "co
 def test_a_template_has_limits(template, said, monkeypatch):
     monkeypatch.setattr(template_limits, "SECONDS", 0.3)
     turns = Turns(small_tokenizer(), template)
+    talk = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
     for _ in range(4):
         with pytest.raises(FinetuneError, match=said):
-            turns.render(SAID)
+            turns.render(talk)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 

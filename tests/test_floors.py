@@ -15,7 +15,6 @@ from finetune.cli.main import VERBS
 from finetune.kernels import cpu
 
 PACKAGE = ROOT / "finetune"
-CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
     {"errors", "version"},
     {"changes"},
@@ -147,8 +146,7 @@ def test_a_module_imports_only_from_lower_floors():
 
 def test_few_modules_are_at_the_root_and_no_folder_has_the_name_of_a_public_function():
     assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
-    folders = {path.parent.name for path in MODULES}
-    assert folders & set(finetune.__all__) == set()
+    assert {path.parent.name for path in MODULES} & set(finetune.__all__) == set()
 
 
 def test_only_engines_and_the_planner_ask_which_engine_it_is():
@@ -171,7 +169,7 @@ def test_code_for_cpus_is_reached_through_its_folder_alone():
     public = {f"finetune.kernels.cpu.{name}" for name in cpu.__all__}
 
     def rule(path: Path) -> set[str]:
-        if path.is_relative_to(CPU):
+        if path.is_relative_to(PACKAGE / "kernels" / "cpu"):
             return set()
         inside = {name for name in imported(path) if name.startswith("finetune.kernels.cpu.")}
         return inside - public | roots(path) & {"ctypes"}
