@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -366,8 +366,7 @@ def build_tiny(folder: Path) -> Tiny:
     rows = conversations(56)
     files = {}
     for name, part in (("data", rows[:48]), ("eval", rows[48:])):
-        files[name] = folder / f"{name}.jsonl"
-        files[name].write_text("".join(json.dumps({"messages": row}) + "\n" for row in part))
+        files[name] = written(folder / f"{name}.jsonl", ({"messages": row} for row in part))
     tokenizer = build_tokenizer([turn["content"] for row in rows for turn in row])
     config = LlamaConfig(
         hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
@@ -592,6 +591,11 @@ def environment(cache: Path) -> dict[str, str]:
         and key != "TORCHINDUCTOR_CACHE_DIR"  # set by tests that train in this process
     }
     return kept | {"FINETUNE_CACHE": str(cache), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def written(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def write_recipe(path: Path, fields: dict[str, Any]) -> Path:

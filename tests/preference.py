@@ -3,13 +3,13 @@
 import json
 import random
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, merged, once
+from conftest import Tiny, Train, merged, once, written
 from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,11 +48,6 @@ def pairs(count: int = ROWS, seed: int = 5) -> list[dict[str, Any]]:
         }
         for number in range(count)
     ]
-
-
-def written(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def pairs_file(shared: Path) -> Path:
