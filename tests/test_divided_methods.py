@@ -55,11 +55,8 @@ def fields_of(method: str, sources: dict[str, Any], **own: Any) -> dict[str, Any
     return given | own
 
 
-Both = Callable[[dict[str, Any], str], tuple[ft.Run, ft.Run]]
-
-
 @pytest.fixture
-def both(run_of: Train) -> Both:
+def both(run_of: Train) -> Callable[[dict[str, Any], str], tuple[ft.Run, ft.Run]]:
     """Runs of one process and of a backend, which learn the same."""
 
     def run(given: dict[str, Any], backend: str) -> tuple[ft.Run, ft.Run]:

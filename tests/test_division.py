@@ -138,7 +138,6 @@ model.build = refuse
 run()
 """
 
-
 ROTATED = ("--rotation", "alltoall")
 
 

@@ -245,7 +245,6 @@ def test_a_command_of_the_documents_works(command, folder, do, request):
 
 SHOWN = re.compile(r"^```sh\n(finetune plan [^\n]+)\n```\n```text\n(.*?)^```$", re.DOTALL | re.M)
 
-
 PLANS = [
     pair
     for name in ("README.md", "docs/memory.md")
