@@ -15,6 +15,7 @@ from finetune.cli.main import VERBS
 from finetune.kernels import cpu
 
 PACKAGE = ROOT / "finetune"
+CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
     {"errors", "version"},
     {"changes"},
@@ -169,7 +170,7 @@ def test_code_for_cpus_is_reached_through_its_folder_alone():
     public = {f"finetune.kernels.cpu.{name}" for name in cpu.__all__}
 
     def rule(path: Path) -> set[str]:
-        if path.is_relative_to(PACKAGE / "kernels" / "cpu"):
+        if path.is_relative_to(CPU):
             return set()
         inside = {name for name in imported(path) if name.startswith("finetune.kernels.cpu.")}
         return inside - public | roots(path) & {"ctypes"}
