@@ -18,6 +18,8 @@ from finetune.evaluation.metrics.code import pass_at
 from finetune.evaluation.metrics.metric import Settings, choose, find
 from finetune.evaluation.questions import Asked
 
+QUICK = sandbox.Limits(cpu=1, wall=2.0, memory=2**28)
+
 
 def rows(*pairs: tuple[str, str], **columns: Any) -> list[tuple[Asked, tuple[Answer, ...]]]:
     """(answer, reference) as rows with their answers."""
@@ -263,6 +265,6 @@ def test_code_of_answers_is_run_with_its_tests():
     ],
 )
 def test_code_that_goes_wrong_is_stopped_and_named(code, said):
-    outcome = sandbox.run(code, sandbox.Limits(cpu=1, wall=2.0, memory=2**28))
+    outcome = sandbox.run(code, QUICK)
     assert said in outcome.said or (said == "1 s" and "2 s" in outcome.said)
     assert outcome.passed == (said == "passed")
