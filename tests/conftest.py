@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,14 @@ def assets() -> Path:
     return folder
 
 
+def merged(base: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """A recipe with other values; sections are merged into those of the base."""
+    for name, value in sections.items():
+        merge = isinstance(base.get(name), dict) and isinstance(value, dict)
+        base[name] = base[name] | value if merge else value
+    return base
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A model folder with its tokenizer, and a data file of uneven conversations."""
@@ -100,10 +108,7 @@ class Tiny:
             "evaluation": {"every": 3},
             "max_steps": 6,
         }
-        for name, value in sections.items():
-            merge = isinstance(base.get(name), dict) and isinstance(value, dict)
-            base[name] = base[name] | value if merge else value
-        return base
+        return merged(base, sections)
 
     def other(
         self,
@@ -312,11 +317,36 @@ def launch(
 ) -> None:
     """Two processes; one is started by itself, without Accelerate's launcher."""
     verb = ["train", recipe] if backend == "single" else ["launch", recipe, "--processes", "2"]
-    done = finetune(
+    finetune(
         *verb, "--backend", backend, "--precision", "fp32", "--output", place, *words,
         seconds=seconds,
-    )  # fmt: skip
-    assert done.status == 0, done.output
+    ).passed()  # fmt: skip
+
+
+@pytest.fixture
+def compiling() -> Generator[None, None, None]:
+    """Chains of cheap operations are compiled where they are long enough."""
+    from finetune.kernels import chains
+
+    chains.compile_chains(True)
+    yield
+    chains.compile_chains(False)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Makes a file system of its own with options of `mount`, which lasts as long as the test."""
+
+    def mount(options: str) -> Path:
+        place = tmp_path / "mounted"
+        place.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if subprocess.run(words, capture_output=True).returncode:
+            pytest.skip("a file system cannot be mounted here")
+        request.addfinalizer(lambda: subprocess.run(["umount", "-l", str(place)], check=True))
+        return place
+
+    return mount
 
 
 @pytest.fixture
@@ -336,8 +366,7 @@ def build_tiny(folder: Path) -> Tiny:
     rows = conversations(56)
     files = {}
     for name, part in (("data", rows[:48]), ("eval", rows[48:])):
-        files[name] = folder / f"{name}.jsonl"
-        files[name].write_text("".join(json.dumps({"messages": row}) + "\n" for row in part))
+        files[name] = written(folder / f"{name}.jsonl", ({"messages": row} for row in part))
     tokenizer = build_tokenizer([turn["content"] for row in rows for turn in row])
     config = LlamaConfig(
         hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
@@ -398,6 +427,16 @@ class Finished:
     @property
     def output(self) -> str:
         return self.stdout + self.stderr
+
+    def passed(self) -> "Finished":
+        assert self.status == 0, self.output
+        return self
+
+    def refused(self) -> str:
+        """What a command says that refuses a mistake."""
+        assert self.status == 2, self.output
+        assert "Traceback" not in self.output
+        return self.stderr
 
 
 Finetune = Callable[..., Finished]
@@ -552,6 +591,11 @@ def environment(cache: Path) -> dict[str, str]:
         and key != "TORCHINDUCTOR_CACHE_DIR"  # set by tests that train in this process
     }
     return kept | {"FINETUNE_CACHE": str(cache), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def written(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def write_recipe(path: Path, fields: dict[str, Any]) -> Path:

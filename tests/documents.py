@@ -7,7 +7,6 @@ import numpy as np
 
 from finetune.data.store import Columns, Documents, Rows, single_rows
 
-LENGTHS = (17, 9, 1, 23, 2, 6, 30, 5)
 PACKS = ((0, 1, 2), (3, 4, 5), (6, 7))
 
 
@@ -26,11 +25,10 @@ def documents(seed: int = 0) -> Rows:
     rng = np.random.default_rng(seed)
     columns = (
         (rng.integers(2, 96, length).astype(np.int32), rng.random(length) < 0.5)
-        for length in LENGTHS
+        for length in (17, 9, 1, 23, 2, 6, 30, 5)
     )
     return single_rows(documents_of(columns))
 
 
 def packs(rows: Rows) -> Rows:
-    bounds = np.cumsum([0, *map(len, PACKS)])
-    return dataclasses.replace(rows, bounds=bounds, packed=True)
+    return dataclasses.replace(rows, bounds=np.cumsum([0, *map(len, PACKS)]), packed=True)

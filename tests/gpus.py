@@ -5,6 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU"),
+]
 
 
 def write_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

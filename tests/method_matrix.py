@@ -109,8 +109,7 @@ def recipe_of(method: str, kind: str = "all weights", packing: bool = False) -> 
     made = catalog.from_fields(fields)
     if kind == "all weights":
         return made
-    stored = "none" if kind == "LoRA" else kind
-    model = dataclasses.replace(made.model, quantization=stored)
+    model = dataclasses.replace(made.model, quantization="none" if kind == "LoRA" else kind)
     return dataclasses.replace(made, model=model, adapter=LoRA())
 
 
@@ -189,8 +188,7 @@ def general(reason: str, method: str) -> str:
 
 def write(readme: Path = README) -> None:
     """Put the table between its marks."""
-    text = readme.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
 

@@ -78,8 +78,7 @@ def published(
     if "reference" in run:
         settings["reference"] = run["reference"]
     kind = "kto" if method == "kto" else "preference"
-    source = written(folder / "rows.jsonl", kept)
-    given = recipe_of(assets, method, source, kind, run, **settings)
+    given = recipe_of(assets, method, written(folder / "rows.jsonl", kept), kind, run, **settings)
     if run["policy"] != "full":
         given["model"]["adapter"] = str(assets / "oracles/adapter")
         given["adapter"] = {"r": 4, "alpha": 8}

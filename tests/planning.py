@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+from method_matrix import reasons
+
 import finetune as ft
 from finetune import backend
 from finetune.cli import options
@@ -30,17 +32,12 @@ BASE = {
 def refused(recipe: ft.Recipe, name: str, processes: int = 2) -> list[str]:
     """Reasons why a recipe cannot run on a backend."""
     machine = backend.load(name)
-    try:
-        ft.plan(recipe, machine, 1 if machine.engine == "single" else processes)
-    except ft.FinetuneError as error:
-        return list(error.problems)
-    return []
+    return reasons(recipe, machine, 1 if machine.engine == "single" else processes)
 
 
 def shape(name: str) -> Architecture:
     """The published shape of that name."""
     config = published.find(name)
-    assert config is not None
     return read(config)
 
 

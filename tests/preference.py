@@ -3,13 +3,13 @@
 import json
 import random
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, once
+from conftest import Tiny, Train, merged, once, written
 from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -50,22 +50,9 @@ def pairs(count: int = ROWS, seed: int = 5) -> list[dict[str, Any]]:
     ]
 
 
-def written(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def pairs_file(shared: Path) -> Path:
     """The file of `pairs()` that all tests of a session read."""
     return once(shared / "methods/pairs.jsonl", lambda path: written(path, pairs()))
-
-
-def merged(base: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    """A recipe with other values; sections are merged into those of the base."""
-    for name, value in sections.items():
-        merge = isinstance(base.get(name), dict) and isinstance(value, dict)
-        base[name] = base[name] | value if merge else value
-    return base
 
 
 def fields_of(method: str, name: Path, source: Path, kind: str, **sections: Any) -> dict[str, Any]:
@@ -146,9 +133,6 @@ def packed_and_alone(given: dict[str, Any], folder: Path) -> list[Run]:
     ]
 
 
-# --- definitions, on one sequence at a time ------------------------------------------------------
-
-
 def plain(tiny: Tiny) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32)
 
@@ -180,9 +164,6 @@ def answer_sums(model: Any, ids: list[int], prompt: int) -> tuple[torch.Tensor, 
     said = logits.log_softmax(-1)[torch.arange(len(ids) - prompt), torch.tensor(ids[prompt:])]
     entropy = Categorical(logits=logits.detach().double()).entropy().sum().item()
     return said.double().sum(), logits.double().mean(-1).sum().item(), entropy
-
-
-# --- other models --------------------------------------------------------------------------------
 
 
 def other_model(tiny: Tiny, folder: Path) -> Path:

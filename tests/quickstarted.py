@@ -10,8 +10,7 @@ def quickstarted(shared: Path, finetune: Finetune) -> Path:
 
     def make(place: Path) -> None:
         place.mkdir()
-        done = finetune("quickstart", cwd=place)
-        assert done.status == 0, done.stderr
+        done = finetune("quickstart", cwd=place).passed()
         (place / "said").write_text(done.stdout)
 
     return once(shared / "quickstart", make)

@@ -52,16 +52,14 @@ def test_intervals_are_those_of_the_literature():
 
 
 def test_a_bootstrap_draws_pairs_and_ratios_of_sums():
-    rng = np.random.default_rng(1)
-    noise = rng.normal(0, 5, 400)
+    noise = np.random.default_rng(1).normal(0, 5, 400)
     before, after = (of_scores("length", noise + shift) for shift in (0, 1))
     change, interval = difference(after, before)
     assert change == pytest.approx(1.0)
     assert interval == pytest.approx((1.0, 1.0))  # what both share leaves nothing uncertain
     assert after.interval()[0] < 1 < after.interval()[1]
     # A long row counts by its tokens: (10 + 1) / (100 + 1), not the mean of 0.1 and 1.
-    loss = Measure("loss", np.array([[10.0, 100.0], [1.0, 1.0]]))
-    assert loss.total == pytest.approx(11 / 101)
+    assert Measure("loss", np.array([[10.0, 100.0], [1.0, 1.0]])).total == pytest.approx(11 / 101)
 
 
 def test_a_bound_is_held_by_the_interval_and_not_by_the_mean():
@@ -94,8 +92,7 @@ def test_macro_f1_is_the_mean_over_labels_with_its_confusion_table():
     assert measure.total == pytest.approx((2 / 3 + 1 / 2) / 2)
     columns, table = ["down", "up", "(other)"], [[1, 1, 1], [0, 1, 0]]
     confusion = {"labels": ["down", "up"], "columns": columns, "confusion": table}
-    assert measure.detail["confusion"] == confusion
-    assert measure.of_rows.tolist() == [1, 0, 0, 1]
+    assert (measure.detail["confusion"], measure.of_rows.tolist()) == (confusion, [1, 0, 0, 1])
 
 
 def test_a_library_without_one_that_it_needs_is_named(monkeypatch):
@@ -160,8 +157,7 @@ def test_tool_calls_need_the_function_and_equal_arguments():
         (silent, Answer("It is 3.", False, 1)),
     ]
     calls, names = find("tools").measure([(a, (b,)) for a, b in given], Settings())
-    assert calls.of_rows.tolist() == [1, 0, 0, 1, 1]
-    assert names.of_rows.tolist() == [1, 1, 0, 1, 1]
+    assert (calls.of_rows.tolist(), names.of_rows.tolist()) == ([1, 0, 0, 1, 1], [1, 1, 0, 1, 1])
 
 
 def test_sql_has_the_same_result_and_changes_nothing(tmp_path, monkeypatch):

@@ -140,8 +140,7 @@ def test_the_hub_library_and_what_it_saves_give_the_rows_of_json(tmp_path):
     (tmp_path / "data").mkdir()
     write_table(tmp_path / "data/a.parquet", CALLS)
     command = [sys.executable, "-c", LOADING.replace("FOLDER", repr(str(tmp_path / "data")))]
-    done = run_command(command, tmp_path, env={"HF_HOME": str(tmp_path / "home")})
-    assert done.status == 0, done.output
+    done = run_command(command, tmp_path, env={"HF_HOME": str(tmp_path / "home")}).passed()
     assert [json.loads(line) for line in done.stdout.splitlines()[-2:]] == [CALLS, CALLS]
     saved = sorted((tmp_path / "saved").glob("*.arrow"))
     rows = Source(Data(str(tmp_path / "saved"), "messages"), tuple(saved)).rows()
@@ -179,9 +178,7 @@ def test_a_dropped_row_is_listed_whatever_keys_its_maps_have(tmp_path, cache):
     path = tmp_path / "a.parquet"
     rows = [{"question": "q", "answer": answer, "days": days} for answer in ("Bye", None)]
     write_table(path, rows, kinds)
-    recipe = SFT().with_data(Data(str(path), "question_answer", on_bad_row="drop"))
-    prepared = ready(recipe, cache)
-    assert prepared.bad_rows is not None
+    prepared = ready(SFT().with_data(Data(str(path), "question_answer", on_bad_row="drop")), cache)
     assert json.loads(prepared.bad_rows.read_text())["value"] == {
         "question": "q", "answer": None, "days": {"2020-01-02": "x"},
     }  # fmt: skip

@@ -26,7 +26,6 @@ def test_rows_are_padded_on_the_right_and_only_trained_tokens_are_labels():
     batch = collate(rows, np.array([1, 0]), pad_id=2, device="cpu")
     assert batch.ids.tolist() == [[1, 2, 2, 2], [5, 6, 7, 8]]
     assert batch.labels.tolist() == [[-100, 2, -100, -100], [-100, -100, 7, 8]]
-    assert batch.attention_mask is not None
     assert batch.attention_mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (2, 3, 6)
     assert batch.ids.dtype == batch.labels.dtype == batch.attention_mask.dtype == torch.int64
@@ -54,10 +53,8 @@ def test_packed_documents_are_concatenated_with_positions_from_zero():
     assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert batch.labels.tolist() == [[-100, 2, 3, 4, -100, 6, -100, -100, 9]]
     assert batch.attention_mask is None
-    assert batch.boundaries is not None
     assert batch.boundaries.positions.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
-    assert batch.boundaries.ends.tolist() == [0, 4, 6, 9]
-    assert batch.boundaries.longest == 4
+    assert (batch.boundaries.ends.tolist(), batch.boundaries.longest) == ([0, 4, 6, 9], 4)
     assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (2, 5, 9)
 
 
@@ -69,9 +66,7 @@ def test_concatenated_rows_have_the_labels_of_padded_rows():
     assert batch.ids.tolist() == [[1, 2, 5, 6, 7, 8]]
     assert batch.labels.tolist() == [[-100, 2, -100, -100, 7, 8]]
     assert batch.attention_mask is None
-    assert batch.boundaries is not None
-    assert batch.boundaries.ends.tolist() == [0, 2, 6]
-    assert batch.boundaries.longest == 4
+    assert (batch.boundaries.ends.tolist(), batch.boundaries.longest) == ([0, 2, 6], 4)
     counts = [(each.rows, each.trained_tokens, each.real_tokens) for each in (padded, batch)]
     assert counts == [(2, 3, 6)] * 2
     assert (padded.shape, batch.shape) == ((2, 4), (2, 3))  # the mean of rows side by side
@@ -88,7 +83,6 @@ def test_no_rows_and_no_packs_give_a_batch_that_trains_nothing():
         assert (batch.ids.tolist(), batch.labels.tolist()) == ([[7, 7]], [[-100, -100]])
         assert batch.attention_mask is None
         assert (batch.rows, batch.trained_tokens, batch.real_tokens) == (0, 0, 0)
-    assert batch.boundaries is not None
     assert batch.boundaries.ends.tolist() == [0, 2]
 
 
@@ -100,10 +94,8 @@ def test_a_large_pack_on_a_cpu_is_filled_with_a_padding_document():
         assert batch.ids.tolist() == [[5] * 700 + [6] * (slots - 700)]
         assert (batch.real_tokens, batch.trained_tokens) == (length, 700)
         assert (batch.labels[0, 702:] == -100).all()
-        assert batch.boundaries is not None
         filled = [slots] if slots > length else []
         assert batch.boundaries.ends.tolist() == [0, 700, length, *filled]
         assert batch.boundaries.positions[0, length:].tolist() == list(range(slots - length))
         assert batch.boundaries.longest == 700
-        elsewhere = collate(rows, np.array([0]), pad_id=6, device="meta")
-        assert elsewhere.ids.shape == (1, length)
+        assert collate(rows, np.array([0]), pad_id=6, device="meta").ids.shape == (1, length)

@@ -33,8 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 def test_a_quick_benchmark_writes_its_record(tmp_path):
     words = "startup training data --rows 300 --repeats 1 --steps 2 --backends single --runs 1"
     line = [sys.executable, "-m", "benchmarks", *words.split(), "--note", "Only a test."]
-    done = run_command([*line, "--to", str(tmp_path)], tmp_path / "cache", cwd=ROOT)
-    assert done.status == 0, done.output
+    run_command([*line, "--to", str(tmp_path)], tmp_path / "cache", cwd=ROOT).passed()
     found: dict[str, Any] = {}
     for name in ("startup", "training", "data"):
         record = json.loads((tmp_path / f"{name}.json").read_text())
@@ -148,8 +147,7 @@ def test_a_kernel_is_timed_in_turns_and_compared():
 
         return run
 
-    case = Case("x", work("plain", [3.0, 4.0]), work("ours", [3.0, 4.5]))
-    found = timed(case, repeats=2)
+    found = timed(Case("x", work("plain", [3.0, 4.0]), work("ours", [3.0, 4.5])), repeats=2)
     assert calls == ["plain", "ours"] * 5  # two of warmup, two timed, one compared
     assert found["difference"] == pytest.approx(0.1)
     assert found["gain"] == found["plain_seconds"] / found["ours_seconds"]
@@ -230,8 +228,7 @@ def test_a_workload_has_the_lengths_that_it_names():
 
 
 def test_documents_are_read_back_from_padded_and_from_packed_inputs():
-    rows = [([5, 6, 7], [-100, 6, 7]), ([8, 9], [-100, 9])]
-    expected = sorted(digest(*row) for row in rows)
+    expected = sorted(digest(*row) for row in [([5, 6, 7], [-100, 6, 7]), ([8, 9], [-100, 9])])
     padded = documents(
         torch.tensor([[5, 6, 7], [8, 9, 0]]),
         torch.tensor([[-100, 6, 7], [-100, 9, -100]]),
@@ -340,8 +337,7 @@ def test_steps_of_other_rows_are_compared_by_the_tokens_of_a_whole_epoch():
     assert contenders["trainer_grouped"]["shipped_of_it"] == rates[1] / rates[0]
     race["trainer_grouped"][3]["documents"] = race["trainer_grouped"][2]["documents"]
     found = report.result([race], rows, job, threads=1, remarks=[])
-    told = ["2 documents missing, 2 too many"]
-    assert found.values["differences"]["trainer_grouped"] == told
+    assert found.values["differences"]["trainer_grouped"] == ["2 documents missing, 2 too many"]
 
 
 def test_rows_of_a_file_are_raced(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import problems_of
 
 from finetune import catalog
 from finetune.errors import FinetuneError
@@ -61,8 +62,7 @@ def test_python_yaml_and_json_give_the_same_recipe(tmp_path):
         (tmp_path / f"r.{kind}").write_text(text)
         recipes.append(catalog.load(tmp_path / f"r.{kind}"))
     read = recipes[1]
-    assert recipes == [read] * 3
-    assert {type(recipe) for recipe in recipes} == {SFT}
+    assert (recipes, {type(recipe) for recipe in recipes}) == ([read] * 3, {SFT})
     assert read.optim == Optim(lr=2e-4, betas=(0.9, 0.95), eps=1e-6, max_grad_norm=None)
     assert (read.batch.rows, read.model.revision) == (16, "81e4321")
 
@@ -224,9 +224,7 @@ def test_every_default_can_be_typed_as_it_is_shown():
     ],
 )  # fmt: skip
 def test_an_invalid_override_is_refused(pair, problem):
-    with pytest.raises(FinetuneError) as error:
-        catalog.resolve("qwen3_0_6b_lora", [pair])
-    assert error.value.problems == (problem,)
+    assert problems_of(catalog.resolve, "qwen3_0_6b_lora", [pair]) == (problem,)
 
 
 def test_a_later_override_wins_over_an_earlier_one_and_both_over_the_file():
@@ -245,9 +243,7 @@ def test_every_problem_is_reported_with_its_path_and_a_model_is_named_or_built()
         "batch": {"rows": 2.5},
         "colour": "red",
     }
-    with pytest.raises(FinetuneError) as error:
-        catalog.from_fields(fields, "mine.yaml")
-    assert sorted(error.value.problems) == [
+    assert sorted(problems_of(catalog.from_fields, fields, "mine.yaml")) == [
         "mine.yaml: batch.rows: Input should be a valid integer, got a number with a fractional "
         "part, got 2.5",
         "mine.yaml: colour: unknown key; known are model, data, eval_data, eval_rows, data_checks, "
@@ -277,8 +273,7 @@ def test_only_what_changes_the_mathematics_is_a_difference():
         .with_epochs(9).with_steps(4).with_batch(micro_rows=1)
     )  # fmt: skip
     assert catalog.differences(recipe, free) == []
-    changed = recipe.with_optim(lr=1.0).with_seed(4).with_lora(r=2)
-    assert catalog.differences(recipe, changed) == [
+    assert catalog.differences(recipe, recipe.with_optim(lr=1.0).with_seed(4).with_lora(r=2)) == [
         "adapter.r: 16 -> 2",
         "optim.lr: 0.004 -> 1.0",
         "seed: 0 -> 4",

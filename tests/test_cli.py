@@ -74,8 +74,6 @@ def model(tiny, tmp_path) -> Path:
     return Path(shutil.copytree(tiny.model, tmp_path / "model"))
 
 
-# What is told from a recipe's text alone.
-
 TOLD = f"""
 $ show quickstrat
 recipe 'quickstrat': unknown; did you mean 'quickstart'?; `finetune list` shows all
@@ -186,9 +184,6 @@ def test_a_broken_recipe_is_reported_by_the_command_without_a_traceback(finetune
     assert told.startswith("r.py:2: FileNotFoundError: [Errno 2] No such file")
 
 
-# What is told from the files that a recipe names, still without torch.
-
-
 def test_all_missing_files_and_plan_problems_are_reported_at_once(tiny, finetune, tmp_path):
     fields = tiny.fields(
         model={"name": "no/such/folder"},
@@ -220,9 +215,7 @@ def test_a_plan_for_another_machine_reports_what_this_one_lacks(tiny, run_here, 
     fields = tiny.fields(data=[{"source": "gone.jsonl", "format": "messages"}])
     recipe = write_recipe(tmp_path / "r.json", fields)
     for words in ([], ["--gpu", "H100-80"]):
-        done = run_here("plan", recipe, *words)
-        assert done.status == 0, done.output
-        last = done.stdout.splitlines()[-1]
+        last = run_here("plan", recipe, *words).passed().stdout.splitlines()[-1]
         assert last.startswith("not here     data.source: no such file or folder: gone.jsonl")
     whole = run_here("plan", write_recipe(tmp_path / "whole.json", tiny.fields()))
     assert "not here" not in whole.stdout
@@ -250,8 +243,6 @@ def test_weight_files_that_an_index_names_and_that_are_missing_are_reported(
     assert told(model={"name": str(model)}) == [lacks]
     assert f"not here     {lacks}" in run_here("plan", tmp_path / "r.json").stdout.splitlines()
 
-
-# What is told once the files are read.
 
 BAD_DATA = [
     (b"", "{path}: the file is empty"),
@@ -286,8 +277,7 @@ def test_bad_data_is_named_with_its_row_and_leaves_the_directory_free(
     # Corrected, the same words train: the mistakes have not taken the directory.
     shutil.copy(tiny.data, source)
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny, data=data))
-    again = run_here("train", recipe, "--precision", "fp32", "--output", output)
-    assert again.status == 0, again.output
+    run_here("train", recipe, "--precision", "fp32", "--output", output).passed()
     assert Run(output).steps() == [1]
 
 
@@ -413,9 +403,8 @@ def test_weights_that_do_not_fit_their_config_are_reported(tiny, told, finetune,
         assert problem.endswith(f"; and {others} more like these{advice}")
     # ZeRO-3 loads in a way of its own, of which the first rank alone sees the shapes.
     words = (f"model.name={wider}", *"--backend zero3 --processes 2 --precision fp32".split())
-    done = finetune("launch", tmp_path / "r.json", *words, "--output", tmp_path / "c")
-    assert done.status == 2
-    (problem,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    said = finetune("launch", tmp_path / "r.json", *words, "--output", tmp_path / "c").refused()
+    (problem,) = [line for line in said.splitlines() if line.startswith("error")]
     assert "config.json: size mismatch for model.layers.0.mlp.gate_proj.weight: " in problem
     assert problem.endswith(f"; and 1 more like these{advice}")
 
@@ -434,8 +423,7 @@ def test_rows_beyond_the_context_of_the_model_are_reported(tiny, told, run_here,
     assert told(name) == [f"{said}; if this is intended, set data_checks=report"]
     assert list((tmp_path / "run").iterdir()) == []
     words = ("train", tmp_path / "r.json", name, "data_checks=report")
-    passed = run_here(*words, "--output", tmp_path / "passed")
-    assert passed.status == 0
+    passed = run_here(*words, "--output", tmp_path / "passed").passed()
     assert said.replace(" ", "") in "".join(passed.output.replace("│", "").split())
     # A model that learned its positions has none beyond them, whatever is asked.
     config = {
@@ -459,19 +447,14 @@ def test_rows_longer_than_the_context_are_counted_under_every_rule(tiny, told, r
     for rule, name in (("drop", "dropped"), ("truncate", "truncated"), ("split", "split")):
         run = Run(tmp_path / rule)
         words = ("train", tmp_path / "r.json", f"batch.overlong={rule}", "--output", run.root)
-        done = run_here(*words)
-        assert done.status == 0, done.output
+        run_here(*words).passed()
         counts = json.loads(run.data.read_text())["train"]
-        none = {other: 0 for other in ("dropped", "truncated", "split") if other != name}
-        expected = none | {
+        expected = {other: 0 for other in ("dropped", "truncated", "split") if other != name} | {
             name: longer,
             "samples": len(lengths),
             "longest_sample": max(lengths),
         }
         assert {key: counts[key] for key in expected} == expected
-
-
-# The directory of a run.
 
 
 def test_a_directory_is_never_taken_from_another_run(told, tiny, run_here, tmp_path):
@@ -518,9 +501,6 @@ def test_a_failure_while_training_has_status_1(tiny, run_here, tmp_path):
     assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] != []
 
 
-# Options.
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -545,8 +525,7 @@ def test_words_that_cannot_be_read_are_refused_with_the_usage(run_here, words, t
     verb = " ".join(["finetune", *words.split()[:1]]) if " " in words else "finetune"
     verb = {"show": "finetune show", "list --jsn": "finetune list"}.get(words, verb)
     done = run_here(*words.split())
-    assert done.status == 2
-    assert done.stdout == ""
+    assert (done.status, done.stdout) == (2, "")
     assert done.stderr.startswith("usage: finetune")
     assert done.stderr.splitlines()[-1].startswith(f"{verb}: {told}")
 
@@ -617,18 +596,14 @@ def test_deepspeed_on_several_machines_starts_each_ones_own_processes(flags):
 
 def test_launch_passes_unknown_flags_to_accelerate(tiny, finetune, tmp_path):
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
-    done = finetune("launch", recipe, "--no_such_flag", "--output", tmp_path / "run")
-    assert done.status == 2
-    lines = done.stderr.splitlines()
+    said = finetune("launch", recipe, "--no_such_flag", "--output", tmp_path / "run").refused()
+    lines = said.splitlines()
     assert lines[-2].endswith("unrecognized arguments: --no_such_flag")
     assert lines[-1] == (
         "error: `accelerate launch` does not accept these flags; its message is above; for the "
         "flags of this command: finetune launch --help"
     )
     assert not (tmp_path / "run").exists()
-
-
-# What answers at once.
 
 
 @pytest.mark.parametrize(
@@ -649,8 +624,7 @@ def test_quick_verbs_import_no_torch(words, tmp_path):
 def test_list_names_every_recipe_and_backend_with_its_sentence(finetune):
     told = json.loads(finetune("list", "--json").stdout)
     paths = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert told["recipes"].keys() == paths
-    assert sorted(told["backends"]) == backend.names()
+    assert (told["recipes"].keys(), sorted(told["backends"])) == (paths, backend.names())
     assert all(told["recipes"].values())
     assert all(told["backends"].values())
     shown = finetune("list").stdout
@@ -679,9 +653,6 @@ def test_plan_reports_the_same_as_json_and_as_text(run_here):
     assert line in run_here(*words).stdout
 
 
-# Several processes.
-
-
 def test_a_mistake_is_reported_once_for_any_number_of_processes(tiny, finetune, tmp_path):
     """Found by the processes, not before: one line, and nothing of torch's own report."""
     source = tmp_path / "train.jsonl"
@@ -689,11 +660,9 @@ def test_a_mistake_is_reported_once_for_any_number_of_processes(tiny, finetune, 
     fields = one_step(tiny, data=[{"source": str(source), "format": "messages"}])
     recipe = write_recipe(tmp_path / "r.json", fields)
     words = ("--backend", "ddp", "--processes", "2", "--output", tmp_path / "run")
-    done = finetune("launch", recipe, *words)
-    assert done.status == 2
-    assert "Traceback" not in done.output
-    assert "ChildFailedError" not in done.output
-    (told,) = [line for line in done.output.splitlines() if "error" in line.lower()]
+    said = finetune("launch", recipe, *words).refused()
+    assert "ChildFailedError" not in said
+    (told,) = [line for line in said.splitlines() if "error" in line.lower()]
     assert told.startswith(f"error: {source} row 1: format 'messages' needs 'messages'")
     assert list((tmp_path / "run").iterdir()) == []
 

@@ -176,7 +176,6 @@ PROGRAM = (
     "write_run(Path(sys.argv[1]), whole_run(), listeners=(display.show,))"
 )
 
-
 COLOURS = os.environ | {
     "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "FORCE_COLOR": "1", "CLICOLOR": "1",
     "TERM": "xterm-256color",

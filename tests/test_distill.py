@@ -6,29 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preference
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Finetune, Tiny, once, write_recipe
 from oracles import MODEL, recipe_of, slow_but, stored, texts
 from peft import PeftModel
-from preference import (
-    CUTS,
-    EXACT,
-    ROWS,
-    SEED,
-    SIZE,
-    assert_as_one_process,
-    assert_equal,
-    fields_of,
-    packed_and_alone,
-    pairs,
-    sequences,
-    steps_of,
-    train,
-    with_another_vocabulary,
-    written,
-)
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -48,8 +32,8 @@ from finetune.runs.run import Run
 
 @pytest.fixture(scope="session")
 def data(shared) -> Path:
-    rows = ({"messages": row["prompt"] + row["chosen"]} for row in pairs())
-    return once(shared / "methods/taught.jsonl", lambda path: written(path, rows))
+    rows = ({"messages": row["prompt"] + row["chosen"]} for row in preference.pairs())
+    return once(shared / "methods/taught.jsonl", lambda path: preference.written(path, rows))
 
 
 @pytest.fixture(scope="session")
@@ -72,19 +56,19 @@ def teacher(tiny, shared) -> Path:
 
 def fields(tiny: Tiny, data: Path, teacher: Path, **sections: Any) -> dict[str, Any]:
     given = {"teacher": {"name": str(teacher)}} | sections
-    return fields_of("distill", tiny.model, data, "messages", **given)
+    return preference.fields_of("distill", tiny.model, data, "messages", **given)
 
 
 @pytest.fixture(scope="module")
 def whole(tiny, data, teacher, tmp_path_factory) -> Run:
     """Two steps, each of eight rows at once."""
-    return train(tmp_path_factory.mktemp("whole") / "run", fields(tiny, data, teacher))
+    return preference.train(tmp_path_factory.mktemp("whole") / "run", fields(tiny, data, teacher))
 
 
 def answers(tiny: Tiny) -> list[tuple[torch.Tensor, int]]:
     """The ids of each row, and the place of its first label, in the order of the first step."""
-    given = [row[0] for row in sequences(tiny)]
-    chosen = rows_of_step(0, ROWS, SIZE, SEED)
+    given = [row[0] for row in preference.sequences(tiny)]
+    chosen = rows_of_step(0, preference.ROWS, preference.SIZE, preference.SEED)
     return [(torch.tensor([given[row][0]]), given[row][1]) for row in chosen]
 
 
@@ -137,8 +121,10 @@ def expected(
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_divergence_is_its_definition(tiny, data, teacher, tmp_path, whole, name):
     given = fields(tiny, data, teacher, **LOSSES[name], max_steps=1)
-    run = train(tmp_path / "run", given) if LOSSES[name] else whole
-    assert steps_of(run)[0] == pytest.approx(expected(tiny, teacher, LOSSES[name]), rel=EXACT)
+    run = preference.train(tmp_path / "run", given) if LOSSES[name] else whole
+    assert preference.steps_of(run)[0] == pytest.approx(
+        expected(tiny, teacher, LOSSES[name]), rel=preference.EXACT
+    )
 
 
 def test_a_quantised_teacher_teaches_what_plain_transformers_reads(tiny, data, teacher, tmp_path):
@@ -148,28 +134,29 @@ def test_a_quantised_teacher_teaches_what_plain_transformers_reads(tiny, data, t
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )  # fmt: skip
-    (found,) = steps_of(train(tmp_path / "run", given))
-    assert found == pytest.approx(expected(tiny, teacher, {}, nf4), rel=EXACT)
-    plain = expected(tiny, teacher, {})
-    assert abs(found["divergence"] / plain["divergence"] - 1) > 100 * EXACT
+    (found,) = preference.steps_of(preference.train(tmp_path / "run", given))
+    assert found == pytest.approx(expected(tiny, teacher, {}, nf4), rel=preference.EXACT)
+    assert (
+        abs(found["divergence"] / expected(tiny, teacher, {})["divergence"] - 1)
+        > 100 * preference.EXACT
+    )
 
 
 def test_a_step_does_not_depend_on_its_micro_batches(tiny, data, teacher, tmp_path, whole):
-    for name, batch in CUTS.items():
-        run = train(tmp_path / name, fields(tiny, data, teacher, batch=batch))
-        assert_equal(steps_of(run), steps_of(whole))
+    for name, batch in preference.CUTS.items():
+        run = preference.train(tmp_path / name, fields(tiny, data, teacher, batch=batch))
+        preference.assert_equal(preference.steps_of(run), preference.steps_of(whole))
     given = fields(tiny, data, teacher, batch={"max_length": 256})
-    assert_equal(*map(steps_of, packed_and_alone(given, tmp_path)))
+    preference.assert_equal(*map(preference.steps_of, preference.packed_and_alone(given, tmp_path)))
 
 
 @pytest.mark.parametrize("adapter", [None, {"r": 4}], ids=["full", "lora"])
 def test_a_result_holds_nothing_of_the_teacher(tiny, data, teacher, tmp_path, whole, adapter):
     lora = fields(tiny, data, teacher, adapter=adapter, max_steps=1)
-    run = train(tmp_path / "run", lora) if adapter else whole
+    run = preference.train(tmp_path / "run", lora) if adapter else whole
     for path in run.root.rglob("*.safetensors"):
         assert not [name for name in load_file(path) if "teacher" in name]
-    model = ft.load(run).model
-    assert not [name for name, _ in model.named_modules() if "teacher" in name]
+    assert not [name for name, _ in ft.load(run).model.named_modules() if "teacher" in name]
 
 
 @pytest.mark.slow
@@ -179,17 +166,17 @@ def test_backends_train_as_one_process_does(tiny, data, teacher, run_of, backend
     sections: dict[str, Any] = {"batch": {"micro_rows": 1}, "loss_type": "jsd"}
     if kind == "lora":
         sections = {"adapter": {"r": 4}, "batch": {"micro_rows": 2, "padding_free": False}}
-    assert_as_one_process(run_of, backend, fields(tiny, data, teacher, **sections))
+    preference.assert_as_one_process(run_of, backend, fields(tiny, data, teacher, **sections))
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_by_name(tiny, data, teacher, tmp_path):
-    other = with_another_vocabulary(teacher, tmp_path / "other")
+    other = preference.with_another_vocabulary(teacher, tmp_path / "other")
     message = (
         r"teacher.name: '.*other' has another vocabulary: 1 of .* ids differ \(1 is "
         r"'<\|im_start\|>' for the student and '<\|begin\|>' for the teacher\)"
     )
     with pytest.raises(FinetuneError, match=message):
-        train(tmp_path / "run", fields(tiny, data, other))
+        preference.train(tmp_path / "run", fields(tiny, data, other))
 
 
 def test_a_teacher_that_cannot_teach_is_refused_by_its_own_name(tiny, data, teacher, tmp_path):
@@ -209,7 +196,7 @@ def test_a_teacher_that_cannot_teach_is_refused_by_its_own_name(tiny, data, teac
     model.save_pretrained(tmp_path / "few")
     for name, message in told.items():
         with pytest.raises(FinetuneError, match=message):
-            train(tmp_path / f"run {name}", fields(tiny, data, tmp_path / name))
+            preference.train(tmp_path / f"run {name}", fields(tiny, data, tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -224,8 +211,6 @@ def test_fields_that_do_not_apply_are_refused(tiny, data, teacher, changed, mess
     with pytest.raises(FinetuneError, match=message):
         catalog.from_fields(fields(tiny, data, teacher) | changed)
 
-
-# Published values.
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "forward_kl": {},
@@ -247,25 +232,21 @@ def test_training_reproduces_published_values(tiny, data, teacher, assets, tmp_p
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "teacher")
     rows = (of_row[each["row"]] for each in published["rows"])
     messages = ({"messages": row["prompt"] + row["chosen"]} for row in rows)
-    source = written(tmp_path / "rows.jsonl", messages)
+    source = preference.written(tmp_path / "rows.jsonl", messages)
     given = recipe_of(
         assets, "distill", source, "messages", {"lr": 1e-3, "steps": [0]},
         teacher={"name": str(tmp_path / "teacher")}, train_on="completion", **PUBLISHED[name],
     )  # fmt: skip
-    (found,) = steps_of(train(tmp_path / "run", given))
+    (found,) = preference.steps_of(preference.train(tmp_path / "run", given))
     wanted = published["runs"][name]
     assert found["loss"] == pytest.approx(wanted["loss_per_token"], rel=1e-4)
     assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-3)
 
 
-# A teacher whose log-probabilities are stored.
-
-
 def taught(finetune: Finetune, given: dict[str, Any], place: Path, top_k: int) -> dict[str, Any]:
     """The recipe with a folder that `finetune teach` wrote instead of its teacher."""
     recipe = write_recipe(place.with_suffix(".json"), given)
-    done = finetune("teach", recipe, "--output", place, "--top-k", top_k)
-    assert done.status == 0, done.output
+    finetune("teach", recipe, "--output", place, "--top-k", top_k).passed()
     return given | {"teacher": None, "teacher_logps": str(place)}
 
 
@@ -276,15 +257,17 @@ def test_stored_log_probabilities_teach_as_the_teacher_does(
     vocabulary = len(AutoTokenizer.from_pretrained(tiny.model))
     live = fields(tiny, data, teacher, max_steps=1)
     every = taught(finetune, live, tmp_path / "whole", vocabulary)
-    (first,) = steps_of(train(tmp_path / "stored", every))
-    assert first == pytest.approx(steps_of(whole)[0], rel=2e-3)  # fp16: 11 bits
+    (first,) = preference.steps_of(preference.train(tmp_path / "stored", every))
+    assert first == pytest.approx(preference.steps_of(whole)[0], rel=2e-3)  # fp16: 11 bits
     few = taught(finetune, live | {"loss_type": "jsd", "beta": 0.2}, tmp_path / "few", 5)
     wanted = expected_of_few(tiny, tmp_path / "few")
-    for name, batch in CUTS.items():
-        run = train(tmp_path / name, few | {"batch": few["batch"] | batch})
-        assert_equal(steps_of(run), [wanted])
+    for name, batch in preference.CUTS.items():
+        run = preference.train(tmp_path / name, few | {"batch": few["batch"] | batch})
+        preference.assert_equal(preference.steps_of(run), [wanted])
     longer = few | {"batch": few["batch"] | {"max_length": 256}}
-    assert_equal(*map(steps_of, packed_and_alone(longer, tmp_path)))
+    preference.assert_equal(
+        *map(preference.steps_of, preference.packed_and_alone(longer, tmp_path))
+    )
     wrong = {
         "was made for other rows, or other trained tokens": {
             "data": [few["data"][0] | {"first": 20}]
@@ -296,12 +279,12 @@ def test_stored_log_probabilities_teach_as_the_teacher_does(
     }
     for message, changed in wrong.items():
         with pytest.raises(FinetuneError, match=message):
-            train(tmp_path / "refused", few | changed)
+            preference.train(tmp_path / "refused", few | changed)
     damaged = bytearray((tmp_path / "few/logps.npy").read_bytes())
     damaged[-1] ^= 1
     (tmp_path / "few/logps.npy").write_bytes(damaged)
     with pytest.raises(FinetuneError, match=r"logps.npy does not match its recorded hash"):
-        train(tmp_path / "damaged", few)
+        preference.train(tmp_path / "damaged", few)
 
 
 def test_log_probabilities_beyond_fp16_are_stored_as_the_least(
@@ -313,7 +296,7 @@ def test_log_probabilities_beyond_fp16_are_stored_as_the_least(
     logps = np.load(tmp_path / "cold/logps.npy")
     assert logps.min() == -100
     assert (logps[:, 0] == 0).mean() > 0.9
-    (step,) = steps_of(train(tmp_path / "run", cold))
+    (step,) = preference.steps_of(preference.train(tmp_path / "run", cold))
     assert 0 < step["loss"] <= 100
 
 
@@ -345,9 +328,9 @@ def expected_of_few(tiny: Tiny, folder: Path) -> dict[str, float]:
     """The first step with k + 1 classes, on one sequence at a time."""
     student = AutoModelForCausalLM.from_pretrained(tiny.model)
     known, shares = (torch.from_numpy(np.load(folder / n)) for n in ("ids.npy", "logps.npy"))
-    labels = [len(ids) - first for (ids, first), _ in sequences(tiny)]
+    labels = [len(ids) - first for (ids, first), _ in preference.sequences(tiny)]
     assert sum(labels) == len(known)
-    rows = rows_of_step(0, ROWS, SIZE, SEED)
+    rows = rows_of_step(0, preference.ROWS, preference.SIZE, preference.SEED)
     apart, nll, count = torch.zeros(()), torch.zeros(()), 0
     for row, (given, first) in zip(rows, answers(tiny), strict=True):
         at = slice(sum(labels[:row]), sum(labels[: row + 1]))

@@ -81,16 +81,9 @@ def test_experts_and_tensor_parallel_go_on_from_shards(run_of, sections, tmp_pat
     alone, shards = run_of(**sections), run_of("ep_fsdp", **sections)
     run = cut_off(shards, tmp_path / "run", divided.MIDDLE)
     words = ("--precision", "fp32", "--output", run.root, "--no-plot", "--resume")
-    done = finetune("launch", alone.recipe, "--backend", "ep_tp", *words)
-    assert done.status == 0, done.output
+    finetune("launch", alone.recipe, "--backend", "ep_tp", *words).passed()
     divided.assert_equal(alone, run)
     divided.assert_planned(run)
-
-
-MIXTURES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64},
-    "mixtral": {"num_local_experts": 8},
-}
 
 
 @pytest.mark.slow
@@ -103,7 +96,10 @@ def test_the_plan_of_divided_experts_is_that_of_a_trace(kind, adapter, experts, 
 
     Large enough for activations, weights and the buffers of FSDP2 to matter alike.
     """
-    fields = MIXTURES[kind] | {
+    fields = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64},
+    "mixtral": {"num_local_experts": 8},
+}[kind] | {
         "model_type": kind, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 512,
         "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
         "num_experts_per_tok": 2, "tie_word_embeddings": False, "max_position_embeddings": 512,

@@ -37,11 +37,10 @@ def sources(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 def fields_of(method: str, sources: dict[str, Any], **own: Any) -> dict[str, Any]:
-    form = {"grpo": "prompts", "dpo": "preference"}.get(method, "messages")
     given: dict[str, Any] = {
         "method": method,
         "model": {"name": sources["model"]},
-        "data": [sources[form]],
+        "data": [sources[{"grpo": "prompts", "dpo": "preference"}.get(method, "messages")]],
         "batch": {"rows": 8, "micro_rows": 2, "max_length": 128},
         "optim": {"lr": 1e-3, "warmup": 0},
         "saving": {"every": 1},
@@ -56,11 +55,8 @@ def fields_of(method: str, sources: dict[str, Any], **own: Any) -> dict[str, Any
     return given | own
 
 
-Both = Callable[[dict[str, Any], str], tuple[ft.Run, ft.Run]]
-
-
 @pytest.fixture
-def both(run_of: Train) -> Both:
+def both(run_of: Train) -> Callable[[dict[str, Any], str], tuple[ft.Run, ft.Run]]:
     """Runs of one process and of a backend, which learn the same."""
 
     def run(given: dict[str, Any], backend: str) -> tuple[ft.Run, ft.Run]:
@@ -90,8 +86,7 @@ def test_completions_of_gathered_weights_are_those_of_one_process(sources, both)
         next(iter(each.read_metrics("train")))["metrics"]["sampling/memory"]
         for each in (alone, run)
     ]
-    planned = read(run.plan)["prediction"]["sampling_weights"]
-    assert taken[1] - taken[0] == planned
+    assert taken[1] - taken[0] == read(run.plan)["prediction"]["sampling_weights"]
 
 
 def test_a_divided_teacher_gives_the_losses_of_one_process(sources, both):
@@ -120,8 +115,7 @@ def test_a_divided_method_learns_what_one_process_learns(sources, both, method, 
 def test_a_stored_teacher_is_read_by_stages_and_parts_of_rows(sources, both, tmp_path, finetune):
     given = fields_of("distill", sources, teacher={"name": sources["other"]})
     recipe = write_recipe(tmp_path / "teach.json", given)
-    done = finetune("teach", recipe, "--output", tmp_path / "stored")
-    assert done.status == 0, done.output
+    finetune("teach", recipe, "--output", tmp_path / "stored").passed()
     del given["teacher"]
     for backend in ("pp", "sp"):
         both(given | {"teacher_logps": str(tmp_path / "stored")}, backend)

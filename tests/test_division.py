@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import divided
@@ -11,9 +10,6 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from conftest import (
-    Finetune,
-    Tiny,
-    Train,
     accelerate_launch,
     copy_of,
     cut_off,
@@ -57,12 +53,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def sections(tiny: Tiny, shared: Path) -> dict[str, Any]:
+def sections(tiny, shared) -> dict[str, Any]:
     return divided.qwen(tiny, shared)
 
 
 @pytest.fixture(scope="module")
-def alone(run_of: Train, sections: dict[str, Any]) -> ft.Run:
+def alone(run_of, sections) -> ft.Run:
     return run_of(**sections)
 
 
@@ -71,8 +67,7 @@ def tensor(alone: ft.Run, tmp_path_factory: pytest.TempPathFactory) -> ft.Run:
     """Tensor parallel by plain `accelerate launch`, which knows nothing of this project."""
     run = ft.Run(tmp_path_factory.mktemp("tensor") / "run")
     words = ("-m", "finetune", "train", alone.recipe, "--output", run.root, "--no-plot")
-    done = accelerate_launch("tp", run.root.parent, *words)
-    assert done.status == 0, done.output
+    accelerate_launch("tp", run.root.parent, *words).passed()
     return run
 
 
@@ -88,7 +83,7 @@ def test_tensor_parallel_learns_what_one_process_learns(alone, tensor):
 
 
 @pytest.fixture(scope="module")
-def pipelined(tensor: ft.Run, finetune: Finetune) -> ft.Run:
+def pipelined(tensor, finetune) -> ft.Run:
     """A pipeline that goes on from the middle of tensor parallel."""
     run = cut_off(tensor, tensor.root.parent / "pipelined", divided.MIDDLE)
     launch(finetune, tensor.recipe, "pp", run.root, "--resume")
@@ -157,8 +152,6 @@ model.build = refuse
 run()
 """
 
-
-INTERLEAVED = ("--schedule", "Interleaved1F1B", "--profile")
 ROTATED = ("--rotation", "alltoall")
 
 
@@ -171,7 +164,7 @@ ROTATED = ("--rotation", "alltoall")
         ("packed", "sp_tp", {}, ()),
         ("packed", "cp", {}, (*ROTATED, "--context", "4")),
         ("lora", "cp", {"batch": {"packing": True}}, ROTATED),
-        ("full", "pp", {}, INTERLEAVED),
+        ("full", "pp", {}, ("--schedule", "Interleaved1F1B", "--profile")),
         ("full", "pp_tp_fsdp", {"batch": {"rows": 16}}, ()),
         # DoRA on complete layers: a stage has some, and FSDP2 gathers those of split rows.
         ("dora", "pp", {}, ()),
@@ -199,8 +192,7 @@ def assert_profiled(run: ft.Run) -> None:
     count = read(run.plan)["accumulation"]
     for rank in range(2):
         events = read(run.profile / f"trace-rank-{rank:05d}.json")["traceEvents"]
-        marks = {each["name"] for each in events if str(each.get("name")).startswith(PASS)}
-        assert marks == {
+        assert {each["name"] for each in events if str(each.get("name")).startswith(PASS)} == {
             f"{PASS} {part} {kind} {micro}"
             for part in (rank, rank + 2)
             for kind in ("forward", "backward")
@@ -261,11 +253,7 @@ def test_only_moments_that_may_be_the_peak_must_be_linear(least, counts):
 
     steps: Any = [step(2, 0), step(3, 0), step(4, 10)]
     found = extrapolate(steps, 8, 4, offload=False)
-    assert found.deviation == pytest.approx(10 / 1_400 if counts else 0.0)
-    assert found.peak[1] == 1_800
-
-
-# What is refused.
+    assert (found.deviation, found.peak[1]) == (pytest.approx(10 / 1_400 if counts else 0.0), 1_800)
 
 
 def test_a_transformers_that_divides_otherwise_is_named(monkeypatch):
@@ -429,19 +417,14 @@ def test_a_part_of_a_row_sees_what_it_sees_in_the_whole(ways):
     assert torch.allclose(torch.cat(found, dim=2).transpose(1, 2), whole, atol=1e-6)
 
 
-# Who holds what.
-
-
 def test_ranks_lie_along_the_axes():
     machine, count = backends.divided(backends.load("tp_fsdp"), None, {"tensor": 4})
     assert (machine.axes.tensor, count) == (4, 8)
     mesh = Mesh(pipeline=2, replicate=1, shard=2, tensor=2)
     assert mesh.processes == 8
     assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    place = {"pipeline": 1, "replicate": 0, "shard": 1, "sequence": 0, "tensor": 0}
-    assert mesh.place(6) == place
-    assert mesh.where(5) == "pipeline 1, shard 0, tensor 1"
-    assert Mesh().where(0) == ""
+    assert mesh.place(6) == {"pipeline": 1, "replicate": 0, "shard": 1, "sequence": 0, "tensor": 0}
+    assert (mesh.where(5), Mesh().where(0)) == ("pipeline 1, shard 0, tensor 1", "")
 
 
 def test_stages_have_all_layers_once():
@@ -465,7 +448,6 @@ def test_micro_batches_of_a_pipeline_have_one_shape_and_the_same_labels():
     short, long = padded([documents(2, 1), documents(4, 3)], pad_id=9)
     assert short.ids.tolist() == [[0, 1, 2, 9, 9, 9, 9]]
     assert short.labels.tolist() == [[0, 1, 2, -100, -100, -100, -100]]
-    assert short.boundaries is not None
     assert short.boundaries.ends.tolist() == [*short.boundaries.numbers] == [0, 2, 3, 7]
     assert short.boundaries.positions.tolist() == [[0, 1, 0, 0, 1, 2, 3]]
     assert short.boundaries.longest == 4
@@ -480,7 +462,10 @@ def test_ranks_that_keep_to_the_schedule_wait_as_the_formula_says(schedule):
     axes, mesh = Axes(pipeline=2, schedule=schedule), Mesh(pipeline=2, tensor=2)
     found: list[rank_profiles.Shares] = []
     for line in schedules.timed(axes, 4):
-        passes = [event(f"{PASS} {slot.task}", slot.start * 1e6, slot.end * 1e6) for slot in line]
+        passes = [
+            FunctionEvent(0, f"{PASS} {slot.task}", 0, slot.start * 1e6, slot.end * 1e6)
+            for slot in line
+        ]
         exchanged = [(0.0, 2e6), (1e6, 3e6)]
         mine = rank_profiles.shares(passes, 40.0, 30.0 - len(found), exchanged, cuda=False)
         found += [mine, dataclasses.replace(mine, computes=mine.computes - 5)]
@@ -496,7 +481,3 @@ def test_ranks_that_keep_to_the_schedule_wait_as_the_formula_says(schedule):
     assert told[-1] == (
         f"pipeline: a stage runs no pass in {share} of the time, by the formula {share}"
     )
-
-
-def event(name: str, start: float, end: float) -> FunctionEvent:
-    return FunctionEvent(0, name, 0, start, end)

@@ -55,8 +55,7 @@ def test_a_sound_recipe_gets_yes_everywhere(tiny, finetune, tmp_path, sections, 
 
 
 def test_a_model_alone_is_examined_with_lora(tiny, finetune):
-    done = finetune("doctor", tiny.model, 'adapter.targets=["q_proj"]', "adapter.r=2")
-    assert done.status == 0, done.output
+    done = finetune("doctor", tiny.model, 'adapter.targets=["q_proj"]', "adapter.r=2").passed()
     lines = done.stdout.splitlines()
     answers = [line[:4].strip() for line in lines[: len(QUESTIONS)]]
     assert answers == ["-" if name in ("quantised", "experts") else "yes" for name in QUESTIONS]
@@ -131,8 +130,7 @@ def test_rows_that_never_end_are_a_no(tiny, finetune, tmp_path):
 
 
 def test_the_machine_is_described_for_a_bug_report(finetune):
-    done = finetune("doctor")
-    assert done.status == 0
+    done = finetune("doctor").passed()
     assert f"torch {torch.__version__}" in done.stdout
     for title in ("versions", "devices", "works here", "missing"):
         assert f"{title}\n" in done.stdout
@@ -147,9 +145,7 @@ def test_a_word_that_names_nothing_is_refused(finetune, tmp_path):
         ("qwen3_0_6b_lorra", "did you mean 'qwen3_0_6b_lora'"),
         (tmp_path, "the folder has no config.json"),
     ):
-        done = finetune("doctor", word)
-        assert done.status == 2
-        assert told in done.stderr
+        assert told in finetune("doctor", word).refused()
 
 
 def shrunk(kind: str) -> dict[str, Any]:

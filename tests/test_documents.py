@@ -38,7 +38,6 @@ from finetune.planner import plan
 from finetune.recipe import Recipe
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHELL = {"sh", "bash", "console"}
 
 
 def blocks(document: Path) -> Iterator[tuple[str, str]]:
@@ -50,7 +49,7 @@ def blocks(document: Path) -> Iterator[tuple[str, str]]:
 def commands(document: Path) -> Iterator[str]:
     """Commands of the shell blocks: one a line, a backslash continues it."""
     for language, text in blocks(document):
-        if language in SHELL:
+        if language in {"sh", "bash", "console"}:
             for line in text.replace("\\\n", " ").splitlines():
                 command = line.removeprefix("$ ").split("  #")[0].strip()
                 if command and not command.startswith("#"):
@@ -106,9 +105,7 @@ def named(folder, tiny, run_of) -> dict[str, str]:
 
 
 def as_it_is(words: list[str], folder: Path, do: Do, *more: str) -> None:
-    done = do(*words[1:], *more)
-    assert done.status == 0, done.output
-    assert done.stdout
+    assert do(*words[1:], *more).passed().stdout
 
 
 def as_a_plan(words: list[str], folder: Path, do: Do) -> None:
@@ -165,9 +162,7 @@ def as_it_is_but(flag: str, told: str, words: list[str], folder: Path, do: Do) -
     if flag not in words:
         as_it_is(words, folder, do)
         return
-    done = do(*words[1:])
-    assert done.status == 2
-    assert told in done.stderr
+    assert told in do(*words[1:]).refused()
 
 
 def shortly(*more: str) -> Callable[..., None]:
@@ -179,7 +174,6 @@ def as_a_server(words: list[str], folder: Path, do: Do) -> None:
     """Started on a free port, asked for its models, and ended."""
     process = start([*words[1:], "--port", "0"], folder, warm=True)
     try:
-        assert process.stdout is not None
         url = process.stdout.readline().split(" at ")[1].split(",")[0]
         assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "tuned"
     finally:
@@ -251,7 +245,6 @@ def test_a_command_of_the_documents_works(command, folder, do, request):
 
 SHOWN = re.compile(r"^```sh\n(finetune plan [^\n]+)\n```\n```text\n(.*?)^```$", re.DOTALL | re.M)
 
-
 PLANS = [
     pair
     for name in ("README.md", "docs/memory.md")
@@ -261,8 +254,7 @@ PLANS = [
 
 @pytest.mark.parametrize(("command", "shown"), PLANS)
 def test_a_plan_prints_the_numbers_that_a_document_shows(command, shown, do):
-    done = do(*shlex.split(command)[1:])
-    assert done.status == 0, done.output
+    done = do(*shlex.split(command)[1:]).passed()
     printed = [line.split("  <-")[0].rstrip() for line in done.stdout.splitlines()]
     assert set(shown.splitlines()) <= set(printed)
 
@@ -307,9 +299,6 @@ def test_the_readme_says_what_fits_as_the_planner_does():
         assert [words[each["status"]] for each in memory] == cells
 
 
-# Commands and flags in running text.
-
-
 def verbs() -> dict[str, argparse.ArgumentParser]:
     actions = build_parser()._actions
     (verbs,) = [each for each in actions if isinstance(each, argparse._SubParsersAction)]
@@ -328,9 +317,6 @@ def test_commands_in_running_text_have_verbs_and_flags_that_exist(document):
     every_flag = {flag for parser in known.values() for flag in parser._option_string_actions}
     named = set(re.findall(r"`(--[a-z][a-z-]*)(?: [A-Z]\w*)?`", text))
     assert named <= every_flag | {"--config_file", "--rows-file"}
-
-
-# Python.
 
 
 def python_blocks(name: str) -> list[str]:
@@ -364,8 +350,7 @@ def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
     recipe = catalog.resolve("qwen3_0_6b_lora", pairs.split())
     assert (recipe.optim.lr, recipe.data[0].first) == (1e-4, 1000)
     (code,) = python_blocks("docs/data.md")
-    names = run_python(f"from finetune import SFT, Data\nrecipe = (SFT(){code})")
-    recipe: Recipe = names["recipe"]
+    recipe: Recipe = run_python(f"from finetune import SFT, Data\nrecipe = (SFT(){code})")["recipe"]
     assert [data.format for data in recipe.data] == ["messages", "alpaca", "question_answer"]
     assert (recipe.data[1].first, recipe.data[2].repeat) == (5000, 3)
 
@@ -390,15 +375,12 @@ def test_the_fields_that_a_continued_run_may_change_are_listed():
     assert re.findall(r"`([\w.]+)`", listed) == sorted(catalog.FREE_TO_CHANGE)
 
 
-# What works where.
-
 BASE = ft.SFT(ft.Model("m")).with_data(ft.Data("d.jsonl", "messages"))
-INT8 = ft.Model("m", quantization="int8")
 COLUMNS: dict[str, Recipe] = {
     "full": BASE,
     "LoRA": BASE.with_lora(),
     "NF4": BASE.with_qlora(),
-    "int8": BASE.with_model(INT8).with_lora(),
+    "int8": BASE.with_model(ft.Model("m", quantization="int8")).with_lora(),
     "DoRA": BASE.with_lora(use_dora=True),
     "8-bit AdamW": BASE.with_optim(name="adamw_8bit"),
     "Adafactor": BASE.with_optim(name="adafactor"),

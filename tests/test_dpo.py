@@ -176,13 +176,9 @@ def test_a_step_does_not_depend_on_its_micro_batches(trained, whole, name):
 
 
 def test_packs_hold_whole_pairs_and_train_as_pairs_do(tiny, data, tmp_path):
-    given = fields(tiny, data, batch={"max_length": 256})
-    packed, alone = packed_and_alone(given, tmp_path)
+    packed, alone = packed_and_alone(fields(tiny, data, batch={"max_length": 256}), tmp_path)
     assert '"documents": 48' in packed.data.read_text()
     assert_equal(steps_of(packed), steps_of(alone), near=NATS)
-
-
-# --- references ----------------------------------------------------------------------------------
 
 
 def continued(tiny: Tiny, folder: Path) -> dict[str, Any]:
@@ -203,8 +199,7 @@ def continued(tiny: Tiny, folder: Path) -> dict[str, Any]:
 def test_an_adapter_that_is_trained_further_has_the_reference_that_is_named(
     trained, tiny, tmp_path, reference
 ):
-    sections = continued(tiny, tmp_path / "adapter")
-    run = trained(**sections, reference=reference)
+    run = trained(**continued(tiny, tmp_path / "adapter"), reference=reference)
     policy = PeftModel.from_pretrained(plain(tiny), tmp_path / "adapter", is_trainable=True)
     wanted = expected(tiny, policy, policy.disable_adapter() if reference == "base" else None)
     assert_defined(run, wanted)
@@ -314,10 +309,9 @@ def test_resuming_reads_the_numbers_of_the_run_though_the_cache_is_gone(
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_second_run_takes_the_numbers_from_the_cache(trained, whole, capfd):
-    dora = {"adapter": {"r": 4, "use_dora": True}, "max_steps": 1}
     for number, (told, sections) in enumerate((
         ("computed in", {"max_steps": 1}), ("from", {"batch": {"micro_rows": 4}}),
-        ("computed in", dora),
+        ("computed in", {"adapter": {"r": 4, "use_dora": True}, "max_steps": 1}),
     )):  # fmt: skip
         run = trained(str(number), **sections)
         assert f"48 log-probabilities, {told}" in capfd.readouterr().out
@@ -329,8 +323,7 @@ def test_evaluation_reports_means_over_all_held_out_pairs(tiny, data, tmp_path):
     given = fields(tiny, data, eval_rows=6, evaluation={"every": 1, "micro_rows": 4})
     run = train(tmp_path / "run", given)
     found = list(run.read_metrics("eval"))
-    assert [each["step"] for each in found] == [1, 2]
-    assert found[0]["tokens"] == 6
+    assert ([each["step"] for each in found], found[0]["tokens"]) == ([1, 2], 6)
     assert found[0]["metrics"].keys() == {*METRICS, "token_loss"}
     assert '"documents": 12' in run.data.read_text()
 

@@ -29,7 +29,6 @@ from small_tokenizer import small_tokenizer
 from finetune.cache import cache, hub_cache
 from finetune.data.chat import template_limits
 from finetune.data.chat.turns import Turns
-from finetune.data.formats import Conversation
 from finetune.errors import FinetuneError, of_a_file
 from finetune.exporters.export import export
 from finetune.reports.page import report
@@ -87,7 +86,6 @@ def test_training_continues_when_its_output_is_closed(tmp_path, words):
     assert "standard output: Broken pipe; the work continues" in done.stderr
     assert (tmp_path / "run" / WEIGHTS).is_file()
     end = read_history(Run(tmp_path / "run")).end
-    assert end is not None
     assert end.reason == "finished"
 
 
@@ -127,7 +125,6 @@ def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path, words):
     assert process.returncode == 75, stderr
     assert "interrupted by SIGHUP" in stderr
     end = read_history(run).end
-    assert end is not None
     assert run.newest() == end.step
 
 
@@ -139,15 +136,12 @@ def test_a_file_error_of_a_user_is_reported_and_a_bug_is_not_hidden(tmp_path):
     assert of_a_file(OSError(28, "No space left on device")) is not None
 
 
-SHAPES = ["", "[", "[]", '"x"', "null", "5", "[5]", "[{}]", '{"a": 1}', "\ud800"]
-
-
 def test_a_damaged_record_is_named_by_the_report(made):
     run = made
     records = [run.recipe, run.plan, run.data, run.environment, run.realised]
     for path in [*records, run.samples, run.proof]:
         kept = path.read_bytes() if path.exists() else None
-        for shape in SHAPES:
+        for shape in ["", "[", "[]", '"x"', "null", "5", "[5]", "[{}]", '{"a": 1}', "\ud800"]:
             path.write_bytes(shape.encode("utf-8", "surrogatepass"))
             if shape == ("[]" if path == run.samples else '{"a": 1}'):
                 report(run)  # empty, or without the known names: the page leaves them out
@@ -218,9 +212,6 @@ def test_without_a_home_directory_the_error_names_the_cache_variable(monkeypatch
         cache("data")
 
 
-SAID = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
-
-
 @pytest.mark.signals
 @pytest.mark.parametrize(
     ("template", "said"),
@@ -237,8 +228,9 @@ def test_a_template_has_limits_and_other_threads_have_none(template, said, monke
     monkeypatch.setattr(template_limits, "SECONDS", 0.3)
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
     turns = Turns(small_tokenizer(), template)
+    talk = Conversation(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
     with ThreadPoolExecutor(2) as pool:
-        rendered = [pool.submit(turns.render, SAID) for _ in range(4)]
+        rendered = [pool.submit(turns.render, talk) for _ in range(4)]
         while not all(each.done() for each in rendered):
             now = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
             assert now == before
@@ -246,7 +238,7 @@ def test_a_template_has_limits_and_other_threads_have_none(template, said, monke
         with pytest.raises(FinetuneError, match=said):
             each.result()
     sound = Turns(small_tokenizer(), "{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert sound.mark(SAID).text == "ab"
+    assert sound.mark(talk).text == "ab"
 
 
 def listening(process: "subprocess.Popen[str]") -> set[str]:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from conftest import copy_of
 from peft import LoraConfig, get_peft_model
+from preference import written as write_lines
 from tiny_run import SIZES, save_base, start_run, tiny_llama
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
@@ -24,11 +24,6 @@ from finetune.evaluation.subject import can_switch_off, switched_off
 from finetune.runs.run import write_json
 
 QUESTIONS = [f"question {number}" for number in range(8)]
-
-
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def write_rows(path: Path, questions: list[str], answer: str = "ok.") -> Path:
@@ -123,13 +118,11 @@ def test_folders_and_the_base_are_measured_on_the_same_rows(run, capsys, tmp_pat
     adapter = export(run, tmp_path / "adapter")
     before = sorted(path.name for path in adapter.iterdir())
     same = measured(capsys, adapter, *words)
-    assert same["against"]["kind"] == "base"
-    assert same["measures"] == after
+    assert (same["against"]["kind"], same["measures"]) == ("base", after)
     assert sorted(path.name for path in adapter.iterdir()) == before
     merged = export(run, tmp_path / "merged", merge=True)
     whole = measured(capsys, merged, *words, "--against", run.root.parent / "base")["measures"]
-    assert whole["exact"] == after["exact"]
-    assert whole["loss"]["before"] == after["loss"]["before"]
+    assert (whole["exact"], whole["loss"]["before"]) == (after["exact"], after["loss"]["before"])
     base = measured(capsys, run.root.parent / "base", *words, "--against", run.root)["measures"]
     assert base["exact"]["difference"] == -after["exact"]["difference"]
     assert (tmp_path / "eval").is_dir()
@@ -144,8 +137,7 @@ def test_an_adapter_that_changed_its_base_is_not_switched_off(run, tmp_path):
 
 def test_a_run_of_preferences_has_the_rewards_of_its_training(run, capsys, tmp_path):
     pairs = [{"prompt": q, "chosen": f"ok {q}", "rejected": "no, never"} for q in QUESTIONS]
-    path = write_lines(tmp_path / "pairs.jsonl", pairs)
-    data = [{"source": str(path), "format": "preference"}]
+    data = [{"source": str(write_lines(tmp_path / "pairs.jsonl", pairs)), "format": "preference"}]
     recipe = catalog.from_fields({
         "method": "dpo",
         "model": {"name": str(run.root.parent / "base")},

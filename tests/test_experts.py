@@ -114,12 +114,9 @@ def test_a_step_does_not_depend_on_how_its_rows_are_split(kind):
 
 def test_padding_of_a_long_pack_is_not_counted():
     """On a CPU a pack of 1,024 tokens or more is filled up, with a document of padding."""
-    rows = rows_of([1000, 30])
-    packed = dataclasses.replace(rows, bounds=np.array([0, 2]), packed=True)
+    packed = dataclasses.replace(rows_of([1000, 30]), bounds=np.array([0, 2]), packed=True)
     batch = collate(packed, np.array([0]), 0, "cpu")
-    assert batch.ids.numel() == 1088
-    assert batch.real_tokens == 1030
-    assert batch.boundaries is not None
+    assert (batch.ids.numel(), batch.real_tokens) == (1088, 1030)
     found, number = documents_of_tokens(batch.ids, None, batch.boundaries.ends, 1030)
     assert (number, found.bincount().tolist()) == (3, [1000, 30, 0, 58])
 
@@ -181,8 +178,7 @@ def test_stages_on_one_process_pass_on_what_their_routers_chose():
 
 def test_rows_padded_to_one_shape_are_documents_without_their_padding():
     ids = torch.arange(6).reshape(2, 3)
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    short = MicroBatch(ids, ids, mask, 2, 4, 4)
+    short = MicroBatch(ids, ids, torch.tensor([[1, 1, 1], [1, 0, 0]]), 2, 4, 4)
     full = MicroBatch(torch.arange(4)[None], torch.arange(4)[None], None, 1, 4, 4)
     for batch, wanted in zip(
         padded([short, full], 0), ([0, 0, 0, 2, 1, 2, 2, 2], [0] * 4 + [2] * 4), strict=True
@@ -198,9 +194,6 @@ def test_recomputed_blocks_give_the_same_gradient():
     recompute(model, True)
     _, _, found = step(model, [batch])
     assert distance(found, wanted) < 1e-6
-
-
-# What a recipe asks for.
 
 
 @pytest.mark.parametrize(
@@ -271,7 +264,6 @@ def test_a_run_records_and_reports_the_balance(train, tmp_path, capsys):
         alone = output.loss.item() - FACTOR * output.aux_loss.item()
         cross, terms = cross + alone * (ids.numel() - 1), terms + ids.numel() - 1
         balance, tokens = balance + output.aux_loss.item() * ids.numel(), tokens + ids.numel()
-    assert line["trained_tokens"] == terms
-    assert line["real_tokens"] == tokens
+    assert (line["trained_tokens"], line["real_tokens"]) == (terms, tokens)
     assert line["router_aux_loss"] == pytest.approx(FACTOR * balance / tokens, rel=1e-5)
     assert line["loss"] == pytest.approx(cross / terms + FACTOR * balance / tokens, rel=1e-5)

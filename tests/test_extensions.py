@@ -37,9 +37,7 @@ def recipe(toy: Path, tiny: Tiny, name: str, **sections: object) -> Path:
 def test_extensions_outside_the_package_are_named_and_run(toy, tiny, finetune):
     def done(words: str) -> str:
         paths = {"PYTHONPATH": os.pathsep.join([str(toy), str(ROOT)])}
-        found = finetune(*words.split(), cwd=toy, env=paths)
-        assert found.status == 0, found.output
-        return found.stdout
+        return finetune(*words.split(), cwd=toy, env=paths).passed().stdout
 
     losses = {}
     trained = "--precision fp32 --output"

@@ -113,8 +113,6 @@ class Trained:
             "words": words, "log": str(self.log), "fault": fault, "faulty_rank": faulty_rank,
             "ranks": [variables | each for each in launched],
         }  # fmt: skip
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
         print(json.dumps(job), file=self.server.stdin, flush=True)
         return int(self.server.stdout.readline())
 

@@ -150,8 +150,7 @@ def test_a_module_imports_only_from_lower_floors():
 
 def test_few_modules_are_at_the_root_and_no_folder_has_the_name_of_a_public_function():
     assert len(list(PACKAGE.glob("*.py"))) <= MOST_ROOT_MODULES
-    folders = {path.parent.name for path in MODULES}
-    assert folders & set(finetune.__all__) == set()
+    assert {path.parent.name for path in MODULES} & set(finetune.__all__) == set()
 
 
 def test_only_engines_and_the_planner_ask_which_engine_it_is():

@@ -146,8 +146,7 @@ def test_endless_or_invalid_yaml_is_refused_quickly(text, told):
 
 
 def test_yaml_with_aliases_that_end_is_read():
-    text = "a: &a {x: 1, y: &y [2]}\nb: *a\nc: {<<: *a, x: 3}\nd: [*y, *y]"
-    assert read_yaml(text) == {
+    assert read_yaml("a: &a {x: 1, y: &y [2]}\nb: *a\nc: {<<: *a, x: 3}\nd: [*y, *y]") == {
         "a": {"x": 1, "y": [2]}, "b": {"x": 1, "y": [2]}, "c": {"x": 3, "y": [2]}, "d": [[2], [2]],
     }  # fmt: skip
 
@@ -173,8 +172,7 @@ def test_a_problem_is_one_line_that_a_terminal_shows_as_it_is():
     assert len(long) < LONGEST + 50
     assert "[96,000 characters left out]" in long
     error = FinetuneError("a\nb", "c")
-    assert error.problems == ("a b", "c")
-    assert str(error) == "a b\nc"
+    assert (error.problems, str(error)) == (("a b", "c"), "a b\nc")
 
 
 def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused(tmp_path):

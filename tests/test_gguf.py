@@ -8,6 +8,7 @@ from typing import Any
 
 import llama_server
 import pytest
+from conftest import written
 from llama_run import INSTRUCT, MARKED, furthest, llama_tokenizer, rows, sentences, trained_run
 from tiny_run import lora_run
 from tokenizers import pre_tokenizers
@@ -146,8 +147,7 @@ def test_what_a_checkout_cannot_convert_is_refused_first(tmp_path):
 
 def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(tmp_path):
     run, tokenizer = trained_run(tmp_path, MARKED)
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in rows()))
+    data = written(tmp_path / "rows.jsonl", ({"messages": each} for each in rows()))
     recipe = dataclasses.replace(catalog.load(run.recipe), data=(Data(str(data), "messages"),))
     source = dataclasses.replace(open_source(run, None, None, "5GB"), recipe=recipe)
     source.tokenizer.save_pretrained(tmp_path)
@@ -171,7 +171,6 @@ def test_llama_cpp_reads_answers_and_stops_as_training_did(tmp_path, template):
     out = export(run, tmp_path / "out", format="ollama", gguf_type="f32", llama_cpp=checkout)
     server = llama_server.Server(out / "model-f32.gguf", context=512)
     reader = gguf_tokens.open_reader(out / "model-f32.gguf")
-    assert reader is not None
     prompts: list[list[int]] = []
     for turns in rows():
         text = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -187,8 +186,7 @@ def test_llama_cpp_reads_answers_and_stops_as_training_did(tmp_path, template):
     for prompt, (said, by_stop) in zip(prompts, answers, strict=False):
         assert furthest(model, prompt, said) < TIES
         assert by_stop == (said[-1] == tokenizer.eos_token_id)
-    ended = sum(by_stop for _, by_stop in answers)
-    assert 5 < ended < 50
+    assert 5 < sum(by_stop for _, by_stop in answers) < 50
     assert 'PARAMETER stop "</s>"' in (out / "Modelfile").read_text()
     for kind in ("q8_0", "q4_k_m"):
         if kind not in gguf.TYPES and not llama_server.has_quantiser():

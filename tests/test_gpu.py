@@ -15,18 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    Finetune,
-    Tiny,
-    Train,
-    apart,
-    cut_off,
-    largest,
-    losses,
-    read,
-    run_command,
-    write_recipe,
-)
+from conftest import apart, cut_off, largest, losses, read, run_command, write_recipe
+from gpus import NEEDS_GPU
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch import nn
@@ -43,10 +33,7 @@ from finetune.models.packed_attention import attend
 from finetune.planner import plan
 from finetune.training import optim, stages
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU"),
-]
+pytestmark = NEEDS_GPU
 
 KERNEL = 2e-2
 """Attention of unit normals in bf16, which keeps 8 bits of each weight and value."""
@@ -102,12 +89,9 @@ def test_one_gpu_realises_the_backend(tiny, tmp_path, backend, engine, dtype):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables = {} if backend == "single" else alone | meeting
     command = [sys.executable, "-c", READ_BACK, str(recipe), backend, "bf16", str(run.root)]
-    done = run_command(command, tmp_path / "cache", cwd=tmp_path, env=variables)
-    assert done.status == 0, done.output
+    run_command(command, tmp_path / "cache", cwd=tmp_path, env=variables).passed()
     found = read(run.root / "found.json")
-    assert found["engine"] == engine
-    assert found["dtypes"] == [dtype]
-    assert found["devices"] == ["cuda"]
+    assert (found["engine"], found["dtypes"], found["devices"]) == (engine, [dtype], ["cuda"])
     assert found["sharded"] == (found["parameters"] if engine == "FSDP" else 0)
     realised = read(run.realised)
     assert realised["mixed_precision"] == "bf16"
@@ -117,26 +101,21 @@ def test_one_gpu_realises_the_backend(tiny, tmp_path, backend, engine, dtype):
 
 
 @pytest.fixture
-def on_cpu(tiny: Tiny, finetune: Finetune, tmp_path: Path) -> Train:
+def on_cpu(tiny, finetune, tmp_path):
     """A run that sees no GPU."""
 
     def run(precision: str = "fp32", **sections: Any) -> ft.Run:
         recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
         words = ("--precision", precision, "--output", tmp_path / "cpu")
-        done = finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""})
-        assert done.status == 0, done.output
+        finetune("train", recipe, *words, env={"CUDA_VISIBLE_DEVICES": ""}).passed()
         return ft.Run(tmp_path / "cpu")
 
     return run
 
 
-BACKENDS = ["single", "fsdp_full_shard", "zero2", "zero3"]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["single", "fsdp_full_shard", "zero2", "zero3"])
 def test_launch_trains_on_one_gpu(train, run_of, backend):
-    launched = run_of(backend, *ROUNDED, processes=1)
-    assert apart(launched, train()) < BF16
+    assert apart(run_of(backend, *ROUNDED, processes=1), train()) < BF16
 
 
 @KINDS
@@ -191,8 +170,7 @@ def test_inputs_of_checkpointed_blocks_wait_in_host_memory():
         hidden.sum().backward()
         del model, hidden
         gc.collect()
-    inputs = 8 * ids.numel() * 512 * 2
-    assert held["device"] - held["host"] == pytest.approx(inputs, rel=0.15)
+    assert held["device"] - held["host"] == pytest.approx(8 * ids.numel() * 512 * 2, rel=0.15)
 
 
 def test_a_base_in_nf4_takes_about_half_a_byte_per_weight(tmp_path):
@@ -242,8 +220,7 @@ def test_the_recorded_peak_is_that_of_the_allocator(train):
 
 def test_the_peak_of_a_step_is_planned(train):
     """Within 5 %: each of its many small tensors takes a multiple of 512 bytes."""
-    run = train(batch={"rows": 32, "micro_rows": 16})
-    (counted,) = run.read_metrics("memory")
+    (counted,) = train(batch={"rows": 32, "micro_rows": 16}).read_metrics("memory")
     assert counted["predicted"] == pytest.approx(counted["peak"], rel=0.05)
 
 
@@ -254,8 +231,7 @@ def test_8_bit_adamw_trains_and_resumes(tmp_path, train, name):
     # Moments in 8 bits: the losses of AdamW, of about 6, to 1 % over six steps.
     assert apart(straight, whole) < 5e-2
     cut_off(straight, tmp_path / "resumed", 3)
-    resumed = train("resumed", resume=True, optim={"name": name})
-    assert apart(resumed, straight) < ORDER
+    assert apart(train("resumed", resume=True, optim={"name": name}), straight) < ORDER
 
 
 def test_adamw_is_fused_and_steps_as_the_plain_one():
@@ -283,8 +259,7 @@ def test_adamw_is_fused_and_steps_as_the_plain_one():
 
 
 def test_a_gpu_answers_as_a_cpu_does(train):
-    run = train(**LORA)
-    loaded = ft.load(run, dtype=torch.float32)
+    loaded = ft.load(train(**LORA), dtype=torch.float32)
     assert loaded.model.device.type == "cuda"
     prompts = [[{"role": "user", "content": text}] for text in ("the cat", "a red house sings")]
     on_gpu = ft.generate(loaded, prompts, max_new_tokens=12)
@@ -346,10 +321,7 @@ def test_packed_rows_on_a_gpu_have_the_losses_of_a_cpu(train, on_cpu, precision,
     assert apart(train(**given), on_cpu(**given)) < near
 
 
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@TWO_GPUS
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     "backend", ["ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero2", "zero3"]
 )
@@ -357,27 +329,24 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def test_two_gpus_have_the_losses_of_one_and_resume(
     tmp_path, train, run_of, finetune, backend, kind
 ):
-    straight = run_of(backend, *ROUNDED, **kind)
-    assert_resumes(straight, train(**kind), backend, 2, finetune, tmp_path)
+    assert_resumes(run_of(backend, *ROUNDED, **kind), train(**kind), backend, 2, finetune, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["fsdp_full_shard_offload", "zero2_offload"])
 def test_a_backend_that_offloads_trains_and_resumes_on_one_gpu(
     tmp_path, train, run_of, finetune, backend
 ):
-    straight = run_of(backend, *ROUNDED, processes=1)
-    assert_resumes(straight, train(), backend, 1, finetune, tmp_path)
+    assert_resumes(run_of(backend, *ROUNDED, processes=1), train(), backend, 1, finetune, tmp_path)
 
 
 def assert_resumes(
-    straight: ft.Run, alone: ft.Run, backend: str, processes: int, finetune: Finetune, folder: Path
+    straight: ft.Run, alone: ft.Run, backend: str, processes: int, finetune: Any, folder: Path
 ) -> None:
     """A run in bf16 has the losses of fp32, and has them again after half of its steps."""
     assert apart(straight, alone) < BF16
     resumed = cut_off(straight, folder / "resumed", 3)
     words = ("--processes", processes, *ROUNDED, "--output", resumed.root, "--resume")
-    done = finetune("launch", straight.recipe, "--backend", backend, *words)
-    assert done.status == 0, done.output
+    finetune("launch", straight.recipe, "--backend", backend, *words).passed()
     assert apart(resumed, straight) < BF16
 
 
@@ -397,7 +366,6 @@ def test_copies_into_page_locked_memory_have_the_bytes_of_plain_ones():
         seconds.append(time.perf_counter() - started)
         assert all(map(torch.equal, copies, expected))
         assert (staging.buffer is None) == (number == 0)
-    assert staging.buffer is not None
     assert staging.buffer.is_pinned()
     size = sum(each.nbytes for each in given)
     print("GB/s of each copy:", ", ".join(f"{size / 1e9 / each:.1f}" for each in seconds))

@@ -1,6 +1,5 @@
 """Each method on a GPU, next to the same recipe on the CPU, and what is done with a run later."""
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import method_matrix
 import pytest
 import torch
-from conftest import read, run_command, write_recipe
+from conftest import read, run_command, write_recipe, written
+from gpus import NEEDS_GPU
 from safetensors.torch import load_file
 from test_method_backends import OF_A_PROCESS, TIES, TRAIN, Work, sources, work
 from test_scores import CLASSES, labelled
@@ -17,10 +17,7 @@ from finetune.runs.run import Run
 
 __all__ = ["sources", "work"]  # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU"),
-]
+pytestmark = NEEDS_GPU
 
 ORDER = 1e-4
 """Losses in fp32 (TF32 is off) whose sums are added in another order."""
@@ -30,8 +27,7 @@ ON_CPU: dict[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
 def fields_of(work: Work, method: str) -> dict[str, Any]:
     """The recipe of a method."""
     if method == "classifier":
-        source = work.folder / "labelled.jsonl"
-        source.write_text("".join(json.dumps(row) + "\n" for row in labelled()))
+        source = written(work.folder / "labelled.jsonl", labelled())
         work.sources["labelled"] = {"source": str(source), "format": "labelled"}
         return work.fields(method, "dense") | {"labels": list(CLASSES)}
     if method == "grpo":
@@ -44,11 +40,8 @@ def on_cpu(work: Work) -> Callable[[str], Run]:
     """Runs of all methods on the CPU, made by one process."""
     places = {method: work.folder / f"cpu-{method}" for method in method_matrix.METHODS}
     recipes = {str(place): fields_of(work, method) for method, place in places.items()}
-    asked = work.folder / "recipes.json"
-    asked.write_text(json.dumps(recipes))
-    command = [sys.executable, str(TRAIN), str(asked)]
-    done = run_command(command, work.folder, env=ON_CPU)
-    assert done.status == 0, done.output
+    asked = write_recipe(work.folder / "recipes.json", recipes)
+    run_command([sys.executable, str(TRAIN), str(asked)], work.folder, env=ON_CPU).passed()
     return lambda method: Run(places[method])
 
 
@@ -71,10 +64,8 @@ def test_a_method_measures_on_a_gpu_what_it_does_on_a_cpu(train, work, on_cpu, m
 def test_a_method_trains_in_bf16_on_a_sharding_backend(tmp_path, finetune, work, method, backend):
     recipe = write_recipe(tmp_path / "r.json", fields_of(work, method))
     words = ["--backend", backend, "--processes", "1", "--output", tmp_path / "run"]
-    done = finetune("launch", recipe, *words)
-    assert done.status == 0, done.output
-    steps = list(Run(tmp_path / "run").read_metrics("train"))
-    assert any(step["grad_norm"] > 0 for step in steps)
+    finetune("launch", recipe, *words).passed()
+    assert any(step["grad_norm"] > 0 for step in list(Run(tmp_path / "run").read_metrics("train")))
 
 
 ADAPTED: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
@@ -85,14 +76,12 @@ def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(tiny, tmp_path, trai
     found: dict[str, dict[str, Any]] = {}
     for place, variables in (("gpu", {}), ("cpu", ON_CPU)):
         folder = tmp_path / place
-        done = finetune(
+        finetune(
             "eval", run.root, "--data", tiny.eval_data, "--format", "messages",
             "--max-new-tokens", "8", "--output", folder / "eval", env=variables,
-        )  # fmt: skip
-        assert done.status == 0, done.output
+        ).passed()  # fmt: skip
         found[place] = read(folder / "eval" / "results.json")
-        done = finetune("export", run.root, "--to", folder / "merged", "--merge", env=variables)
-        assert done.status == 0, done.output
+        finetune("export", run.root, "--to", folder / "merged", "--merge", env=variables).passed()
     here, there = (found[place]["measures"]["loss"] for place in ("gpu", "cpu"))
     for side in ("before", "after"):
         assert here[side] == pytest.approx(there[side], rel=1e-2)  # bf16 on the GPU
@@ -104,8 +93,7 @@ def test_a_run_is_evaluated_and_merged_on_a_gpu_as_on_a_cpu(tiny, tmp_path, trai
 
 def test_one_process_on_a_gpu_is_proved(tiny, tmp_path, finetune):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**ADAPTED))
-    done = finetune(
+    finetune(
         "prove", recipe, "--backends", "fsdp_full_shard,zero3", "--processes", "1", "--steps", "6",
         "--jobs", "2", "--output", tmp_path / "proof",
-    )  # fmt: skip
-    assert done.status == 0, done.output
+    ).passed()  # fmt: skip

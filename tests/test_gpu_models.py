@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpus import NEEDS_GPU
 from test_packing import documents, packs
 
 from finetune.data.collate import collate
@@ -17,10 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "cuda_trace"))
 from test_passes import CAPPED, KINDS
 from traced import Seen, built, recipe_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU"),
-]
+pytestmark = NEEDS_GPU
 
 BF16 = 2e-2
 """Losses of about 5 a token: bf16 keeps 8 bits, 0.4 %, of each weight and activation."""

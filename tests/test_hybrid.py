@@ -22,15 +22,13 @@ def start(alone: ft.Run, output: Path, *words: str) -> Finished:
 
 def test_two_copies_of_two_shards_learn_what_one_process_learns(alone, tmp_path):
     run = ft.Run(tmp_path / "run")
-    done = start(alone, run.root)
-    assert done.status == 0, done.output
+    start(alone, run.root).passed()
     assert apart(run, alone) <= FP32
     assert apart(run, alone, "eval") <= FP32
     assert read(run.plan)["mesh"] == {"replicate": 2, "shard": 2}
     held = read(run.realised)["ranks"]
     whole = max(rank["optimizer"] for rank in read(alone.realised)["ranks"])
-    assert len(held) == 4
-    assert sum(rank["optimizer"] for rank in held) == 2 * whole
+    assert (len(held), sum(rank["optimizer"] for rank in held)) == (4, 2 * whole)
     assert weights_written(run, 6) == whole  # once, by one of the copies
 
 
@@ -80,9 +78,7 @@ def test_other_axes_that_reach_a_worker_are_refused():
     ],
 )
 def test_invalid_shard_sizes_are_refused(finetune, words, problem):
-    done = finetune("plan", "smollm2_135m_full", *words)
-    assert done.status == 2
-    assert problem in done.stderr
+    assert problem in finetune("plan", "smollm2_135m_full", *words).refused()
 
 
 @pytest.mark.slow
@@ -92,12 +88,11 @@ def test_a_checkpoint_of_copies_continues_anywhere_and_back(alone, tmp_path, fin
         (4, "hsdp", 4, ["--shard-size", "4"]),
         (6, "zero2", 2, []),
     ):
-        done = finetune(
+        finetune(
             "launch", alone.recipe, f"max_steps={steps}", "--backend", backend, "--processes",
             processes, "--precision", "fp32", "--output", tmp_path / "run", "--resume", "auto",
             *more,
-        )  # fmt: skip
-        assert done.status == 0, done.output
+        ).passed()  # fmt: skip
     # The schedule's end moved with max_steps: only the first steps are those of one process.
     found = losses(ft.Run(tmp_path / "run"))
     assert largest(found[:2], losses(alone)[:2]) <= FP32
@@ -106,10 +101,7 @@ def test_a_checkpoint_of_copies_continues_anywhere_and_back(alone, tmp_path, fin
 
 @pytest.mark.parametrize(
     ("words", "started"),
-    [
-        (["--num_processes", "2"], 2),
-        slow(["--parallelism_config_dp_shard_size", "4"], 4),
-    ],
+    [(["--num_processes", "2"], 2), slow(["--parallelism_config_dp_shard_size", "4"], 4)],
 )
 def test_sizes_that_do_not_multiply_to_the_processes_are_refused(alone, tmp_path, words, started):
     done = start(alone, tmp_path / "run", *words)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import problems_of
 from tiny_run import (
     CHATML,
     byte_tokenizer,
@@ -27,19 +28,7 @@ from tiny_run import (
 from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import (
-    SFT,
-    FinetuneError,
-    Loaded,
-    LoRA,
-    Model,
-    catalog,
-    exact_match,
-    export,
-    generate,
-    load,
-    load_base,
-)
+import finetune as ft
 from finetune.data.formats import Completion, Conversation
 from finetune.evaluation.exact_match import answers, samples
 from finetune.inference.chat import chat, stream
@@ -62,7 +51,7 @@ def asked(question: str, answer: str) -> Conversation:
     return Conversation(tuple(qa(question, answer)))
 
 
-def tiny(tmp: Path, template: str | None = CHATML) -> Loaded:
+def tiny(tmp: Path, template: str | None = CHATML) -> ft.Loaded:
     return load_folder(save_base(tiny_llama(), tmp / "tiny", template))
 
 
@@ -74,24 +63,24 @@ def test_the_greedy_text_of_a_real_model_is_its_reference_wherever_the_prompt_en
     reference = (folder / "greedy_reference.txt").read_text().rstrip("\n")
     loaded = load_folder(folder)
     assert loaded.stops == (1, 2)  # bos ends a document too
-    assert generate(loaded, [""], max_new_tokens=256) == [reference]
-    (text,) = generate(loaded, ["Once upon a time"], max_new_tokens=40)
+    assert ft.generate(loaded, [""], max_new_tokens=256) == [reference]
+    (text,) = ft.generate(loaded, ["Once upon a time"], max_new_tokens=40)
     assert text.startswith(", there was a little girl named Lily.")
     assert reference.startswith(f"Once upon a time{text}")
-    (text,) = generate(loaded, ["Once upon a time, there was a"], max_new_tokens=4)
+    (text,) = ft.generate(loaded, ["Once upon a time, there was a"], max_new_tokens=4)
     assert text.startswith(" little")  # with the space that its tokens alone would lose
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_tied_qwen])
 def test_a_padded_batch_answers_as_each_question_alone_whatever_pads_it(tmp_path, build):
     loaded = load_folder(save_base(build(), tmp_path / "tiny"))
-    alone = [generate(loaded, [question], 24)[0] for question in QUESTIONS]
+    alone = [ft.generate(loaded, [question], 24)[0] for question in QUESTIONS]
     assert len(set(alone)) > 1
-    assert generate(loaded, QUESTIONS, 24, batch_rows=4) == alone
-    assert generate(loaded, QUESTIONS, 24, batch_rows=1) == alone
+    assert ft.generate(loaded, QUESTIONS, 24, batch_rows=4) == alone
+    assert ft.generate(loaded, QUESTIONS, 24, batch_rows=1) == alone
     for pad in ("<|end|>", None):  # eos too
         loaded.tokenizer.pad_token = pad
-        assert generate(loaded, QUESTIONS, 24) == alone
+        assert ft.generate(loaded, QUESTIONS, 24) == alone
 
 
 def say(model: torch.nn.Module, script: dict[int, int]) -> None:
@@ -112,7 +101,7 @@ NEWLINE, END, TURN_END = byte_tokenizer()("\n<|end|><|im_end|>")["input_ids"]
 YES = byte_tokenizer()("yes")["input_ids"]
 
 
-def saying(tmp: Path, last: int) -> Loaded:
+def saying(tmp: Path, last: int) -> ft.Loaded:
     """A model that answers `yes`, ends with a token, and would go on with newlines."""
     model = tiny_llama()
     script = dict(zip([NEWLINE, *YES], [*YES, last], strict=True))
@@ -124,18 +113,16 @@ def test_an_answer_ends_at_eos_and_at_the_end_of_a_turn(tmp_path):
     for last in (END, TURN_END):
         loaded = saying(tmp_path / str(last), last)
         assert loaded.stops == (END, TURN_END)
-        assert generate(loaded, QUESTIONS, 20) == ["yes"] * len(QUESTIONS)
+        assert ft.generate(loaded, QUESTIONS, 20) == ["yes"] * len(QUESTIONS)
 
 
 def test_an_answer_stops_where_the_context_is_full_and_no_prompt_may_fill_it(tmp_path):
     loaded = tiny(tmp_path)
     assert loaded.context == 128
     prompts = ["a" * 120, "b" * 125, "c"]
-    alone = [generate(loaded, [prompt], 20)[0] for prompt in prompts]
-    assert generate(loaded, prompts, 20) == alone
-    with pytest.raises(FinetuneError) as caught:
-        generate(loaded, ["a", "a" * 128, "", "a" * 130], 20)
-    assert caught.value.problems == (
+    alone = [ft.generate(loaded, [prompt], 20)[0] for prompt in prompts]
+    assert ft.generate(loaded, prompts, 20) == alone
+    assert problems_of(ft.generate, loaded, ["a", "a" * 128, "", "a" * 130], 20) == (
         "prompt 2: it is empty",
         "prompt 1: 128 tokens leave no room in a context of 128",
         "prompt 3: 130 tokens leave no room in a context of 128",
@@ -149,20 +136,19 @@ def test_greedy_ignores_the_penalties_that_a_model_ships_and_sampling_follows_th
     fields = json.loads(path.read_text())
     shipped = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "temperature": 0.1}
     path.write_text(json.dumps({**fields, **shipped, "do_sample": True}))
-    assert generate(load_folder(folder), QUESTIONS, 24) == generate(loaded, QUESTIONS, 24)
+    assert ft.generate(load_folder(folder), QUESTIONS, 24) == ft.generate(loaded, QUESTIONS, 24)
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        drawn.append(generate(loaded, QUESTIONS, 12, temperature=1.0))
+        drawn.append(ft.generate(loaded, QUESTIONS, 12, temperature=1.0))
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_messages_need_a_template_and_prompts_do_not(tmp_path):
     loaded = tiny(tmp_path, template=None)
-    assert loaded.stops == (END,)
-    assert len(generate(loaded, ["once"], 5)) == 1
-    with pytest.raises(FinetuneError, match="has no chat template"):
-        generate(loaded, [user("once")], 5)
+    assert (loaded.stops, len(ft.generate(loaded, ["once"], 5))) == ((END,), 1)
+    with pytest.raises(ft.FinetuneError, match="has no chat template"):
+        ft.generate(loaded, [user("once")], 5)
 
 
 ENDS = {
@@ -194,38 +180,38 @@ def test_a_run_is_loaded_at_a_step_the_last_or_the_best(tmp_path):
         model = trained_adapter(tiny_llama(), r=step // 10)
         save_checkpoint(trained.run, step, model)
         now[step] = logits(model)
-    assert relative(logits(load(trained.run).model), now[30]) < ROUNDING
+    assert relative(logits(ft.load(trained.run).model), now[30]) < ROUNDING
     write_json(trained.run.best, {"step": 20, "loss": 1.0})
-    assert relative(logits(load(trained.run, "last").model), now[30]) < ROUNDING
-    assert relative(logits(load(str(trained.run.root)).model), now[20]) < ROUNDING
-    assert relative(logits(load(trained.run, "best").model), now[20]) < ROUNDING
-    assert relative(logits(load(trained.run, 10).model), trained.logits) < ROUNDING
-    with pytest.raises(FinetuneError, match="no complete checkpoint of step 15; 10, 20, 30"):
-        load(trained.run, 15)
+    assert relative(logits(ft.load(trained.run, "last").model), now[30]) < ROUNDING
+    assert relative(logits(ft.load(str(trained.run.root)).model), now[20]) < ROUNDING
+    assert relative(logits(ft.load(trained.run, "best").model), now[20]) < ROUNDING
+    assert relative(logits(ft.load(trained.run, 10).model), trained.logits) < ROUNDING
+    with pytest.raises(ft.FinetuneError, match="no complete checkpoint of step 15; 10, 20, 30"):
+        ft.load(trained.run, 15)
 
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path):
     run = start_run(tmp_path / "run", save_base(tiny_llama(), tmp_path / "base"))
-    with pytest.raises(FinetuneError, match="no complete checkpoint; train the run first"):
-        load(run)
+    with pytest.raises(ft.FinetuneError, match="no complete checkpoint; train the run first"):
+        ft.load(run)
     save_checkpoint(run, 10, tiny_llama())
-    with pytest.raises(FinetuneError, match="no best checkpoint was kept"):
-        load(run, "best")
-    with pytest.raises(FinetuneError, match="not a run directory"):
-        load(tmp_path)
-    with pytest.raises(FinetuneError, match="neither a model"):
+    with pytest.raises(ft.FinetuneError, match="no best checkpoint was kept"):
+        ft.load(run, "best")
+    with pytest.raises(ft.FinetuneError, match="not a run directory"):
+        ft.load(tmp_path)
+    with pytest.raises(ft.FinetuneError, match="neither a model"):
         load_folder(tmp_path)
 
 
 def test_a_quantised_run_is_loaded_on_the_quantised_base(tmp_path):
     folder = save_base(tiny_llama(), tmp_path / "base")
-    run = start_run(tmp_path / "run", folder, LoRA(r=4), quantization="nf4")
+    run = start_run(tmp_path / "run", folder, ft.LoRA(r=4), quantization="nf4")
     write_json(run.realised, {"mixed_precision": "bf16"})
     nf4 = {"quantization_config": nf4_config(torch.bfloat16), "device_map": {"": "cpu"}}
     quantised = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **nf4)
     model = trained_adapter(quantised)
     save_checkpoint(run, 10, model)
-    loaded = load(run)
+    loaded = ft.load(run)
     model.train()  # no dropout: only where bitsandbytes computes otherwise is this another mode
     assert torch.equal(logits(loaded.model), logits(model))
     unquantised = trained_adapter(tiny_llama(torch.bfloat16))
@@ -257,11 +243,12 @@ def test_bitsandbytes_still_loses_gradients_after_an_evaluation_on_some_cpus():
 def test_the_base_is_what_training_started_from_or_has_the_weights_of_its_seed(tmp_path):
     trained = lora_run(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(trained.base)
-    before = load_base(catalog.load(trained.run.recipe))
-    assert torch.equal(logits(before.model), logits(plain))
-    recipe = SFT(model=Model(config=tiny_llama().config.to_dict()), seed=5)
+    assert torch.equal(
+        logits(ft.load_base(ft.catalog.load(trained.run.recipe)).model), logits(plain)
+    )
+    recipe = ft.SFT(model=ft.Model(config=tiny_llama().config.to_dict()), seed=5)
     first, second, other = (
-        logits(load_base(dataclasses.replace(recipe, seed=seed), byte_tokenizer()).model)
+        logits(ft.load_base(dataclasses.replace(recipe, seed=seed), byte_tokenizer()).model)
         for seed in (5, 5, 6)
     )
     assert torch.equal(first, second)
@@ -272,11 +259,11 @@ def test_a_base_that_is_gone_is_named(tmp_path):
     trained = lora_run(tmp_path)
     trained.base.rename(tmp_path / "moved")
     for use in (
-        lambda: load(trained.run),
-        lambda: export(trained.run, tmp_path / "out"),
-        lambda: export(trained.run, tmp_path / "out", True),
+        lambda: ft.load(trained.run),
+        lambda: ft.export(trained.run, tmp_path / "out"),
+        lambda: ft.export(trained.run, tmp_path / "out", True),
     ):
-        with pytest.raises(FinetuneError, match=f"name: '{trained.base}' could not be loaded"):
+        with pytest.raises(ft.FinetuneError, match=f"name: '{trained.base}' could not be loaded"):
             use()
 
 
@@ -288,13 +275,13 @@ def test_a_config_of_any_values_is_read_or_refused(tmp_path):
         load_folder(folder)
     (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 10**400}))
     told = r"num_hidden_layers is beyond 10\*\*12, and no model"
-    with pytest.raises(FinetuneError, match=told):
+    with pytest.raises(ft.FinetuneError, match=told):
         load_folder(folder)
 
 
 def test_running_out_of_memory_is_reported_in_one_line():
     told = r"^m: not enough memory to load it \(.*allocate"
-    with pytest.raises(FinetuneError, match=told), within_memory("m"):
+    with pytest.raises(ft.FinetuneError, match=told), within_memory("m"):
         torch.empty(2**50, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="another"), within_memory("m"):
         raise RuntimeError("another")
@@ -308,22 +295,25 @@ def test_running_out_of_memory_is_reported_in_one_line():
 )
 def test_other_architectures_are_loaded_and_exported_as_trained(tmp_path, build, targets, init):
     trained = lora_run(tmp_path, build(), target_modules=targets, init_lora_weights=init)
-    assert relative(logits(load(trained.run).model), trained.logits) < ROUNDING
+    assert relative(logits(ft.load(trained.run).model), trained.logits) < ROUNDING
     for merge in (False, True):
-        folder = export(trained.run, tmp_path / str(merge), merge)
+        folder = ft.export(trained.run, tmp_path / str(merge), merge)
         assert relative(logits(load_folder(folder).model), trained.logits) < ROUNDING
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_tied_qwen])
 def test_an_adapter_with_added_tokens_brings_its_vocabulary(tmp_path, build):
-    run = start_run(tmp_path / "run", save_base(build(), tmp_path / "base"), LoRA(r=4))
+    run = start_run(tmp_path / "run", save_base(build(), tmp_path / "base"), ft.LoRA(r=4))
     model = build()
     model.resize_token_embeddings(264)
     whole = ["embed_tokens", "lm_head"]
     adapted = trained_adapter(model, r=8, target_modules=["q_proj"], modules_to_save=whole)
     save_checkpoint(run, 10, adapted)
-    folders = (export(run, tmp_path / "merged", merge=True), export(run, tmp_path / "adapter"))
-    for loaded in (load(run), *map(load_folder, folders)):
+    folders = (
+        ft.export(run, tmp_path / "merged", merge=True),
+        ft.export(run, tmp_path / "adapter"),
+    )
+    for loaded in (ft.load(run), *map(load_folder, folders)):
         found = logits(loaded.model)
         assert found.shape == (*sample_ids().shape, 264)
         assert relative(found, logits(adapted)) < ROUNDING
@@ -332,11 +322,11 @@ def test_an_adapter_with_added_tokens_brings_its_vocabulary(tmp_path, build):
 def test_exact_match_counts_answers_that_are_the_reference_and_samples_hold_both(tmp_path):
     loaded = saying(tmp_path, TURN_END)
     rows = [asked("a", "yes"), asked("b", "no"), asked("c", " yes\n"), asked("d", "Yes")]
-    score = exact_match(loaded, rows, max_new_tokens=20)
+    score = ft.exact_match(loaded, rows, max_new_tokens=20)
     assert (score.rows, score.matched, score.share) == (4, 2, 0.5)
     assert [example.matched for example in score.examples] == [True, False, True, False]
     assert (score.examples[1].prompt, score.examples[1].answer) == ("b", "yes")
-    assert exact_match(loaded, rows, limit=1).share == 1.0
+    assert ft.exact_match(loaded, rows, limit=1).share == 1.0
     assert samples(rows[:2], ["?", "!"], answers(loaded, rows[:2], 20)) == [
         {"prompt": "a", "before": "?", "after": "yes", "expected": "yes"},
         {"prompt": "b", "before": "!", "after": "yes", "expected": "no"},
@@ -345,12 +335,12 @@ def test_exact_match_counts_answers_that_are_the_reference_and_samples_hold_both
 
 def test_a_completion_is_asked_with_its_bare_prompt_and_needs_no_template(tmp_path):
     loaded = tiny(tmp_path, template=None)
-    (answer,) = generate(loaded, ["once"], 8)
+    (answer,) = ft.generate(loaded, ["once"], 8)
     rows = [Completion("once", answer), Completion("once", "never said")]
-    score = exact_match(loaded, rows, max_new_tokens=8)
+    score = ft.exact_match(loaded, rows, max_new_tokens=8)
     assert [example.answer for example in score.examples] == [answer.strip()] * 2
     assert score.matched == 1
-    with pytest.raises(FinetuneError, match="the tokenizer has no chat template; train with"):
+    with pytest.raises(ft.FinetuneError, match="the tokenizer has no chat template; train with"):
         answers(loaded, [asked("a", "b")])
 
 
@@ -364,7 +354,7 @@ def test_a_question_with_tools_is_asked_with_their_schemas(tmp_path):
         [*plain.messages[:-1]], tools=tools, tokenize=False, add_generation_prompt=True
     ) for tools in (None, [tool])]  # fmt: skip
     assert prompts[0] != prompts[1]
-    expected = [text.strip() for text in generate(loaded, prompts, 8)]
+    expected = [text.strip() for text in ft.generate(loaded, prompts, 8)]
     assert answers(loaded, [plain, with_tools], 8) == expected
 
 
@@ -372,15 +362,10 @@ def test_every_row_that_cannot_be_scored_is_named(tmp_path):
     loaded = tiny(tmp_path)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     rows = [Conversation(tuple(row)) for row in (user("a"), [], [*user("a"), call])]
-    with pytest.raises(FinetuneError) as caught:
-        exact_match(loaded, [asked("a", "b"), *rows])
-    assert [problem.split(":")[0] for problem in caught.value.problems] == [
-        "question 1",
-        "question 2",
-        "question 3",
-    ]
-    with pytest.raises(FinetuneError, match="nothing to evaluate"):
-        exact_match(loaded, [])
+    told = problems_of(ft.exact_match, loaded, [asked("a", "b"), *rows])
+    assert [problem.split(":")[0] for problem in told] == ["question 1", "question 2", "question 3"]
+    with pytest.raises(ft.FinetuneError, match="nothing to evaluate"):
+        ft.exact_match(loaded, [])
 
 
 class Script:
@@ -400,7 +385,7 @@ def test_a_streamed_answer_arrives_in_pieces_and_is_that_of_generate(tmp_path):
     for question in QUESTIONS:
         pieces: list[str] = []
         text = stream(loaded, question, pieces.append, 24)
-        assert text == "".join(pieces) == generate(loaded, [question], 24)[0]
+        assert text == "".join(pieces) == ft.generate(loaded, [question], 24)[0]
     assert stream(saying(tmp_path, TURN_END), user("a"), pieces.append, 24) == "yes"
 
 
@@ -424,7 +409,7 @@ def test_text_that_the_next_token_changes_is_not_written_before_it(tmp_path):
 INTRO = "/reset clears the conversation, /exit ends it\n"
 
 
-def written(loaded: Loaded, script: Script, **fields: Any) -> str:
+def written(loaded: ft.Loaded, script: Script, **fields: Any) -> str:
     """What a chat writes."""
     text: list[str] = []
     chat(loaded, script, text.append, 8, **fields)
@@ -434,9 +419,8 @@ def written(loaded: Loaded, script: Script, **fields: Any) -> str:
 @pytest.mark.parametrize("then", [EOFError, KeyboardInterrupt])
 def test_a_chat_remembers_until_reset_and_ends_quietly(tmp_path, then):
     loaded = tiny(tmp_path)
-    (first,) = generate(loaded, [user("hi")], 8)
-    history = [*qa("hi", first), *user("and?")]
-    (second,) = generate(loaded, [history], 8)
+    (first,) = ft.generate(loaded, [user("hi")], 8)
+    (second,) = ft.generate(loaded, [[*qa("hi", first), *user("and?")]], 8)
     script = Script("hi", "and?", "", "/reset", "hi", then=then)
     assert written(loaded, script) == f"{INTRO}{first}\n{second}\n{first}\n\n"
     assert written(loaded, Script("/exit", "never read")) == INTRO
@@ -444,9 +428,8 @@ def test_a_chat_remembers_until_reset_and_ends_quietly(tmp_path, then):
 
 def test_a_chat_from_a_pipe_writes_the_answers_alone_and_one_beyond_the_context_goes_on(tmp_path):
     loaded = tiny(tmp_path)
-    (answer,) = generate(loaded, [user("hi")], 8)
-    piped = written(loaded, Script("hi", "/reset", "hi"), typed=False)
-    assert piped == f"{answer}\n{answer}\n"
+    (answer,) = ft.generate(loaded, [user("hi")], 8)
+    assert written(loaded, Script("hi", "/reset", "hi"), typed=False) == f"{answer}\n{answer}\n"
     text = written(loaded, Script("a" * 130, "hi"))
     assert "leave no room in a context of 128; /reset starts over\n" in text
     assert text.endswith(f"{answer}\n\n")
@@ -454,5 +437,5 @@ def test_a_chat_from_a_pipe_writes_the_answers_alone_and_one_beyond_the_context_
 
 def test_a_model_without_a_template_continues_each_line(tmp_path):
     loaded = tiny(tmp_path, template=None)
-    (text,) = generate(loaded, ["once"], 8)
+    (text,) = ft.generate(loaded, ["once"], 8)
     assert written(loaded, Script("once", "once")).endswith(f"it\n{text}\n{text}\n\n")

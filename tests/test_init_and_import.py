@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +64,13 @@ def test_init_writes_a_file_that_is_found_by_its_name(finetune, tmp_path):
     shown = finetune("show", "mine", "--json", cwd=tmp_path)
     origin = catalog.resolve("smollm2_135m_lora")
     assert catalog.from_fields(json.loads(shown.stdout)) == origin
-    again = finetune("init", "mine", cwd=tmp_path)
-    assert again.status == 2
-    assert again.stderr.startswith("error: recipes/mine.yaml: already exists")
+    said = finetune("init", "mine", cwd=tmp_path).refused()
+    assert said.startswith("error: recipes/mine.yaml: already exists")
     assert catalog.load(tmp_path / "recipes/mine.yaml") == origin
 
 
 @pytest.fixture
-def typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def typed(tmp_path, monkeypatch, capsys):
     """Run a command line in this process, in tmp_path: its status, and what it says of errors."""
     monkeypatch.chdir(tmp_path)
     return lambda words: (cli.main(words.split()), capsys.readouterr().err)
@@ -259,23 +255,18 @@ def test_no_key_is_dropped_in_silence(folder, name):
     roots = {key.split(".")[0] for key in said}
     assert roots == {key for key, value in given.items() if value is not None}
     assert said["a_key_of_tomorrow"][0] == "no counterpart"
-    entries = [(f"datasets.{i}", e) for i, e in enumerate(given.get("datasets", []))]
-    for at, entry in entries:
+    for at, entry in [(f"datasets.{i}", e) for i, e in enumerate(given.get("datasets", []))]:
         assert {f"{at}.{key}" for key in entry} <= said.keys()
 
 
-SLOW = pytest.mark.slow
-ODD: list[Any] = ["word", -1, 0.5, True, False, [], [1], {"a": 1}, [{}]]
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW if "full" not in name else ()) for name in FILES]
+    "name", [pytest.param(name, marks=() if "full" in name else pytest.mark.slow) for name in FILES]
 )
 def test_any_value_is_imported_or_refused_with_a_sentence(folder, name):
     given = yaml.safe_load(FILES[name])
     refused = accepted = tried = 0
     for key in given:
-        for value in ODD:
+        for value in ["word", -1, 0.5, True, False, [], [1], {"a": 1}, [{}]]:
             (folder / "odd.yml").write_text(yaml.safe_dump({**given, key: value}))
             try:
                 _, said = imported(folder / "odd.yml", 2)
@@ -289,8 +280,7 @@ def test_any_value_is_imported_or_refused_with_a_sentence(folder, name):
 
 
 def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finetune, folder):
-    done = finetune("import", "llama.yml", "--processes", "2", cwd=folder)
-    assert done.status == 0, done.output
+    done = finetune("import", "llama.yml", "--processes", "2", cwd=folder).passed()
     assert (
         "no counterpart  neftune_noise_alpha  noise on embeddings is not supported" in done.stdout
     )
@@ -300,11 +290,8 @@ def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finet
     text = (folder / "recipes/llama.yaml").read_text()
     assert "# no counterpart neftune_noise_alpha noise on embeddings is not supported" in text
     expected, _, _ = importers.import_recipe(Path(folder / "llama.yml"), 2)
-    loaded = catalog.load(folder / "recipes/llama.yaml")
-    assert loaded.batch == expected.batch
-    again = finetune("import", "llama.yml", cwd=folder)
-    assert again.status == 2
-    assert "already exists" in again.stderr
+    assert catalog.load(folder / "recipes/llama.yaml").batch == expected.batch
+    assert "already exists" in finetune("import", "llama.yml", cwd=folder).refused()
 
 
 @pytest.mark.parametrize(
@@ -376,8 +363,7 @@ def test_a_data_set_that_is_not_described_or_of_preferences_is_refused(folder):
 def test_methods_of_preferences_are_imported(folder, text, method, own, data):
     (folder / "f.yml").write_text(text)
     recipe, said = imported(folder / "f.yml")
-    assert recipe.method == method
-    assert {name: getattr(recipe, name) for name in own} == own
+    assert (recipe.method, {name: getattr(recipe, name) for name in own}) == (method, own)
     (source,) = recipe.data
     where, name, columns = data
     assert (source.source.removeprefix(f"{folder}/"), source.format) == (where, name)

@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, environment, losses, start, wait_for, warm_python, write_recipe
+from conftest import ROOT, environment, losses, slow, start, wait_for, warm_python, write_recipe
 from faulty import Process, begin, steps_made, words_of
 
 from finetune import FinetuneError, Run
@@ -47,10 +47,6 @@ def test_a_signal_saves_and_ends_with_status_75(tiny, tmp_path, number):
     assert [record["reason"] for record in run.read_metrics("end")] == ["interrupted"]
 
 
-def slow(*given: object) -> object:
-    return pytest.param(*given, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("backend", "number"),
     [
@@ -75,8 +71,7 @@ def test_launch_passes_a_signal_on_and_its_status_back(tiny, tmp_path, backend, 
 def test_a_signal_to_every_process_of_a_job_is_one_request(tiny, tmp_path):
     """As schedulers send it; the launcher and torch's agent pass on what they get besides."""
     run = Run(tmp_path / "run")
-    long_steps = LONG | {"batch": {"rows": 256}}
-    process = start(words_of(tiny, run.root, "ddp", **long_steps), tmp_path)
+    process = start(words_of(tiny, run.root, "ddp", **(LONG | {"batch": {"rows": 256}})), tmp_path)
     wait_for(lambda: steps_made(run) >= 2, process)
     job = psutil.Process(process.pid)
     for each in reversed([job, *job.children(recursive=True)]):
@@ -107,8 +102,7 @@ def test_a_schedulers_loop_goes_on_to_the_end_with_the_same_losses(tiny, train, 
         process = start(words, tmp_path, warm=True)
         told = interrupt(process, signal.SIGTERM, resumed, after)
         assert process.returncode == 75, told
-    assert finetune(*words).status == 0
-    assert losses(resumed) == losses(straight)
+    assert (finetune(*words).status, losses(resumed)) == (0, losses(straight))
     again = finetune(*words)
     assert (again.status, again.stdout) == (0, f"{resumed.root}: complete, nothing to resume\n")
     assert losses(resumed) == losses(straight)

@@ -2,27 +2,15 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
 
 import pytest
+import tiles
 import torch
 from conftest import write_recipe
 from families import adapt, build, distance, gradients, inputs
-from tiles import (
-    NEAR,
-    Operations,
-    apart,
-    assert_near,
-    exactly,
-    heads,
-    of_each,
-    tiled,
-    with_gradients,
-)
 from torch import nn
 from transformers import AutoTokenizer
 
-from finetune.kernels import chains
 from finetune.kernels.cpu import tiled_attention
 from finetune.kernels.cpu.attention import DocumentAttention
 from finetune.kernels.cpu.tiled_attention import TiledAttention, serves
@@ -38,14 +26,6 @@ AS_EXACT = 1.05
 AS_EXACT_AS_FUSED = 1.15
 """The same of PyTorch's fused kernel behind a mask, which rounds no scores either."""
 
-
-@pytest.fixture
-def compiling() -> Iterator[None]:
-    chains.compile_chains(True)
-    yield
-    chains.compile_chains(False)
-
-
 ENDS = ([0, 1], [0, 31, 63, 64], [0, 32, 65, 160], [0, 3, 700])
 """Documents shorter and longer than a block of 32 tokens, and than what is there at once."""
 
@@ -54,23 +34,23 @@ ENDS = ([0, 1], [0, 31, 63, 64], [0, 32, 65, 160], [0, 3, 700])
 @pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 96, 256])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_tiled_attention_has_the_result_and_gradients_of_fp32(ends, size, groups):
-    given = heads(ends[-1], 2 * groups, 2, size)
-    ours, exact = assert_near(given, ends, 0.2), exactly(given, ends, 0.2)
-    products = with_gradients(DocumentAttention.apply(*given, ends, 0.2), given)
+    given = tiles.heads(ends[-1], 2 * groups, 2, size)
+    ours, exact = tiles.assert_near(given, ends, 0.2), tiles.exactly(given, ends, 0.2)
+    products = tiles.with_gradients(DocumentAttention.apply(*given, ends, 0.2), given)
     for found, other, wanted in zip(ours, products, exact, strict=True):
         if wanted.norm() > 1e-3:  # one token has no gradient of its scores
-            assert apart(found, wanted) <= AS_EXACT * apart(other, wanted)
+            assert tiles.apart(found, wanted) <= AS_EXACT * tiles.apart(other, wanted)
 
 
 def test_a_document_longer_than_all_scores_that_are_there_at_once():
-    assert_near(heads(1100, 1, 1, 32), [0, 1100], 2.0)  # weights of a few keys
+    tiles.assert_near(tiles.heads(1100, 1, 1, 32), [0, 1100], 2.0)  # weights of a few keys
 
 
 @pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 64, 100, 511, 513, 699, 700])
 @pytest.mark.parametrize("size", [24, 64])
 def test_a_token_sees_its_window_alone(window, size):
-    given, ends = heads(800, 6, 2, size), [0, 20, 100, 800]
-    before = assert_near(given, ends, 0.2, window)[0]
+    given, ends = tiles.heads(800, 6, 2, size), [0, 20, 100, 800]
+    before = tiles.assert_near(given, ends, 0.2, window)[0]
     with torch.no_grad():
         for each in given[1:]:
             each[:, :, 100] = 1e4  # seen by itself and those after it, as far as the window
@@ -83,23 +63,23 @@ def test_a_token_sees_its_window_alone(window, size):
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 def test_scores_are_capped(ends, window, cap):
-    assert_near(heads(ends[-1], 6, 2, 64), ends, 0.2, window, cap)
+    tiles.assert_near(tiles.heads(ends[-1], 6, 2, 64), ends, 0.2, window, cap)
 
 
 def test_a_score_beyond_every_number_is_the_cap():
-    given = heads(70, 2, 1, 32)
+    given = tiles.heads(70, 2, 1, 32)
     with torch.no_grad():
         given[0][:] = 1e30
         given[1][:] = torch.where(torch.rand(1, 1, 70, 1) < 0.5, 1e30, -1e30)
     query, key, value = (each.detach().float().requires_grad_() for each in given)
-    exact = of_each((query, key.clamp(-10, 10), value), [0, 70], 1.0, None, 2.0)
-    assert apart(tiled(given, [0, 70], 1.0, None, 2.0)[0], exact.double()) <= NEAR
+    exact = tiles.of_each((query, key.clamp(-10, 10), value), [0, 70], 1.0, None, 2.0)
+    assert tiles.apart(tiles.tiled(given, [0, 70], 1.0, None, 2.0)[0], exact.double()) <= tiles.NEAR
 
 
 def test_documents_have_the_bits_of_each_alone_and_ignore_a_longer_window():
-    given, ends = heads(300, 6, 2, 64), [0, 1, 40, 300]
-    together = tiled(given, ends, 0.4)
-    assert all(map(torch.equal, together, tiled(given, ends, 0.4, 260)))
+    given, ends = tiles.heads(300, 6, 2, 64), [0, 1, 40, 300]
+    together = tiles.tiled(given, ends, 0.4)
+    assert all(map(torch.equal, together, tiles.tiled(given, ends, 0.4, 260)))
     torch.manual_seed(1)
     grad = torch.randn(together[0].shape).bfloat16()
     for start, end in itertools.pairwise(ends):
@@ -111,7 +91,7 @@ def test_documents_have_the_bits_of_each_alone_and_ignore_a_longer_window():
 
 
 def test_a_later_token_changes_nothing_before_it():
-    given = heads(100, 2, 1, 32)
+    given = tiles.heads(100, 2, 1, 32)
     before = TiledAttention.apply(*given, [0, 100], 0.2)
     with torch.no_grad():
         for each in given:
@@ -123,22 +103,22 @@ def test_a_later_token_changes_nothing_before_it():
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_nan_inputs_stay_nan(wrong):
-    given = heads(70, 2, 1, 32)
+    given = tiles.heads(70, 2, 1, 32)
     with torch.no_grad():
         given[0][0, 1, 40, 3] = wrong
-    found = tiled(given, [0, 70], 0.2)
+    found = tiles.tiled(given, [0, 70], 0.2)
     assert found[0][0, 1, 40].isnan().all()
     assert found[0][0, 0].isfinite().all()
     assert found[1][0, 1, 40].isnan().any()
 
 
 def test_several_threads_compute_the_same_bits():
-    given, threads = heads(260, 6, 3, 64), torch.get_num_threads()
+    given, threads = tiles.heads(260, 6, 3, 64), torch.get_num_threads()
     try:
         found = []
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append(tiled(given, [0, 100, 260], 0.2))
+            found.append(tiles.tiled(given, [0, 100, 260], 0.2))
     finally:
         torch.set_num_threads(threads)
     assert all(map(torch.equal, *found))
@@ -154,21 +134,17 @@ def test_heads_may_have_any_strides() -> None:
     assert torch.equal(ours, again)
     by_ones = torch.autograd.grad(again.sum(), moved)
     again = TiledAttention.apply(*moved, [0, 50], 0.2)
-    wanted = torch.autograd.grad(again, moved, torch.ones_like(again))
-    assert all(map(torch.equal, by_ones, wanted))
+    assert all(map(torch.equal, by_ones, torch.autograd.grad(again, moved, torch.ones_like(again))))
 
 
 def test_products_of_torch_between_have_their_own_tiles() -> None:
     """Its library and this one say in turn how large the tiles of a thread are."""
     first, second = torch.randn(2, 40, 72).bfloat16()
-    given, wanted = heads(64, 2, 1, 32), first @ second.T
+    given, wanted = tiles.heads(64, 2, 1, 32), first @ second.T
     before = TiledAttention.apply(*given, [0, 64], 0.2)
     for _ in range(3):
         assert torch.equal(first @ second.T, wanted)
         assert torch.equal(TiledAttention.apply(*given, [0, 64], 0.2), before)
-
-
-# Where it is used.
 
 
 @pytest.mark.parametrize(
@@ -181,8 +157,8 @@ def test_heads_in_bf16_are_served(size: int, dtype: torch.dtype, served: bool) -
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_pack_is_one_operation(compiling, window):
-    given, ends = heads(90, 2, 1, 32), [0, 10, 90]
-    with Operations() as operations:
+    given, ends = tiles.heads(90, 2, 1, 32), [0, 10, 90]
+    with tiles.Operations() as operations:
         mixed, _ = attend(
             nn.Module(), *given, None, max_length_q=80, scaling=0.2, sliding_window=window,
             cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32),
@@ -196,8 +172,7 @@ WIDER = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, 
 
 def packed_inputs() -> dict[str, torch.Tensor | int]:
     """Three documents in one row."""
-    given = inputs()
-    ids = given["input_ids"].flatten()[None]
+    ids = inputs()["input_ids"].flatten()[None]
     ends, length = [0, 3, 9, ids.shape[1]], ids.shape[1]
     places = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])
     ends_there = torch.tensor(ends, dtype=torch.int32)
@@ -231,14 +206,11 @@ def test_a_model_trains_as_near_to_fp32_as_by_products(request, kind, fields, ke
         recompute(tiled.get_base_model(), keep)
         tiled.train()
     request.getfixturevalue("compiling")
-    with Operations() as operations:
+    with tiles.Operations() as operations:
         ours = packed_gradients(tiled)
     assert operations.tiled == (2 if keep is True else 1) * 2  # layers
     farther = AS_EXACT_AS_FUSED if fields else AS_EXACT
     assert distance(ours, exact) <= farther * distance(theirs, exact)
-
-
-NO_DROPOUT = "it does not drop weights"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +218,7 @@ NO_DROPOUT = "it does not drop weights"
     [
         ("llama", WIDER, ""), ("llama", {}, ""), ("gemma2", WIDER, ""),
         ("qwen3", WIDER | {"head_dim": 48}, ""), ("mistral", WIDER | {"sliding_window": 40}, ""),
-        ("llama", WIDER | {"attention_dropout": 0.1}, NO_DROPOUT),
+        ("llama", WIDER | {"attention_dropout": 0.1}, "it does not drop weights"),
     ],
 )  # fmt: skip
 def test_the_fallback_reason_is_reported(compiling, kind, fields, told):
@@ -277,8 +249,7 @@ def test_packs_train_equally_on_every_backend(tiny, finetune, tmp_path):
         done = finetune(
             "launch", recipe, "--backend", backend, "--precision", "bf16", "--output",
             tmp_path / f"{backend}-{how}", "--processes", 1 if backend == "single" else 2,
-        )  # fmt: skip
-        assert done.status == 0, done.output
+        ).passed()  # fmt: skip
         assert ("kernels.pointwise: compiled" in done.output) == (how == "compiled")
         assert "model.attention:" not in done.output
         run = Run(tmp_path / f"{backend}-{how}")

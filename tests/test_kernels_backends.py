@@ -23,10 +23,7 @@ EVERYDAY = [*((kind, "single") for kind in KINDS), ("nf4", "ddp"), ("lora", "fsd
 NOW_AND_THEN = [("full", "ddp"), ("nf4", "zero3"), ("lora", "zero3"), ("full", "fsdp_full_shard")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [*EVERYDAY, *(slow(*each) for each in NOW_AND_THEN)],
-)
+@pytest.mark.parametrize(("kind", "backend"), [*EVERYDAY, *(slow(*each) for each in NOW_AND_THEN)])
 def test_losses_are_those_of_plain_transformers_and_peft(run_of, kind, backend):
     assert_same_losses(run_of(**KINDS[kind], **PLAIN), run_of(backend, **KINDS[kind]))
 
@@ -38,18 +35,15 @@ def test_compiled_kernels_train_the_same_and_are_kept(run_of, tiny, finetune, tm
         "launch", write_recipe(tmp_path / "r.json", fields), "--backend", "ddp", "--processes",
         "2", "--precision", "fp32", "--output", tmp_path / "run",
         env={"FINETUNE_CACHE": str(tmp_path / "cache")},
-    )  # fmt: skip
-    assert done.status == 0, done.output
+    ).passed()  # fmt: skip
     assert "kernels.pointwise: compiled, for " in done.output
-    plain = run_of(**KINDS["lora"], **PLAIN)
-    assert apart(plain, ft.Run(tmp_path / "run")) < FP32
+    assert apart(run_of(**KINDS["lora"], **PLAIN), ft.Run(tmp_path / "run")) < FP32
     assert list((tmp_path / "cache" / "compiled").rglob("*.so"))
 
 
 def test_a_run_continues_with_other_kernels(run_of, train, tmp_path):
     copy_of(run_of(**KINDS["lora"]), tmp_path / "run")
-    run = train(resume=True, **KINDS["lora"], **PLAIN, max_steps=8)
-    assert len(losses(run)) == 8
+    assert len(losses(train(resume=True, **KINDS["lora"], **PLAIN, max_steps=8))) == 8
 
 
 HEAD = "kernels.head: whole, because the head has an adapter"

@@ -4,7 +4,7 @@ import copy
 import operator
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,8 +38,6 @@ ABSENT = {("mixtral", "activation")}
 """Experts are computed together, in a way of their own."""
 CASES = [(kind, option) for kind in FAMILIES for option in OPTIONS if (kind, option) not in ABSENT]
 
-Fuse = Callable[[nn.Module], None]
-
 
 def fused(plain: nn.Module, option: str) -> nn.Module:
     fuse, kind = OPTIONS[option]
@@ -70,13 +68,11 @@ def test_the_plan_knows_which_parts_of_a_type_are_known_here(kind: str) -> None:
 
 def test_parts_without_fused_kernels_are_reported() -> None:
     given = Model(config={"model_type": "qwen2_moe"}, tokenizer="t")
-    recipe = SFT(given).with_data(Data("a.jsonl", "messages"))
-    settled = plan(recipe, "single", 1)
+    settled = plan(SFT(given).with_data(Data("a.jsonl", "messages")), "single", 1)
     model = build("qwen2_moe", **SIZED["qwen2_moe"])
     for fuse, _ in OPTIONS.values():
         fuse(model)
-    notes = [note for note in kernel_notes(model, settled) if "attention" not in note]
-    assert notes == [
+    assert [note for note in kernel_notes(model, settled) if "attention" not in note] == [
         "kernels.activation: fused, but plain in Qwen2MoeExperts, because those feed-forward "
         "layers are not supported"
     ]
@@ -143,13 +139,6 @@ def test_a_rotation_keeps_the_tables_and_leaves_those_of_others_alone():
     assert type(second.model.layers[0].self_attn).__bases__ == (nn.Module,)
 
 
-@pytest.fixture
-def compiling() -> Iterator[None]:
-    chains.compile_chains(True)
-    yield
-    chains.compile_chains(False)
-
-
 ROWS = 30
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
@@ -171,7 +160,6 @@ def check_chain(chain: chains.Chain, dtype: torch.dtype, *given: object) -> None
         # Without the roundings between operations, which the C does not have.
         exact = copy.deepcopy([some(each, rows, torch.float32) for each in given])
         found, expected = chain.in_c(*inputs), chain.eager(*exact)
-        assert found is not None
         # One rounding to 8 bits, or 24; the norm rounds twice, as that of transformers does.
         rtol, atol = (1e-2, 1e-2) if dtype == torch.bfloat16 else (2e-5, 2e-6)
         close = {"rtol": rtol, "atol": atol, "check_dtype": False}
@@ -239,7 +227,6 @@ def test_shares_in_c_are_those_of_the_mask(first: int, length: int, groups: int)
     hidden = torch.where(seen, scores * 0.125, -torch.inf)
     logs = hidden.logsumexp(-1, keepdim=True) + 0.01  # of scores before they were rounded
     found = native.share_gradients(scores.clone(), grads.clone(), logs, groups, 0.125)
-    assert found is not None
     expected = attention.share_gradients.eager(scores.clone(), grads.clone(), logs, groups, 0.125)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -280,9 +267,7 @@ def test_nan_inputs_stay_nan(wrong):
             native.gated(others, given, False),
             native.tile_loss(given.clone(), targets, None, 1.0, None, True),
         ):
-            assert found is not None
-            result = found if isinstance(found, torch.Tensor) else found[0]
-            assert not result.isfinite().all()
+            assert not (found if isinstance(found, torch.Tensor) else found[0]).isfinite().all()
 
 
 @needs_compiler
@@ -320,8 +305,7 @@ def test_what_was_compiled_is_kept_for_other_processes(tmp_path, monkeypatch):
     code = "import torch; from finetune.kernels.cpu.native import reason_against as r"
     command = [sys.executable, "-c", f"{code}; print(r(torch.float32))"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
-    assert done.stdout == "None\n"
-    assert [kept] == list((tmp_path / "compiled").iterdir())
+    assert (done.stdout, [kept]) == ("None\n", list((tmp_path / "compiled").iterdir()))
     assert kept.stat().st_mtime_ns == written
 
 

@@ -184,9 +184,7 @@ def peak_of(compute: Callable[..., torch.Tensor], labels: int, hidden: int, word
 
 
 @pytest.mark.parametrize("in_c", [False, True])
-def test_log_probabilities_take_an_eighth_of_the_memory_of_whole_logits(
-    in_c: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probabilities_take_an_eighth_of_the_memory_of_whole_logits(in_c, monkeypatch):
     """Frozen head, fp32: a chunk and a tile of logits, instead of logits, shares and gradients."""
     monkeypatch.setattr(Chain, "compiling", in_c)  # C cannot read what has no memory
     labels, hidden, words = 1024, 576, 32_000
@@ -273,5 +271,4 @@ def test_a_head_with_an_adapter_is_refused_in_chunks() -> None:
     with pytest.raises(FinetuneError, match=r"kernels\.head=whole"):
         head.give_loss(model.get_base_model(), chunked=True)
     head.give_loss(model.get_base_model(), chunked=False)
-    plain = adapt(build("llama"), target_modules=["q_proj", "lm_head"])
-    compare(plain, model, False)
+    compare(adapt(build("llama"), target_modules=["q_proj", "lm_head"]), model, False)

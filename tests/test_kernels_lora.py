@@ -1,7 +1,6 @@
 """Adapters in groups give the losses and gradients of PEFT, and leave its modules what they are."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,8 +45,7 @@ def grouped(plain: PeftModel) -> PeftModel:
 def groups_of(model: nn.Module) -> list[int]:
     """Sizes of the groups of the first block."""
     found = [m.group for n, m in model.named_modules() if isinstance(m, lora.Grouped)]
-    first = {id(g): len(g.layers) for g in found}
-    return sorted(first.values())
+    return sorted({id(g): len(g.layers) for g in found}.values())
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -73,13 +71,6 @@ needs_tiles = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def compiling() -> Iterator[None]:
-    chains.compile_chains(True)
-    yield
-    chains.compile_chains(False)
-
-
 @needs_tiles
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
@@ -98,7 +89,6 @@ def test_products_over_tiles_are_exact(tokens: int, width: int, rank: int, threa
         nothing, again = tiled_adapters.products(wide, narrow, None)
     finally:
         torch.set_num_threads(before)
-    assert product is not None
     assert torch.equal(product, (wide.double() @ up.double()).bfloat16())
     assert torch.equal(outer, (narrow.double().T @ wide.double()).bfloat16())
     assert nothing is None
@@ -224,5 +214,4 @@ def test_saved_files_and_disabled_adapters_are_those_of_peft(tmp_path: Path) -> 
         assert torch.equal(again(ids).logits, plain(ids).logits)
         with given.disable_adapter(), plain.disable_adapter():
             assert torch.equal(given(ids).logits, plain(ids).logits)
-    merged = given.merge_and_unload()(ids).logits
-    assert torch.allclose(merged, plain(ids).logits, atol=1e-4)
+    assert torch.allclose(given.merge_and_unload()(ids).logits, plain(ids).logits, atol=1e-4)

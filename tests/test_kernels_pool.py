@@ -19,13 +19,11 @@ from finetune.kernels.cpu import pool
 from finetune.runs.run import Run
 from finetune.training import memory_meter
 
-CPU = torch.device("cpu")
 needs_pool = pytest.mark.skipif(
     pool.reason_against() is not None, reason=f"no pool: {pool.reason_against()}"
 )
 LARGE = 2**16
 """Bytes from which a tensor is pooled."""
-PAGE = 4096
 
 
 @pytest.fixture
@@ -115,8 +113,7 @@ def test_blocks_never_overlap_whatever_comes_and_goes(pooled: None) -> None:
     places = sorted(span([t]) for t, _ in held)
     assert all(one[1] <= two[0] for one, two in itertools.pairwise(places))
     held.clear()
-    assert pool.handed_out() == 0
-    assert tensor(most).data_ptr() == start
+    assert (pool.handed_out(), tensor(most).data_ptr()) == (0, start)
 
 
 def test_threads_take_and_give_back_at_once(pooled: None) -> None:
@@ -125,14 +122,12 @@ def test_threads_take_and_give_back_at_once(pooled: None) -> None:
     def work(seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(300):
-            made = tensor(rng.randint(LARGE, 4 * LARGE), seed)
-            if not bool((made == seed).all()):
+            if not bool((tensor(rng.randint(LARGE, 4 * LARGE), seed) == seed).all()):
                 wrong.append(seed)
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
-    assert wrong == []
-    assert pool.handed_out() == 0
+    assert (wrong, pool.handed_out()) == ([], 0)
 
 
 def test_storages_grow_and_empty_themselves_as_fsdp_does(pooled: None) -> None:
@@ -208,7 +203,7 @@ def test_steps_use_the_memory_of_those_before_them() -> None:
         )  # fmt: skip
         return int(done.stdout)
 
-    assert faults("pooled") + 50 * 2**20 / PAGE < faults("plain")  # a step has 48 MiB
+    assert faults("pooled") + 50 * 2**20 / 4096 < faults("plain")  # a step has 48 MiB
 
 
 @needs_pool
@@ -252,8 +247,7 @@ def test_a_pool_changes_no_digit_of_what_is_learned(tiny, finetune, tmp_path, ba
         recipe = write_recipe(tmp_path / f"{how}.json", fields)
         verb = ["train", recipe] if backend == "single" else ["launch", recipe, "--processes", "2"]
         words = ("--backend", backend, "--precision", "fp32", "--output", tmp_path / how)
-        done = finetune(*verb, *words)
-        assert done.status == 0, done.output
+        done = finetune(*verb, *words).passed()
         assert ("kernels.allocator: pooled" in done.output) == (how == "pooled")
         losses[how] = [step["loss"] for step in Run(tmp_path / how).read_metrics("train")]
     assert losses["plain"] == losses["pooled"]

@@ -70,19 +70,14 @@ def test_adapters_of_emulated_tiles_are_exact(built: Built) -> None:
     draw = functools.partial(torch.randint, -9, 10, generator=torch.Generator().manual_seed(0))
     wide, narrow, up = (draw(shape).bfloat16() for shape in ((77, 96), (77, 20), (96, 20)))
     product, outer = tiled_adapters.products(wide, narrow, up)
-    assert product is not None
     assert torch.equal(product, (wide.double() @ up.double()).bfloat16())
     assert torch.equal(outer, (narrow.double().T @ wide.double()).bfloat16())
-
-
-# Where there are no tiles.
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are of x86-64")
 @pytest.mark.parametrize("module", [tiled_attention, tiled_adapters])
 def test_without_tiles_it_compiles_and_reports_it(module):
-    without = compiled(module.SOURCE, [*module.FLAGS, "-mno-avx512bf16"])
-    assert without.tiles_of_this_process() == 0
+    assert compiled(module.SOURCE, [*module.FLAGS, "-mno-avx512bf16"]).tiles_of_this_process() == 0
 
 
 def test_where_nothing_is_compiled_it_is_not_used() -> None:
@@ -94,7 +89,6 @@ def test_where_nothing_is_compiled_it_is_not_used() -> None:
 BEHIND = "model.attention: documents of more than {} tokens need a mask, because a layer has a "
 BEHIND += "sliding window"
 WRITTEN = "model.attention: scores are stored for each document, because they are capped"
-
 
 USED = {"sliding_window": 9, "use_sliding_window": True}
 

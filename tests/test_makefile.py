@@ -12,7 +12,6 @@ from conftest import ROOT
 
 (TORCH,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 REST = "-m pip install -c constraints.txt -e .[dev]"
-COMPILED = "-m compileall -q finetune recipes"
 LOCAL_CPU = f"-m pip install --no-deps --no-index torch=={TORCH}+cpu"
 INDEX_CPU = (
     "-m pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "
@@ -61,11 +60,10 @@ def test_help_lists_every_target_and_train_and_plan_are_one_command_each():
         assert command == f".venv/bin/{expected}"
 
 
-HANGS = "import time\ndef test_before(): pass\ndef test_hangs(): time.sleep(600)\n"
-
-
 def test_a_test_that_hangs_fails_with_its_stack(tmp_path):
-    (tmp_path / "test_hangs.py").write_text(HANGS)
+    (tmp_path / "test_hangs.py").write_text(
+        "import time\ndef test_before(): pass\ndef test_hangs(): time.sleep(600)\n"
+    )
     words = f"-c pyproject.toml -p no:cacheprovider -o faulthandler_timeout=0.5 {tmp_path}"
     command = make(ROOT, "-n", "test", "WORKERS=1", f"ARGS={words}").stdout.splitlines()[-1]
     done = subprocess.run(
@@ -89,8 +87,7 @@ def test_a_test_that_hangs_fails_with_its_stack(tmp_path):
 def test_what_is_missing_is_named_with_the_way_out_before_setup(checkout, words, told):
     executable(checkout / "old-python", "exit 1")
     result = make(checkout, *words.split())
-    assert result.returncode == 2
-    assert [each for each in told if each not in result.stderr] == []
+    assert (result.returncode, [each for each in told if each not in result.stderr]) == (2, [])
     assert not (checkout / ".venv/.ready").exists()
 
 
@@ -147,7 +144,7 @@ def test_a_machine_gets_the_build_of_pytorch_that_fits_it(checkout, words, asked
     (checkout / "kfd").touch()
     gpu = LOCAL_CPU not in asked
     pips, said = installed(checkout, *words.split(), gpu=gpu, reachable=asked[-1])
-    assert pips == [*asked, REST, COMPILED]
+    assert pips == [*asked, REST, "-m compileall -q finetune recipes"]
     assert (ROCM in said) == ("kfd" in words)
 
 

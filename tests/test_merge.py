@@ -105,8 +105,7 @@ def test_a_product_in_pieces_is_that_of_peft_bit_for_bit():
         base = torch.nn.Linear(columns, rows, bias=False)
         stored = base.weight.data.bfloat16()
         base.weight.data = stored.float()
-        config = LoraConfig(r=12, lora_alpha=7)
-        layer = Linear(base, ADAPTER, config=config, r=12, lora_alpha=7)
+        layer = Linear(base, ADAPTER, config=LoraConfig(r=12, lora_alpha=7), r=12, lora_alpha=7)
         torch.nn.init.normal_(layer.lora_B[ADAPTER].weight)
         assert low_rank.is_plain(layer, ADAPTER) is plain
         if plain:
@@ -163,8 +162,7 @@ def test_freed_memory_is_returned_to_the_system():
     """A block above them keeps freed ones in the process: 128 MB until the heap is trimmed."""
 
     def private() -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+        return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
 
     held = [torch.ones(16_000) for _ in range(2000)]
     size, last = sum(each.nbytes for each in held), held[-1]

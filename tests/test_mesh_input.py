@@ -232,8 +232,6 @@ def test_a_wait_for_another_machine_says_how_long(given, told, monkeypatch, caps
     assert capsys.readouterr().err == (f"{words} (--timeout)\n" if told else "")
 
 
-# Out of memory.
-
 FACTS = Facts(64, False, 128, 512.0, 64.0, True, False, True, 64)
 
 
@@ -257,8 +255,7 @@ def test_a_stage_that_runs_out_of_memory_is_named_with_its_layers_and_what_to_mo
     assert told.startswith(at)
     assert f": Tried to allocate 2.00 GiB; {layers}; " in told
     # The first of four stages keeps four micro-batches of half as many layers: nothing is gained.
-    moves = " move layers to other processes with --pipeline 4 (-" in told
-    assert moves == (rank in (1, 3))
+    assert (" move layers to other processes with --pipeline 4 (-" in told) == (rank in (1, 3))
 
 
 def test_changes_that_a_division_refuses_are_not_suggested():
@@ -279,9 +276,7 @@ def settled_on(backend: str, sizes: dict[str, Any]) -> Plan:
 
 def told_of(settled: Plan, rank: int) -> str:
     """The message of an error of CUDA on a rank."""
-    machine = hardware.machine("H100-80", settled.processes)
-    predicted = forecast(settled, 5, FACTS, machine)
-    assert predicted is not None
+    predicted = forecast(settled, 5, FACTS, hardware.machine("H100-80", settled.processes))
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
     )
@@ -313,8 +308,7 @@ def raise_memory(_: torch.Tensor) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_an_error_in_a_pass_of_a_stage_is_raised_itself(backward, tmp_path):
     """torch raises a RuntimeError in its place, with a text that names neither type nor cause."""
-    store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", store, rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         meta = torch.empty(1, device="meta")
         stage = MarkedStage(

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 NOTEBOOK = ROOT / "notebooks" / "finetune.ipynb"
 METHODS = ROOT / "notebooks" / "methods.ipynb"
-GRPO_RUN = "runs/methods-grpo"
 CELL_SECONDS = 600
 """The longest cell takes half a minute on two cores; a loaded machine may take many times that."""
 
@@ -114,8 +113,7 @@ def test_the_plan_the_picture_and_the_answers_are_shown(executed):
 
 def test_the_exported_adapter_is_what_plain_peft_loads(executed, folder, monkeypatch):
     monkeypatch.chdir(folder)  # the base is named by its relative path
-    adapter = folder / "runs" / "notebook-adapter"
-    loaded = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(folder / "runs" / "notebook-adapter")
     run = Run(folder / "runs" / "notebook")
     step = run.best_step() or run.newest() or 0
     trained = load_file(run.checkpoint(step) / "adapter" / "adapter_model.safetensors")
@@ -139,7 +137,7 @@ def test_the_same_start_learns_by_pairs_and_by_a_reward(methods, folder):
     assert min(shares["DPO"], shares["GRPO"]) > 90
     pictures = [o for c in methods.cells for o in c.get("outputs", ()) if "data" in o]
     assert ["image/png" in each.data for each in pictures] == [True] * 4
-    run = Run(folder.parent / GRPO_RUN)
+    run = Run(folder.parent / "runs/methods-grpo")
     rewards = [each["metrics"]["reward"] for each in run.read_metrics("train")]
     assert rewards[-1] > 3 * rewards[0] > 0
 

@@ -28,7 +28,6 @@ RUNS = (
     "dapo/lora", "dr_grpo/full", "dr_grpo/lora", "gspo/full", "gspo_wide/full", "gspo_wide/lora",
     "cispo/full", "cispo/lora",
 )  # fmt: skip
-PUBLISHED = "grpo_rloo"
 
 
 def base(assets: Path) -> Any:
@@ -86,7 +85,7 @@ def rows_of(found: dict[str, Any], run: dict[str, Any], recipe: Online, free: bo
 @pytest.mark.parametrize("name", slow_but(EVERY_DAY, RUNS))
 def test_losses_and_gradients_are_the_published_ones(assets: Path, name: str) -> None:
     """However the completions are cut, below one another or side by side."""
-    found = stored(assets, PUBLISHED)
+    found = stored(assets, "grpo_rloo")
     run = found["runs"][name]
     recipe = method_of(name, run["config"], found["longest_completion"])
     trained, adapter = base(assets), assets / "oracles" / "adapter"

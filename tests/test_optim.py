@@ -80,8 +80,7 @@ def by_hand(run: Run, tiny: Tiny) -> tuple[torch.nn.Module, list[tuple[float, fl
     moments = {name: [torch.zeros_like(p)] * 2 for name, p in model.named_parameters()}
     found, (b1, b2) = [], HAND["betas"]
     for number, lr in enumerate(RATES, 1):
-        chosen = rows_of_step(number - 1, len(rows), 8, recipe.seed)
-        batch = collate(rows, chosen, 0, "cpu")
+        batch = collate(rows, rows_of_step(number - 1, len(rows), 8, recipe.seed), 0, "cpu")
         loss = model(batch.ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
         model.zero_grad()
         loss.backward()
@@ -123,9 +122,6 @@ def test_matrices_alone_are_decayed_and_muon_has_only_those_inside_blocks(name: 
         assert found == {("Muon", 0.3): blocks, ("AdamW", 0.3): outside, ("AdamW", 0.0): vectors}
 
 
-# Masks of dropout.
-
-
 @pytest.fixture(scope="module")
 def dropping(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """Fields of a recipe whose rows are all the same, and whose weights stay where they are.
@@ -158,12 +154,9 @@ def dropping(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 Fields = Callable[..., dict[str, Any]]
 
 
-def test_each_micro_batch_step_and_rank_has_a_mask_of_its_own(
-    dropping: Fields, train: Train, run_of: Train
-) -> None:
+def test_each_micro_batch_step_and_rank_has_a_mask_of_its_own(dropping, train, run_of):
     one, two = (losses(train(f"{rows}", fields=dropping(rows))) for rows in (1, 2))
-    other = losses(train("seed", fields=dropping(1, seed=1)))
-    assert len({*one, *other}) == 12
+    assert len({*one, *losses(train("seed", fields=dropping(1, seed=1)))}) == 12
     # The first micro-batch is that of a step of one row: the mean tells the loss of the second.
     seconds = [2 * both - first for first, both in zip(one, two, strict=True)]
     assert min(abs(a - b) for a in seconds for b in one) > 1e-4
@@ -171,20 +164,15 @@ def test_each_micro_batch_step_and_rank_has_a_mask_of_its_own(
     assert spread == pytest.approx(two, abs=2e-6)  # the second is that of rank 1
 
 
-def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
-    dropping: Fields, train: Train
-) -> None:
+def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(dropping, train):
     fields = dropping(2)
     straight = losses(train("run", fields=fields))
-    shorter = train("short", fields=fields | {"max_steps": 3})
-    assert losses(shorter) == straight[:3]
-    again = train("short", fields=fields, resume=True)
-    assert losses(again) == straight
+    assert losses(train("short", fields=fields | {"max_steps": 3})) == straight[:3]
+    assert losses(train("short", fields=fields, resume=True)) == straight
 
 
 def test_an_evaluation_drops_nothing(dropping: Fields, train: Train) -> None:
     """Equal rows and weights that stay: each evaluation is that of training without dropping."""
-    run = train("run", fields=dropping(1))
-    evaluated = [record["loss"] for record in run.read_metrics("eval")]
+    evaluated = [record["loss"] for record in train("run", fields=dropping(1)).read_metrics("eval")]
     assert len(set(evaluated)) == 1
     assert len(evaluated) == 2

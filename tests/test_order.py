@@ -34,8 +34,7 @@ def test_every_epoch_holds_every_row_once_in_its_own_order():
 def test_a_step_is_the_same_when_it_is_asked_for_alone():
     permutation.cache_clear()
     late = rows_of_step(1000, 13, 8, 5)
-    again = [rows_of_step(step, 13, 8, 5) for step in range(1001)][1000]
-    assert np.array_equal(late, again)
+    assert np.array_equal(late, [rows_of_step(step, 13, 8, 5) for step in range(1001)][1000])
 
 
 def test_an_order_that_is_shared_cannot_be_changed():

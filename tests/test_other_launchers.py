@@ -108,8 +108,7 @@ def test_variables_that_a_scheduler_left_reach_no_run_of_ours(
 ):
     alone = run_of(**SHORT)
     given = (alone.recipe, "--precision", "fp32", "--output", tmp_path / "run")
-    done = finetune(*words, *given, env=COMPLETE | left, seconds=120)
-    assert done.status == 0, done.output
+    finetune(*words, *given, env=COMPLETE | left, seconds=120).passed()
     assert losses(ft.Run(tmp_path / "run")) == losses(alone)
 
 
@@ -121,8 +120,7 @@ def test_torchrun_starts_a_backend(run_of, tmp_path, named):
         "finetune", "train", str(alone.recipe), *(() if named == "ddp" else ("--backend", named)),
         "--precision", "fp32", "--no-plot", "--output", str(run.root),
     ]  # fmt: skip
-    done = run_command(command, tmp_path, seconds=120)
-    assert done.status == 0, done.output
+    run_command(command, tmp_path, seconds=120).passed()
     assert apart(run, alone) < FP32
     realised = read(run.plan)
     assert (realised["backend"], realised["processes"]) == (named, 2)
@@ -147,6 +145,5 @@ def test_notebook_launcher_starts_the_processes(run_of, tmp_path):
     names = {"recipe": str(alone.recipe), "output": str(run.root)}
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK.format(**names, port=free_port()))
-    done = run_command([sys.executable, str(script)], tmp_path, seconds=120)
-    assert done.status == 0, done.output
+    run_command([sys.executable, str(script)], tmp_path, seconds=120).passed()
     assert apart(run, alone) < FP32

@@ -64,8 +64,7 @@ def test_a_model_that_mixes_documents_is_padded_with_the_reason(tiny, train, cap
         "model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
         "vocab_size": 320,
     }  # fmt: skip
-    model = {"name": None, "config": config, "tokenizer": str(tiny.model)}
-    run = train(model=model, max_steps=1)
+    run = train(model={"name": None, "config": config, "tokenizer": str(tiny.model)}, max_steps=1)
     (start,) = run.read_metrics("start")
     assert start["padding"].startswith(
         f"{PADDED}concatenated documents have not been shown to be exact for 'falcon' models"

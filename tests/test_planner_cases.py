@@ -89,8 +89,7 @@ P = 8_030_261_248
 
 def test_a_case_that_cannot_be_evaluated_is_missed_and_hides_no_other(outcomes):
     odd = {"category": "nf4", "expected": 1, "inputs": {"params": "many"}}
-    good = {"category": "param_count", "expected": P, "inputs": {"cfg": LLAMA}}
-    found = outcomes(odd, good)
+    found = outcomes(odd, {"category": "param_count", "expected": P, "inputs": {"cfg": LLAMA}})
     assert [case["within"] for case in found] == [False, True]
     assert found[0]["problem"].startswith("TypeError")
 

@@ -89,8 +89,7 @@ def test_an_operation_of_several_outputs_waits_for_all_their_gradients():
     tape, source = Tape(), Value(4)
     first, second = tape.run_many((8, 16), (source,), (source,), forward=2, backward=1)
     inner = tape.run(8, (first,))
-    result = tape.run(4, (inner, second))
-    found = trace(tape, source, result)
+    found = trace(tape, source, tape.run(4, (inner, second)))
     assert found.saved == 4
     assert found.forward == 4 + 8 + 16 + 8  # first is alive while inner is made
     # Its own gradients of 8 and 16, what it keeps and needs, and the gradient that it makes.
@@ -171,8 +170,7 @@ def test_an_offloaded_optimizer_leaves_gradients_in_both_places(cpu):
         for shard in ("grads", "params")
     )
     # ZeRO-2: fp32 and bf16 of its share, and room for a gradient on either side.
-    host = (4 + 2) * trained / 2 + 2 * table if cpu else 0
-    assert deepspeed.standing(two) == 2 * table + host
+    assert deepspeed.standing(two) == 2 * table + ((4 + 2) * trained / 2 + 2 * table if cpu else 0)
     assert deepspeed.reduced(two) == 4 * trained / 2  # on the device, whatever is offloaded
     assert not deepspeed.leave(two)
     assert deepspeed.standing(three) == 4 * trained / 2 + (4 * trained / 2 if cpu else 0)

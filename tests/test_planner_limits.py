@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import transformers
-from conftest import write_recipe
+from conftest import problems_of, write_recipe
 from planning import ROWS, refused
 from transformers.models.auto import modeling_auto
 
 from finetune import backend, catalog
-from finetune.errors import FinetuneError
 from finetune.methods.dpo import DPO
 from finetune.methods.grpo import GRPO
 from finetune.methods.orpo import ORPO
@@ -159,9 +158,8 @@ def test_names_that_match_no_module_are_refused_with_the_plan_and_those_of_any_m
     """For a model type without formulas, together with the problems that the plan finds."""
     recipe = of("exaone4", **SMALL).with_batch(rows=3, micro_rows=2)
     names = {"targets": ("q_proj", "v_porj"), "rank_pattern": {"q_pro": 4, r"layers\.0\..*": 2}}
-    with pytest.raises(FinetuneError) as told:
-        check(recipe.with_lora(**names), backend.load("single"), 1, files=False)
-    rows, targets, pattern = told.value.problems
+    told = problems_of(check, recipe.with_lora(**names), backend.load("single"), 1, files=False)
+    rows, targets, pattern = told
     assert rows.startswith("batch.rows: 3 does not divide")
     assert targets.startswith("adapter.targets: no module is named 'v_porj'; did you mean 'v_proj'")
     assert pattern == "adapter.rank_pattern: no module matches 'q_pro'; did you mean 'q_proj'?"
@@ -247,10 +245,7 @@ def test_types_without_checkpointing_are_refused(how):
 
 def test_the_command_refuses_with_status_2_and_without_a_traceback(finetune, tmp_path):
     recipe = write_recipe(tmp_path / "r.json", catalog.to_fields(of("t5")))
-    done = finetune("plan", recipe)
-    assert done.status == 2
-    assert "t5 is an encoder-decoder model" in done.stderr
-    assert "Traceback" not in done.output
+    assert "t5 is an encoder-decoder model" in finetune("plan", recipe).refused()
 
 
 def test_dropout_of_a_model_is_refused_or_noted_where_two_passes_are_compared():

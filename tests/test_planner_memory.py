@@ -82,8 +82,7 @@ def test_a_moment_is_the_sum_of_its_parts_the_peak_the_largest_and_totals_are_wi
     for change in ({"rows": 2}, {"length": 4096}):
         for recompute in ("none", "full"):
             before = memory.timeline(large(checkpointing=recompute)).peak.total
-            after = memory.timeline(large(checkpointing=recompute, **change)).peak.total
-            assert after > before
+            assert memory.timeline(large(checkpointing=recompute, **change)).peak.total > before
     workload = large(layout=Layout("fsdp", "params", 8), scheme="fsdp")
     found = totals.of(memory.timeline(workload), workload)
     assert found.allocated < found.reserved < found.process
@@ -105,12 +104,10 @@ def test_sharding_divides_states_and_offload_moves_them_to_the_host():
     full = Layout("fsdp", "params", 8)
     held = resident.state(large(scheme="fsdp", layout=full))
     parameters = large().shape.parameters
-    assert held["weights"] == 4 * parameters / 8
-    assert held["optimizer"] == 8 * parameters / 8
+    assert (held["weights"], held["optimizer"]) == (4 * parameters / 8, 8 * parameters / 8)
     twice = resident.state(large(scheme="fsdp", layout=Layout("fsdp", "params", 8, 2)))
     assert twice["weights"] == 4 * parameters / 4
-    layout = Layout("deepspeed", "params", 1, 1, "all", "cpu")
-    workload = large(scheme="deepspeed", layout=layout)
+    workload = large(scheme="deepspeed", layout=Layout("deepspeed", "params", 1, 1, "all", "cpu"))
     held = resident.state(workload)
     assert (held["weights"], held["optimizer"]) == (0, 0)
     assert resident.host(workload) == 18 * 1.5 * workload.shape.parameters
@@ -164,19 +161,16 @@ def test_adapters_make_ddp_cheap_and_hybrid_sharding_reduces_its_shard_between_n
     weights, adapters = 2 * 8_030_261_248, 2 * 41_943_040
     ddp = communication.volume(Layout("ddp", "none", 8), weights, adapters, adapters)
     full = communication.volume(Layout("fsdp", "params", 8), weights, adapters, adapters)
-    assert ddp.total == 2 * adapters * 7 / 8
-    assert full.total == (2 * weights + adapters) * 7 / 8
+    assert (ddp.total, full.total) == (2 * adapters * 7 / 8, (2 * weights + adapters) * 7 / 8)
     weights = 16e9
     moved = communication.volume(Layout("fsdp", "params", 16, 2), weights, weights, weights)
-    assert moved.inside == 3 * weights * 7 / 8
-    assert moved.between == 2 * weights / 8 / 2
+    assert (moved.inside, moved.between) == (3 * weights * 7 / 8, 2 * weights / 8 / 2)
 
 
 def test_a_tape_frees_what_nothing_needs_and_keeps_gradients_of_parameters():
     tape, source = Tape(), Value(8)
     doubled = tape.run(8, (source,))
-    squared = tape.run(8, (doubled,), (doubled,))
-    result = trace(tape, source, squared)
+    result = trace(tape, source, tape.run(8, (doubled,), (doubled,)))
     assert result.saved == 8  # the doubled value, for the square's gradient
     assert result.forward == 16
     assert result.backward == 24  # it, the gradient that came in, and the one being made
@@ -184,8 +178,7 @@ def test_a_tape_frees_what_nothing_needs_and_keeps_gradients_of_parameters():
     tape, source = Tape(), Value(4)
     weight = Value(10, leaf=True)
     product = tape.run(4, (source, weight), (source,))
-    total = tape.run(4, (source, product), passes=True)
-    result = trace(tape, source, total)
+    result = trace(tape, source, tape.run(4, (source, product), passes=True))
     assert result.gradients == 10
     assert result.saved == 4
     # gradient that came in, that of the source through the product, their sum, the weight's

@@ -38,5 +38,4 @@ def test_a_line_of_the_ranking_is_that_of_its_page(capsys, job):
         memory, time = page["prediction"]["memory"], page["prediction"]["time"]
         (peak,) = (each for each in memory["moments"] if each["name"] == memory["peak"])
         assert peak["bytes"] == pytest.approx(line["bytes"]), line
-        assert memory["status"] == line["status"]
-        assert time["step"] == pytest.approx(line["step"])
+        assert (memory["status"], time["step"]) == (line["status"], pytest.approx(line["step"]))

@@ -48,8 +48,7 @@ def test_a_margin_that_grows_while_the_chosen_answers_get_unlikely_is_warned_of_
 
 
 def test_a_margin_that_grows_with_the_chosen_answers_is_not_warned_of(given, tmp_path):
-    fields = given | {"max_steps": 12, "optim": given["optim"] | {"lr": 1e-4}}
-    run = train(tmp_path / "run", fields)
+    run = train(tmp_path / "run", given | {"max_steps": 12, "optim": given["optim"] | {"lr": 1e-4}})
     last = list(run.read_metrics("train"))[-1]["metrics"]
     assert last["rewards/margins"] > last["rewards/chosen"] > 0
     assert told(run) == []
@@ -58,8 +57,7 @@ def test_a_margin_that_grows_with_the_chosen_answers_is_not_warned_of(given, tmp
 def test_the_best_checkpoint_is_the_one_with_the_best_metric(broken: Run) -> None:
     found = list(broken.read_metrics("eval"))
     best = max(found, key=lambda each: each["metrics"][BEST])
-    lowest = min(found, key=lambda each: each["loss"])
-    assert best["step"] not in (lowest["step"], found[0]["step"])
+    assert best["step"] not in (min(found, key=lambda each: each["loss"])["step"], found[0]["step"])
     assert broken.best_step() == best["step"]
     running = [-each["metrics"][BEST] for each in found]
     assert [each["best"] for each in found] == [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import problems_of
 from safetensors.torch import load_file, save_file
 from tiny_run import (
     SIZES,
@@ -84,10 +85,8 @@ REFUSED = {
 def test_a_plan_names_how_the_weights_are_stored_and_what_to_do(tmp_path, kind):
     stored, asked, told = REFUSED[kind]
     folder = config_only(tmp_path / "model", **stored)
-    with pytest.raises(FinetuneError) as caught:
-        plan(recipe(folder, asked), "single", 1)
     whole = f"model.name: the weights of '{folder}' are stored in {told}"
-    assert caught.value.problems == (whole,)
+    assert problems_of(plan, recipe(folder, asked), "single", 1) == (whole,)
 
 
 def test_fsdp_refuses_bits_packed_in_integers(tmp_path):
@@ -129,9 +128,7 @@ def test_codes_that_config_json_does_not_mention_are_refused(tmp_path, dtype, sh
         "config.json that was saved with these files"
     )
     assert wanted in missing_files(recipe(folder))
-    with pytest.raises(FinetuneError) as caught:
-        base_model(recipe(folder))
-    assert caught.value.problems == (wanted,)
+    assert problems_of(base_model, recipe(folder)) == (wanted,)
 
 
 def test_integers_that_are_not_weights_are_read(tmp_path):
@@ -153,8 +150,7 @@ def test_an_adapter_in_codes_is_refused(tmp_path):
     base = save_base(tiny_llama(), tmp_path / "base")
     trained_adapter(tiny_llama()).save_pretrained(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
-    stored = {name: each.to(torch.float8_e4m3fn) for name, each in load_file(path).items()}
-    save_file(stored, path)
+    save_file({name: each.to(torch.float8_e4m3fn) for name, each in load_file(path).items()}, path)
     asked = dataclasses.replace(recipe(base), adapter=None)
     model = dataclasses.replace(asked.model, adapter=str(tmp_path / "adapter"))
     with pytest.raises(FinetuneError, match=r"is stored as F8_E4M3 \(and 27 more like it\), whose"):
@@ -177,8 +173,7 @@ def test_a_bitsandbytes_folder_is_read_trained_on_and_merged(tmp_path, kind):
     run = start_run(tmp_path / "run", folder, LoRA(r=4), quantization=kind)
     assert relative(logits(base_model(recipe(folder, kind), torch.float32)),
                     logits(quantised)) == 0  # fmt: skip
-    model = trained_adapter(tiny_llama())
-    save_checkpoint(run, 10, model)
+    save_checkpoint(run, 10, trained_adapter(tiny_llama()))
     answering = logits(load(run, dtype=torch.float32).model)
     merged = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "merged", merge=True))
     assert getattr(merged.config, "quantization_config", None) is None
@@ -246,10 +241,8 @@ def write_fp8(plain: Path, folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("build", [tiny_llama, tiny_experts])
 def test_fp8_weights_are_dequantised_while_they_are_loaded(tmp_path, build, dtype):
-    plain = save_base(build(), tmp_path / "plain")
-    meant = write_fp8(plain, tmp_path / "fp8")
-    loaded = base_model(recipe(tmp_path / "fp8"), dtype)
-    loaded.save_pretrained(tmp_path / "saved")
+    meant = write_fp8(save_base(build(), tmp_path / "plain"), tmp_path / "fp8")
+    base_model(recipe(tmp_path / "fp8"), dtype).save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == meant.keys()
     for name, weight in meant.items():
@@ -288,8 +281,7 @@ def test_mxfp4_experts_are_dequantised_while_they_are_loaded(tmp_path):
 
 
 def test_what_was_trained_from_fp8_is_exported_as_plain_weights(tmp_path):
-    plain = save_base(tiny_llama(), tmp_path / "plain")
-    meant = write_fp8(plain, tmp_path / "fp8")
+    meant = write_fp8(save_base(tiny_llama(), tmp_path / "plain"), tmp_path / "fp8")
     run = start_run(tmp_path / "run", tmp_path / "fp8", LoRA(r=4))
     base = tiny_llama()
     base.load_state_dict(meant)
@@ -297,8 +289,7 @@ def test_what_was_trained_from_fp8_is_exported_as_plain_weights(tmp_path):
     save_checkpoint(run, 10, model)
     merged = export(run, tmp_path / "merged", merge=True)
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
-    found = plain_model(merged)
-    assert relative(logits(found), logits(model)) < ROUNDING
+    assert relative(logits(plain_model(merged)), logits(model)) < ROUNDING
 
 
 def test_tensors_that_no_module_takes_are_errors_or_notes_by_what_they_belong_to():

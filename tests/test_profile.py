@@ -47,11 +47,8 @@ def test_products_are_measured_in_flops_per_second():
     assert 1e8 < rate < 1e13  # from a phone's core to a large server
 
 
-Traced = Callable[..., tuple[dict[str, float], list[str]]]
-
-
 @pytest.fixture
-def traced(tmp_path) -> Traced:
+def traced(tmp_path) -> Callable[..., tuple[dict[str, float], list[str]]]:
     """Seconds of a step by kind of work, and what is told of it."""
 
     def trace(work: Callable[[], object], ranks: frozenset[int] = frozenset()) -> Any:
@@ -101,10 +98,9 @@ def test_compiled_operations_do_not_count_as_waiting(traced):
 def event(
     number: int, name: str, start: float, end: float, gpu: bool = False, **about: Any
 ) -> FunctionEvent:
-    kind = DeviceType.CUDA if gpu else DeviceType.CPU
     return FunctionEvent(
         id=number, name=name, thread=1, start_us=start, end_us=end, use_device="cuda",
-        device_type=kind, **about,
+        device_type=DeviceType.CUDA if gpu else DeviceType.CPU, **about,
     )  # fmt: skip
 
 
@@ -127,8 +123,7 @@ def test_each_kernel_of_a_gpu_counts_once():
         event(21, "ncclDevKernel_AllReduce", 0, 400, gpu=True),
     ]
     found = spent(events, 320, frozenset({8}), cuda=True)
-    told = {kind: round(seconds * 1e6) for kind, seconds in found.items() if seconds}
-    assert told == {
+    assert {kind: round(seconds * 1e6) for kind, seconds in found.items() if seconds} == {
         kinds.ELEMENTWISE: 1000,
         kinds.HEAD: 4000,
         kinds.COPIES: 500,
@@ -139,16 +134,13 @@ def test_each_kernel_of_a_gpu_counts_once():
 
 def test_a_run_that_ends_before_the_traced_step_reports_it(tiny, tmp_path, capsys):
     options = ft.Options(tmp_path / "run", plot=False, profile=True)
-    recipe = catalog.from_fields(tiny.fields(max_steps=1))
-    ft.train(recipe, precision="fp32", options=options)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "--profile has no effect: it traces step 3" in told
+    ft.train(catalog.from_fields(tiny.fields(max_steps=1)), precision="fp32", options=options)
+    assert "--profile has no effect: it traces step 3" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_reports_its_rates_and_traces_one_step(tiny, finetune, tmp_path):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=4, adapter={"r": 4}))
-    done = finetune("train", recipe, "--profile", "--output", tmp_path / "run")
-    assert done.status == 0, done.output
+    done = finetune("train", recipe, "--profile", "--output", tmp_path / "run").passed()
     run = Run(tmp_path / "run")
     trace = json.loads((run.profile / "trace-rank-00000.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
@@ -159,8 +151,7 @@ def test_a_run_reports_its_rates_and_traces_one_step(tiny, finetune, tmp_path):
         0 < min(step["mfu"] for step in steps) < 1
     )  # a busy machine may slow what it is measured by
     assert all(0 < step["data_seconds"] < step["seconds"] for step in steps)
-    shown = f"{steps[0]['real_tokens'] / steps[0]['slots']:.0%} real"
-    assert shown in done.output
+    assert f"{steps[0]['real_tokens'] / steps[0]['slots']:.0%} real" in done.output
 
 
 @pytest.mark.parametrize("missing", ["data_seconds", "mfu"])

@@ -116,8 +116,7 @@ def test_the_real_model_is_proved_in_the_recipes_own_precision_and_batch(tiny, f
     fields = tiny.fields(**LORA, batch={"rows": 12, "micro_rows": 3})
     recipe = write_recipe(tmp_path / "r.json", fields)
     given = "--full --bf16 --like-mine --backends zero1 --steps 6".split()
-    done = finetune("prove", recipe, *given, "--output", tmp_path / "proof")
-    assert done.status == 0, done.output
+    finetune("prove", recipe, *given, "--output", tmp_path / "proof").passed()
     proof = json.loads((tmp_path / "proof" / "proof.json").read_text())
     assert [check["name"] for check in proof["checks"] if not check["passed"]] == []
     for name, accumulation in (("reference", 4), ("zero1", 2)):
@@ -390,8 +389,7 @@ def test_a_subject_has_the_kind_and_the_batch_that_were_asked_for_and_no_replace
         assert (recipe.model.quantization, recipe.adapter is not None) == (quantization, adapted)
     recipe = catalog.from_fields(tiny.fields(batch={"rows": 24, "micro_rows": 3}))
     shape = dataclasses.replace(SHAPE, own_batch=True)
-    subject = make_subject(recipe, shape, tmp_path / "s", tmp_path / "c")
-    assert subject.recipe.batch == recipe.batch
+    assert make_subject(recipe, shape, tmp_path / "s", tmp_path / "c").recipe.batch == recipe.batch
     shape = dataclasses.replace(SHAPE, whole=True)
     with pytest.raises(FinetuneError, match="not on this machine; --full proves the real model"):
         make_subject(catalog.resolve("qwen3_0_6b_lora"), shape, tmp_path / "s", tmp_path / "c")
@@ -409,8 +407,7 @@ def test_missing_models_and_data_are_replaced_and_reported(tmp_path):
     assert "tatsu-lab/alpaca is not on this machine: rows are generated" in told
     fewest, most = subject.trained_tokens
     assert fewest < most / 10
-    assert subject.recipe.optim == recipe.optim
-    assert subject.recipe.adapter == recipe.adapter
+    assert (subject.recipe.optim, subject.recipe.adapter) == (recipe.optim, recipe.adapter)
 
 
 def test_weights_of_a_replaced_model_lose_nothing_in_bf16(tmp_path: Path) -> None:
@@ -459,14 +456,12 @@ def test_a_ring_continues_the_checkpoint_of_every_backend_by_two_others(tiny, tm
 def test_a_report_includes_the_proof_of_its_recipe(proved, finetune, tmp_path):
     recipe = catalog.override(catalog.load(proved.recipe), ["max_steps=1"])
     run = ft.train(recipe, precision="fp32", options=Options(tmp_path / "run", plot=False))
-    done = finetune("report", run.root, "--proof", proved.output)
-    assert done.status == 0, done.output
+    finetune("report", run.root, "--proof", proved.output).passed()
     assert proved.record["verdict"] in run.report.read_text()
     write_json(run.recipe, catalog.to_fields(recipe.with_optim(lr=0.5)))
-    done = finetune("report", run.root, "--proof", proved.output)
-    assert done.status == 2
-    assert "a proof of another recipe" in done.stderr
-    assert "optim.lr: 0.004 -> 0.5" in done.stderr
+    said = finetune("report", run.root, "--proof", proved.output).refused()
+    assert "a proof of another recipe" in said
+    assert "optim.lr: 0.004 -> 0.5" in said
 
 
 def test_a_mistake_is_reported_before_anything_is_started(tiny, tmp_path, monkeypatch, capsys):

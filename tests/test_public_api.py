@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import api_page
 import pytest
-from conftest import ROOT, run_command
+from conftest import ROOT, problems_of, run_command
 
 import finetune as ft
 from finetune import catalog
@@ -28,8 +28,7 @@ USE = ROOT / "tests/typing"
 def checked() -> dict[str, set[int]]:
     """Lines that pyright in strict mode rejects, of each file of user code."""
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
-    done = run_command([*command, "-p", str(USE / "pyrightconfig.json")], USE)
-    report = json.loads(done.stdout)
+    report = json.loads(run_command([*command, "-p", str(USE / "pyrightconfig.json")], USE).stdout)
     lines: dict[str, set[int]] = {"right_use.py": set(), "wrong_use.py": set()}
     assert report["summary"]["filesAnalyzed"] == len(lines)
     for problem in report["generalDiagnostics"]:
@@ -62,8 +61,7 @@ def test_the_names_for_a_type_checker_are_those_that_load_on_use():
         module = importlib.import_module(node.module or "")
         declared |= {name.asname or name.name: getattr(module, name.name) for name in node.names}
     assert {name: getattr(ft, name) for name in ft.HOMES} == declared
-    assert {*ft.HOMES, "__version__"} == {*ft.__all__}
-    assert set(dir(ft)) == set(ft.__all__)
+    assert ({*ft.HOMES, "__version__"}, set(dir(ft))) == ({*ft.__all__}, set(ft.__all__))
 
 
 def plain(hint: Any) -> Any:
@@ -138,9 +136,7 @@ def test_a_wrong_field_in_python_is_the_error_of_the_command_line(use, told):
 
 
 def test_every_problem_of_a_value_is_reported_at_once():
-    with pytest.raises(FinetuneError) as caught:
-        ft.SFT().with_optim(lr=-1, warmpu=3)
-    assert len(caught.value.problems) == 2
+    assert len(problems_of(ft.SFT().with_optim, lr=-1, warmpu=3)) == 2
 
 
 @pytest.mark.parametrize(
@@ -198,6 +194,5 @@ def test_pages_of_the_api_and_the_index_have_every_name_and_document():
     assert written == api_page.page(), "write it anew: python -m tests.api_page"
     headings = re.findall(r"^### `(\w+)`$", written, re.MULTILINE)
     assert sorted(headings) == sorted(ft.HOMES)
-    index = (ROOT / "docs/index.md").read_text()
-    named = set(re.findall(r"\]\((\w+\.md)\)", index))
+    named = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/index.md").read_text()))
     assert named == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}

@@ -34,7 +34,6 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(f
     assert f"{before:.1%} of 200 held-out rows" in shown
     assert f"{after:.1%} of 200 held-out rows" in shown
     assert all(each in shown for each in ("tokens/s", "peak memory", "runs/quickstart"))
-
     train, held_out = (
         [json.loads(line) for line in (folder / f"quickstart/data/{name}.jsonl").open()]
         for name in ("train", "held_out")
@@ -43,18 +42,14 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(f
     assert len(held_out) == 200
     seen = {row["messages"][0]["content"] for row in train}
     assert not seen & {row["messages"][0]["content"] for row in held_out}
-
     named = [shlex.split(words) for words in re.findall(r"next: \S*finetune (.*)", said)]
     assert [words[0] for words in named] == ["eval", "chat", "report", "export"]
     (measure, chat, report, export) = named
-    measured = finetune(*measure, "--limit", "20", "--json", cwd=folder)
-    assert measured.status == 0, measured.stderr
+    measured = finetune(*measure, "--limit", "20", "--json", cwd=folder).passed()
     exact = json.loads(measured.stdout)["measures"]["exact"]
     assert exact["before"] < 0.1
     assert exact["after"] > 0.8
-    question = samples[0]["prompt"]
-    answered = finetune(*chat, "--prompt", question, cwd=folder)
-    assert answered.status == 0, answered.stderr
+    answered = finetune(*chat, "--prompt", samples[0]["prompt"], cwd=folder).passed()
     assert answered.stdout.strip() == samples[0]["after"]
     assert "Loading" not in answered.stderr
     assert finetune(*report, cwd=folder).status == 0
@@ -66,8 +61,7 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(f
 
 def test_the_quickstart_of_rewards_learns_what_is_rewarded_and_nothing_else(finetune, folder):
     """On the base that the first quickstart trained."""
-    finished = finetune("quickstart", "--method", "grpo", cwd=folder)
-    assert finished.status == 0, finished.stderr
+    finished = finetune("quickstart", "--method", "grpo", cwd=folder).passed()
     before, after, rewards = (
         [float(number) for number in re.findall(r"\d+\.\d+", line)]
         for words in ("of 200 before", "match after", "last samples")
@@ -107,8 +101,7 @@ def test_a_quickstart_that_misses_its_goal_fails_and_names_its_starting_models(
 
 
 def test_the_quickstart_of_preferences_changes_the_answers_and_keeps_them_valid(finetune, folder):
-    finished = finetune("quickstart", "--method", "dpo", cwd=folder)
-    assert finished.status == 0, finished.stderr
+    finished = finetune("quickstart", "--method", "dpo", cwd=folder).passed()
     shown = re.findall(
         r"(preferred answers|valid records)\D+([\d.]+)%\D+([\d.]+)%", finished.stdout
     )
@@ -119,6 +112,5 @@ def test_the_quickstart_of_preferences_changes_the_answers_and_keeps_them_valid(
     question = "For Marta in Turin: half a dozen mugs, due on Monday."
     answered = finetune("chat", run, "--prompt", question, cwd=folder)
     assert list(json.loads(answered.stdout)) == ["city", "count", "day", "item", "name"]
-    exported = finetune("export", run, "--to", folder / "preferred", cwd=folder)
-    assert exported.status == 0, exported.stderr
+    finetune("export", run, "--to", folder / "preferred", cwd=folder).passed()
     assert "rewards/margins" in (folder / "preferred/README.md").read_text()

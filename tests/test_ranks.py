@@ -1,10 +1,9 @@
 """Sums and means of two processes are those of all rows of a step, not of each process alone."""
 
 import json
-from pathlib import Path
 
 import pytest
-from conftest import FP32, Tiny, Train
+from conftest import FP32, Train
 from preference import pairs
 
 from finetune.runs.run import Run
@@ -23,9 +22,7 @@ def test_losses_norms_and_evaluations_are_means_over_all_tokens(run_of: Train) -
     assert values(two, "grad_norm") == pytest.approx(values(one, "grad_norm"), rel=1e-5)
 
 
-def test_the_kl_of_kto_is_over_the_answers_of_both_processes(
-    tiny: Tiny, run_of: Train, tmp_path: Path
-) -> None:
+def test_the_kl_of_kto_is_over_the_answers_of_both_processes(tiny, run_of, tmp_path):
     """Held out are three answers, so that one process has two of them and the other one."""
     source = tmp_path / "judged.jsonl"
     source.write_text(

@@ -3,9 +3,8 @@
 import dataclasses
 import re
 
-import pytest
+from conftest import problems_of
 
-from finetune.errors import FinetuneError
 from finetune.runs.environment import versions
 from finetune.training.startup_checks import Identity, agree, libraries
 
@@ -23,16 +22,12 @@ def test_every_library_that_takes_part_is_compared_and_finetune_by_its_source():
 def test_a_rank_with_other_libraries_is_named_and_ranks_that_differ_alike_in_one_line():
     mine = Identity(recipe="r", base="b", data="d", libraries="torch 1, tokenizers 2", settings="s")
     other = dataclasses.replace(mine, libraries="torch 1, tokenizers 3")
-    with pytest.raises(FinetuneError) as caught:
-        agree([mine, mine, other])
-    assert caught.value.problems == (
+    assert problems_of(agree, [mine, mine, other]) == (
         "rank 2 differs from rank 0 in libraries: torch 1, tokenizers 3 instead of torch 1, "
         "tokenizers 2; install the same versions on every host",
     )
     other = dataclasses.replace(mine, base="c")
-    with pytest.raises(FinetuneError) as caught:
-        agree([mine] * 8 + [other] * 16)
-    assert caught.value.problems == (
+    assert problems_of(agree, [mine] * 8 + [other] * 16) == (
         "ranks 8, 9, 10, 11, 12, 13, 14, 15 and 8 more differ from rank 0 in base: c instead of b; "
         "give every host the same files of the base model",
     )

@@ -11,11 +11,9 @@ from finetune.runs.run import Run
 FALL = 2e-5
 """Evaluation losses after ten steps of lr 5e-3 in fp32: rounding that AdamW amplifies."""
 
-Learned = Callable[[str], Run]
-
 
 @pytest.fixture
-def learned(assets: Path, run_of: Train) -> Learned:
+def learned(assets: Path, run_of: Train) -> Callable[[str], Run]:
     """stories260K after ten LoRA steps on GSM8K, on a backend; trained once each."""
     data = {"format": "question_answer"}
     fields = {

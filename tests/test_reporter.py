@@ -198,16 +198,14 @@ def test_an_online_run_is_drawn_by_its_reward(page_of):
     measured = dataclasses.replace(evaluated(2, -0.5, best=True), metrics={"reward": 0.5})
     page = page_of([start, *steps, measured])
     names = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
-    assert names[:2] == ["reward", "loss"]
-    assert names.count("reward") == 1
+    assert (names[:2], names.count("reward")) == (["reward", "loss"], 1)
     assert "evaluation loss at step" not in page.text
 
 
 def test_html_in_the_data_stays_text(page_of, tmp_path):
     evil = "</pre><script>alert('1')</script><img src=x onerror=alert(2)>"
-    recipe = RECIPE | {"model": {"name": evil}, evil: evil}
     records = [dataclasses.replace(START, backend=evil), trained(1)]
-    run = write_run(tmp_path / "run", records, recipe)
+    run = write_run(tmp_path / "run", records, RECIPE | {"model": {"name": evil}, evil: evil})
     sample = {"prompt": evil, "before": evil, "after": "7", "expected": "7 "}
     write_json(run.root / "samples.json", [sample])
     for path in (run.data, run.realised, run.plan, run.root / "proof.json"):
@@ -273,8 +271,7 @@ def test_every_kind_of_run_has_a_page(tmp_path, page_of, records, state, expecte
     run = write_run(tmp_path / "a run", records)
     assert verdict(read_history(run), now=START.time + 90) == expected
     page = page_of(run)
-    assert page.text.count(state) == 1
-    assert page.rows["recipe"] == []
+    assert (page.text.count(state), page.rows["recipe"]) == (1, [])
 
 
 def test_the_time_of_a_run_is_that_of_its_parts(page_of, tmp_path):
@@ -292,9 +289,6 @@ def test_a_checkpoint_that_was_pruned_is_listed_as_removed(page_of, tmp_path):
     assert listed == [["removed", ""], ["kept", "newest"]]
 
 
-# Curves.
-
-
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(3, 12))
 def test_ticks_are_few_round_and_inside(low, span, most):
     high = low + span
@@ -308,8 +302,7 @@ def test_ticks_are_few_round_and_inside(low, span, most):
 
 
 def test_ticks_of_usual_ranges():
-    assert ticks(0, 10, 6) == [0, 2, 4, 6, 8, 10]
-    assert ticks(0.9, 3.4, 6) == [1, 1.5, 2, 2.5, 3]
+    assert (ticks(0, 10, 6), ticks(0.9, 3.4, 6)) == ([0, 2, 4, 6, 8, 10], [1, 1.5, 2, 2.5, 3])
     assert ticks(1, 300, 5) == [100, 200, 300]
 
 
@@ -340,11 +333,6 @@ def test_a_curve_is_drawn_from_corner_to_corner_and_not_without_values():
     assert draw([Curve("c", [(0, math.nan)], "smooth")], label="c", show=str) == ""
 
 
-# The picture.
-
-ORANGE = (224, 121, 27)
-
-
 @pytest.mark.parametrize(
     ("records", "dots"),
     [
@@ -361,7 +349,7 @@ def test_the_picture_is_a_png_of_the_stated_size_with_dots_of_evaluations(tmp_pa
     assert run.loss_plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     pixels = (image.imread(run.loss_plot)[:, :, :3] * 255).round().astype(int)
     assert pixels.shape == (880, 1440, 3)
-    found = (pixels == ORANGE).all(axis=2).sum()
+    found = (pixels == (224, 121, 27)).all(axis=2).sum()
     assert found > 500 if dots else found == 0
 
 
@@ -369,9 +357,6 @@ def test_a_run_without_a_step_has_no_picture(tmp_path):
     run = write_run(tmp_path, [START])
     assert plot_loss(run) is None
     assert not run.loss_plot.exists()
-
-
-# The card.
 
 
 def front_of(card: Path) -> dict[str, Any]:
@@ -494,9 +479,6 @@ def test_the_code_in_the_card_loads_the_exported_files(sections, run_of, tmp_pat
     assert printed.getvalue().endswith("made 1\n")
 
 
-# Words.
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -523,8 +505,7 @@ def test_a_run_is_named_after_its_recipe(changes, expected):
 
 def test_a_record_that_is_missing_has_a_name_too():
     assert title({}) == "Training of a model: full weights"
-    assert base_model({"model": None}) == "a model"
-    assert technique({"adapter": {}}) == "full weights"
+    assert (base_model({"model": None}), technique({"adapter": {}})) == ("a model", "full weights")
 
 
 def test_hub_names_are_distinguished_from_files(tmp_path, monkeypatch):

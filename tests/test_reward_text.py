@@ -24,5 +24,4 @@ def test_the_deviation_of_rewards_is_that_of_all_of_a_step():
     rewards = np.array([0.0, 1.0, 2.0, 3.0])
     completions = [Completion([5, 6], True, 0.5)] * 4
     sampled = Sampled(np.arange(4) // 2, completions, rewards[None], rewards, rewards)
-    found = metrics(sampled, [Reward("json_valid")], 2)
-    assert found["reward_std"] == pytest.approx(1.2909944)
+    assert metrics(sampled, [Reward("json_valid")], 2)["reward_std"] == pytest.approx(1.2909944)

@@ -13,16 +13,7 @@ import torch
 from conftest import ROOT, Tiny, copy_of, once, write_recipe
 from documents import documents_of
 from oracles import slow_but
-from preference import (
-    WORDS,
-    completions,
-    logp,
-    merged,
-    other_model,
-    sampled_fields,
-    train,
-    written,
-)
+from preference import WORDS, completions, logp, merged, other_model, sampled_fields, train, written
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import catalog
@@ -271,8 +262,7 @@ def test_completions_that_ran_into_the_limit_are_masked(loss: Any) -> None:
         assert rows.labelled.tolist() == ([2, 0, 1, 0] if masks else [2, 3, 1, 3])
         wanted = [0.5, 0, -0.5, 0] if masks else [0.5, -0.5, -0.5, 0.5]
         assert rows.columns[ADVANTAGE].tolist() == wanted
-        tokens = 3 if masks else 9
-        assert recipe.terms(rows, np.arange(4)) == (tokens if loss == "dapo" else 4)
+        assert recipe.terms(rows, np.arange(4)) == ((3 if masks else 9) if loss == "dapo" else 4)
 
 
 def test_a_proof_finds_another_completion_and_another_reward(alone: Run, tmp_path: Path) -> None:
@@ -343,8 +333,7 @@ def test_an_evaluation_whose_reward_fails_is_made_up_for(tiny, data, tmp_path):
     run = Run(tmp_path / "run")
     assert 2 in run.steps()
     assert [each["step"] for each in run.read_metrics("eval")] == [1]
-    again = {**given, "on_reward_error": "skip", "reward_timeout": 9.0}
-    train(run.root, again, resume=True)
+    train(run.root, {**given, "on_reward_error": "skip", "reward_timeout": 9.0}, resume=True)
     assert [each["step"] for each in run.read_metrics("eval")] == [1, 2]
     losses = [each["loss"] for each in run.read_metrics("eval")]
     best = json.loads(run.best.read_text())
@@ -390,10 +379,9 @@ def test_processes_sample_the_same_and_take_the_same_steps(
     """On ZeRO-2 with a penalty for the distance of an adapter to its base."""
     given = fields(tiny, data, **(KL if backend == "zero2" else {}))
     reference = train(tmp_path / "alone", given) if backend == "zero2" else alone
-    done = finetune(
+    finetune(
         "launch", write_recipe(tmp_path / "r.json", given), "--processes", "2",
         "--backend", backend, "--precision", "fp32", "--output", tmp_path / backend,
         env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
-    )  # fmt: skip
-    assert done.status == 0, done.output
+    ).passed()  # fmt: skip
     assert_same(Run(tmp_path / backend), reference)

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Tiny, write_recipe
 
 from finetune import catalog
 from finetune.errors import FinetuneError
@@ -55,10 +55,8 @@ def test_a_pickle_is_refused_and_when_asked_for_runs_no_code(
     (model / "pytorch_model.bin").write_bytes(bomb)
     write_recipe(tmp_path / "r.json", tiny.fields(model={"name": str(model)}, **ONE_STEP))
     more = ["--prompt", "Hello"] if "chat" in words else ["--output", "run"]
-    done = finetune(*words.split(), *more, cwd=tmp_path)
-    assert done.status == 2, done.output
-    assert "Traceback" not in done.output
-    assert told is ("set model.pickle=true if you trust their author" in done.stderr)
+    said = finetune(*words.split(), *more, cwd=tmp_path).refused()
+    assert told is ("set model.pickle=true if you trust their author" in said)
     assert not (tmp_path / "ran").exists()
 
 
@@ -85,11 +83,8 @@ def test_custom_model_code_runs_only_if_the_recipe_allows_it(tiny, finetune, tmp
         "AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomModel"
     }  # fmt: skip
     (model / "config.json").write_text(json.dumps(config))
-    fields = tiny.fields(model={"name": str(model)}, **ONE_STEP)
-    recipe = write_recipe(tmp_path / "r.json", fields)
-    done = finetune("train", recipe, "--output", tmp_path / "run")
-    assert done.status == 2
-    assert "trust_remote_code" in done.stderr
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(model={"name": str(model)}, **ONE_STEP))
+    assert "trust_remote_code" in finetune("train", recipe, "--output", tmp_path / "run").refused()
     assert not (tmp_path / "ran").exists()
 
 
@@ -110,11 +105,8 @@ def test_a_recipe_in_yaml_runs_no_code(tmp_path, monkeypatch, text):
     assert not (tmp_path / "ran").exists()
 
 
-Watched = tuple[Path, str, list[object]]
-
-
 @pytest.fixture(scope="module")
-def watched(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+def watched(tiny, finetune, tmp_path_factory) -> tuple[Path, str, list[object]]:
     """A run with secrets in its environment, what it said, and who connected to its proxy."""
     root = tmp_path_factory.mktemp("watched")
     fields = tiny.fields(adapter={"r": 4}, trackers=["tensorboard"], **ONE_STEP)
@@ -138,10 +130,8 @@ def watched(tiny: Tiny, finetune: Finetune, tmp_path_factory: pytest.TempPathFac
         done = finetune("train", recipe, "--output", root / "run", env=SECRETS | env)
         over.set()
         listener.join()
-    assert done.status == 0, done.output
-    told = finetune("report", root / "run", env=SECRETS)
-    assert told.status == 0, told.output
-    return root / "run", done.output + told.output, came
+    told = finetune("report", root / "run", env=SECRETS).passed()
+    return root / "run", done.passed().output + told.output, came
 
 
 def test_secrets_of_the_environment_reach_no_file_and_no_line(watched):

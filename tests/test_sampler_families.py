@@ -13,7 +13,6 @@ EVERY_DAY = ("gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "j
 ROUNDED = 1e-4
 """Logits in fp32, from a cache and from one pass: sums of other lengths round differently."""
 
-
 OTHERS = [kind for kind in ("llama", *FIELDS) if kind not in EVERY_DAY]
 
 

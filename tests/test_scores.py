@@ -79,9 +79,6 @@ def sources(shared) -> dict[str, Path]:
     }
 
 
-# A reward model as a reward.
-
-
 @FULL_OR_LORA
 def test_a_reward_model_scores_completions_as_plain_transformers_does(
     tiny, sources, tmp_path, adapter
@@ -140,8 +137,6 @@ def test_a_folder_without_a_score_head_is_not_a_reward(tiny: Tiny, tmp_path: Pat
         f"reward_funcs: '{sft.root}': a run of method sft, expected one of method reward",
     ]
 
-
-# Published values.
 
 EVERY_DAY = ("bradley_terry/lora", "classification_multi/full")
 PUBLISHED = (
@@ -215,8 +210,7 @@ def of_file(label: Any) -> Any:
 def test_training_reproduces_published_values(assets, tmp_path, name):
     """TRL and a computation on single sequences: they agree to 7e-7."""
     given, run = published(assets, tmp_path, name)
-    found = steps_of(train(tmp_path / "run", given))
-    for mine, theirs in zip(found, run["steps"], strict=True):
+    for mine, theirs in zip(steps_of(train(tmp_path / "run", given)), run["steps"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
         for metric in ("margin", "mean_reward", "accuracy", "min_reward", "max_reward"):
@@ -238,8 +232,6 @@ def test_a_score_is_read_at_the_end_token_though_pad_is_the_same(assets, tmp_pat
     assert scored == pytest.approx(wanted["scores_at_the_end_token"], abs=1e-5)
     assert scored != pytest.approx(wanted["scores_by_transformers"], abs=1e-2)
 
-
-# However a step is cut.
 
 BOTH = pytest.mark.parametrize("method", ["reward", "classifier"])
 
@@ -271,9 +263,6 @@ def test_backends_train_as_one_process_does(tiny, sources, run_of, backend, meth
     first, second = (load_file(next(r.final.glob("*model.safetensors"))) for r in (other, alone))
     for name, tensor in first.items():
         assert torch.allclose(tensor, second[name], rtol=1e-4, atol=1e-5), name
-
-
-# What comes out.
 
 
 def scores(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
@@ -416,9 +405,6 @@ def test_a_finished_run_goes_on_with_its_head_for_the_same_labels_only(
             train(tmp_path / "other", given | {"labels": labels.split()})
 
 
-# What is refused.
-
-
 def test_labels_are_read_by_name_only_where_a_name_is_a_number():
     stars, poles = ["1", "2.0", "3"], ["neg", "pos"]
     assert [class_of(value, stars) for value in (1, "1", 2, "2.0", 3.0)] == [0, 0, 1, 1, 2]
@@ -446,16 +432,14 @@ def test_labels_that_cannot_be_learned_are_named_by_file_and_row(tiny, tmp_path,
     kind, label, message = BAD_LABELS[name]
     good = {"regression": 0.5, MULTI: ["sad"], SINGLE: "sad"}[kind]
     rows = [{"text": "a", "label": good}, {"text": "b", "label": label}]
-    source = written(tmp_path / "rows.jsonl", rows)
-    given = fields(tiny, "classifier", source, problem_type=kind)
+    given = fields(tiny, "classifier", written(tmp_path / "rows.jsonl", rows), problem_type=kind)
     with pytest.raises(FinetuneError, match=rf"rows.jsonl row 2: .*{message}"):
         train(tmp_path / "run", given)
 
 
 def test_commands_show_what_is_scored_and_refuse_bad_input(tiny, sources, finetune, tmp_path):
     given = fields(tiny, "classifier", sources["classifier"])
-    found = finetune("inspect", write_recipe(tmp_path / "r.json", given))
-    assert found.status == 0
+    found = finetune("inspect", write_recipe(tmp_path / "r.json", given)).passed()
     assert "tokens, scored at the last, label: " in found.stdout
     assert "labels: calm 12, glad 4, sad 8" in found.stdout
     same = written(tmp_path / "same.jsonl", (row | {"label": "sad"} for row in labelled(6)))

@@ -55,8 +55,7 @@ def of_method(tiny: Tiny, folder: Path, method: str, kind: str, **own: Any) -> d
 def test_a_second_model_of_an_online_method_is_part_of_every_moment(tiny, tmp_path):
     own = {"beta": 0.1, "reward_funcs": ["json_valid"], "num_generations": 4}
     given = of_method(tiny, tmp_path, "grpo", "prompts", **own, max_completion_length=16)
-    run = train(tmp_path / "run", given)
-    (counted,) = run.read_metrics("memory")
+    (counted,) = train(tmp_path / "run", given).read_metrics("memory")
     assert counted["peak"] > 4 * PARAMETERS
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.05)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from conftest import written
 from reference_server import Handler, listening
 from tiny_run import save_base, tiny_llama
 
@@ -73,8 +74,7 @@ class Models(Handler):
         return f"Verdict: {'B' if second == 'right' != first else 'A'}"
 
     def complete(self, text: Any, finish: str = "stop") -> None:
-        message = {"role": "assistant", "content": text}
-        choice = {"message": message, "finish_reason": finish}
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
         self.reply({"choices": [choice], "usage": {"completion_tokens": len(text)}})
 
     def send(self, data: bytes, pause: float = 0.0) -> None:
@@ -99,12 +99,10 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "rows.jsonl"
     messages = [
         [{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in ROWS
     ]
-    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
-    return path
+    return written(tmp_path / "rows.jsonl", ({"messages": each} for each in messages))
 
 
 def test_served_models_are_asked_and_judged(url, data, capsys):
@@ -112,8 +110,7 @@ def test_served_models_are_asked_and_judged(url, data, capsys):
     words = ["--data", data, "--output", "out", "--json", "--key-file", "key"]
     assert cli.main(["eval", url, *map(str, words), "--require", "exact>=0.3"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["subject"]["kind"] == "url"
-    assert found["measures"]["exact"]["after"] == 0.75
+    assert (found["subject"]["kind"], found["measures"]["exact"]["after"]) == ("url", 0.75)
     assert "loss" not in found["measures"]
     assert found["notes"] == [f"{url}: a server cannot give the loss of a reference answer"]
     first = Models.seen[0]
@@ -122,7 +119,6 @@ def test_served_models_are_asked_and_judged(url, data, capsys):
     )  # fmt: skip
     assert first["messages"] == [{"role": "user", "content": "a"}]
     assert "secret" not in "".join(path.read_text() for path in Path("out").iterdir())
-
     words = ["--data", data, "--model-name", "cut", "--against", f"{url}/v1", "--json"]
     judge = ["--judge", url, "--judge-model", "judge"]
     assert cli.main(["eval", url, *map(str, words), *judge, "--name", "judged"]) == 0
@@ -131,8 +127,7 @@ def test_served_models_are_asked_and_judged(url, data, capsys):
     won = found["measures"]["win_rate"]
     assert won["after"] == 0.5
     assert won["after_detail"]["ties"] == won["after_detail"]["order_decided"] == 4
-    assert found["subject"]["cut"] == 4
-    assert found["measures"]["stopped"]["after"] == 0.0
+    assert (found["subject"]["cut"], found["measures"]["stopped"]["after"]) == (4, 0.0)
     assert Path("eval/judged/index.html").is_file()
 
 
@@ -150,8 +145,7 @@ def test_half_characters_of_a_server_are_replaced_and_control_codes_are_not_prin
     words = ["--data", str(data), "--model-name", "surrogate"]
     assert cli.main(["eval", url, *words, "--output", "out"]) == 0
     assert "answer   \ufffd\n" in capsys.readouterr().out
-    first = json.loads(Path("out/samples.jsonl").read_text().splitlines()[0])
-    assert first["after"] == "\ufffd"
+    assert json.loads(Path("out/samples.jsonl").read_text().splitlines()[0])["after"] == "\ufffd"
     assert _line("\x1b[31mred\nblue") == r"\x1b[31mred\nblue"
 
 

@@ -7,23 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preference
 import pytest
 import torch
 from architectures import FIELDS, SIZES
 from conftest import Tiny
 from documents import documents_of
-from preference import (
-    ROWS,
-    SEED,
-    SIZE,
-    assert_equal,
-    fields_of,
-    pairs_file,
-    sequences,
-    steps_of,
-    train,
-    written,
-)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import catalog
@@ -88,9 +77,6 @@ def test_a_shared_prompt_is_in_a_micro_batch_once() -> None:
     assert targets.tolist() == labelled(repeated)[1].tolist() == [7, 8, 4, 3, 2]
     assert batch.last_places.tolist() == [3, 5, 7]
     bounds = batch.boundaries
-    assert bounds is not None
-    assert bounds.document_tokens is not None
-    assert bounds.token_places is not None
     assert bounds.positions.tolist() == [[0, 1, 2, 3, 1, 2, 2, 3]]
     assert bounds.document_tokens.tolist() == [0, 1, 2, 3, 0, 4, 5, 0, 1, 6, 7]
     assert bounds.token_places.tolist() == [0, 1, 2, 3, 5, 6, 9, 10]
@@ -120,10 +106,8 @@ def test_few_repeated_tokens_are_computed_again() -> None:
 
 def test_a_large_micro_batch_on_a_cpu_is_filled_to_the_tokens_that_it_computes() -> None:
     prompt = [7] * 300
-    rows = rows_of([column([*prompt, *[n] * 400], 300) for n in (1, 2, 3)])
-    batch, repeated = batches(rows)
+    batch, repeated = batches(rows_of([column([*prompt, *[n] * 400], 300) for n in (1, 2, 3)]))
     assert (batch.ids.numel(), repeated.ids.numel()) == (1_536, 2_112)  # of 1,500 and 2,100
-    assert batch.boundaries is not None
     assert batch.boundaries.numbers == (0, 700, 1_400, 2_100, 2_136)
     assert batch.boundaries.positions[0, -36:].tolist() == list(range(36))
     assert (batch.real_tokens, batch.attended) == (2_100, 2_136)
@@ -207,7 +191,6 @@ def test_gradients_of_many_repetitions_are_summed_in_fp32():
     states = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     copies = repeated(states, torch.zeros(513, dtype=torch.int64))
     copies.backward(torch.tensor([1.0] + [2**-9] * 512, dtype=torch.bfloat16).view(copies.shape))
-    assert states.grad is not None
     assert states.grad.item() == 2
 
 
@@ -220,19 +203,21 @@ def test_a_model_that_does_not_pass_on_shared_prompts_is_refused():
 
 @pytest.fixture(scope="session")
 def data(shared) -> Path:
-    return pairs_file(shared)
+    return preference.pairs_file(shared)
 
 
 def fields(tiny: Tiny, data: Path, **sections: Any) -> dict[str, Any]:
-    return fields_of("dpo", tiny.model, data, "preference", **{"beta": 0.3} | sections)
+    return preference.fields_of("dpo", tiny.model, data, "preference", **{"beta": 0.3} | sections)
 
 
 def repeated_in_step(tiny: Tiny, step: int, micro_rows: int) -> int:
     """Tokens of prompts that are not the first with their beginning in their micro-batch."""
-    of_pairs = sequences(tiny)
+    of_pairs = preference.sequences(tiny)
     lengths = np.array([sum(len(ids) for ids, _ in row) for row in of_pairs])
     total = 0
-    for chosen in split_rows(rows_of_step(step, ROWS, SIZE, SEED), lengths, micro_rows):
+    for chosen in split_rows(
+        rows_of_step(step, preference.ROWS, preference.SIZE, preference.SEED), lengths, micro_rows
+    ):
         prompts = [ids[:prompt] for row in chosen for ids, prompt in of_pairs[row]]
         beginnings = {tuple(ids[: end + 1]) for ids in prompts for end in range(len(ids))}
         total += sum(map(len, prompts)) - len(beginnings)
@@ -252,8 +237,8 @@ def test_pairs_train_as_with_repeated_prompts_on_fewer_tokens(
             tiny, data, batch={"micro_rows": 4, "share_prompts": share}, adapter=adapter,
             kernels={"pointwise": "compiled"},
         )  # fmt: skip
-        runs.append(train(tmp_path / str(share), given, precision=precision))
-    assert_equal(*map(steps_of, runs), rel=near, near=10 * near)
+        runs.append(preference.train(tmp_path / str(share), given, precision=precision))
+    preference.assert_equal(*map(preference.steps_of, runs), rel=near, near=10 * near)
     trained = [list(run.read_metrics("train")) for run in runs]
     for step, (once, again) in enumerate(zip(*trained, strict=True)):
         assert once["real_tokens"] == again["real_tokens"] == again["slots"]
@@ -263,7 +248,7 @@ def test_pairs_train_as_with_repeated_prompts_on_fewer_tokens(
 
 
 def test_a_memory_forecast_knows_tokens_that_only_attention_repeats(tiny, data, tmp_path):
-    run = train(tmp_path / "run", fields(tiny, data, adapter={"r": 4}))
+    run = preference.train(tmp_path / "run", fields(tiny, data, adapter={"r": 4}))
     (counted,) = run.read_metrics("memory")
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.05)
 
@@ -281,16 +266,15 @@ def test_a_start_predicts_the_peak_of_pairs(tiny, tmp_path, free):
         for n in range(10, 20)
     )
     batch = {"rows": 4, "micro_rows": 4, "padding_free": free}
-    source = written(tmp_path / "pairs.jsonl", rows)
+    source = preference.written(tmp_path / "pairs.jsonl", rows)
     given = fields(tiny, source, adapter={"r": 4}, batch=batch, reference="base")
-    run = train(tmp_path / "run", given)
+    run = preference.train(tmp_path / "run", given)
     (counted,) = run.read_metrics("memory")
     predicted = json.loads(run.plan.read_text())["prediction"]["peak_memory"]
     assert counted["peak"] == pytest.approx(predicted, rel=0.1)
 
 
 DIFFERS = "differs between repetitions of a token"
-EXPERTS = {"model_type": "mixtral", "num_local_experts": 4}
 AGAINST: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"method": "sft"}, {}, "sft has one sequence for each prompt"),
     ({"batch": {"packing": True}}, {}, "packed rows (batch.packing=true) repeat prompts"),
@@ -307,7 +291,7 @@ AGAINST: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "'longrope' positions depend on the length of each document",
     ),
     (
-        {"model": {"router_aux_loss": 0.01}}, EXPERTS,
+        {"model": {"router_aux_loss": 0.01}}, {"model_type": "mixtral", "num_local_experts": 4},
         "the load-balancing loss of experts counts each token of a document",
     ),
 ]  # fmt: skip
@@ -333,7 +317,7 @@ def test_a_plan_and_a_start_refuse_prompts_that_cannot_be_shared(tiny, data, tmp
     reason = "batch.share_prompts: adapter.dropout differs between repetitions of a token"
     required = fields(tiny, data, batch={"share_prompts": True}, adapter={"dropout": 0.1})
     with pytest.raises(FinetuneError, match=reason):
-        train(tmp_path / "run", required)
+        preference.train(tmp_path / "run", required)
     pairs, completions = (
         plan(catalog.from_fields(fields(tiny, data) | changed), load("single"))
         for changed in ({}, COMPLETIONS)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import Tiny, Train, change_json, losses, problems_of
 from conversations import ADDED, conversation_loss, plain, thinking
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny_run import disturb
+from tiny_run import trained_adapter
 from transformers import AutoTokenizer
 
 import finetune as ft
@@ -25,8 +25,6 @@ from finetune.training import preflight
 
 CLOSE = 1e-5  # sums in fp32 in another order
 WHOLE = {"batch": {"rows": 48, "micro_rows": 8}, "optim": {"lr": 1e-2, "warmup": 0}}
-
-
 SHORT: dict[str, Any] = {"saving": {}, "evaluation": {}, "max_steps": 2, **WHOLE}
 
 
@@ -46,11 +44,8 @@ def refused(recipe: ft.Recipe) -> tuple[str, ...]:
 
 def foreign(tiny: Tiny, folder: Path, **fields: Any) -> Path:
     """An adapter as plain PEFT writes it, away from its initial values."""
-    fields = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **fields}
-    torch.manual_seed(3)
-    model = get_peft_model(plain(tiny.model), LoraConfig(task_type="CAUSAL_LM", **fields))
-    disturb(model)
-    model.save_pretrained(folder)
+    fields = {"target_modules": ["q_proj", "up_proj"], **fields}
+    trained_adapter(plain(tiny.model), **fields).save_pretrained(folder)
     return folder
 
 
@@ -104,11 +99,9 @@ def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny, tmp_path, tra
     assert len({tuple(losses(run)) for run in runs}) == 1
     assert abs(losses(runs[0])[0] - expected(tiny, first.final)) < CLOSE
     recorded = json.loads(runs[0].starting_adapter.read_text())
-    assert recorded["folder"] == str(first.final)
-    assert recorded["base_model"] == str(tiny.model)
+    assert (recorded["folder"], recorded["base_model"]) == (str(first.final), str(tiny.model))
     assert len(recorded["sha256"]) == 64
     section = catalog.load(runs[0].recipe).adapter
-    assert section is not None
     assert (section.r, section.alpha, len(section.targets)) == (4, 8.0, 14)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     way = {"model": {"adapter": str(first.root)}}
@@ -163,8 +156,7 @@ def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, adapter, train)
     sections["optim"] = {"schedule": "constant", "warmup": 0}
     straight = train("straight", **sections, max_steps=4)
     train("cut", **sections)
-    cut = train("cut", resume=True, **sections, max_steps=4)
-    assert losses(cut) == losses(straight)
+    assert losses(train("cut", resume=True, **sections, max_steps=4)) == losses(straight)
     foreign(tiny, adapter, lora_alpha=8)
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file({k: v + 1 for k, v in tensors.items()}, adapter / "adapter_model.safetensors")
@@ -182,8 +174,7 @@ def test_what_contradicts_the_adapter_is_refused_by_name(tiny, adapter):
         f'adapter.targets: ["q_proj"], {has} ["q_proj", "up_proj"]; {way}',
         f"adapter.use_dora: true, {has} false; {way}",
     )
-    fitting = {"alpha": 8, "targets": ["up_proj", "q_proj"], "dropout": 0.1}
-    for section in (None, {}, fitting):
+    for section in (None, {}, {"alpha": 8, "targets": ["up_proj", "q_proj"], "dropout": 0.1}):
         recipe = recipe_of(tiny, model={"adapter": str(adapter)}, adapter=section)
         settled = preflight.check_here(recipe).recipe.adapter
         dropout = 0.1 if section else 0.0
@@ -247,7 +238,6 @@ def test_a_run_is_the_model_that_it_made(tiny, tmp_path, run_of):
     again = recipe_of(tiny, model={"name": str(lora.root)}, adapter={})
     further = preflight.check_here(again).recipe
     assert (further.model.name, further.model.adapter) == (str(tiny.model), str(lora.root))
-    assert further.adapter is not None
     assert further.adapter.r == 4
     unfinished = unfinished_run(full, tmp_path)
     told = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write_recipe
+from conftest import problems_of, write_recipe
 from families import SIZES, VOCABULARY, build
 from peft import PeftModel
 from test_experts import MOE
@@ -26,7 +26,6 @@ from finetune.planner.shapes.read_config import read
 from finetune.recipe import Data, LoRA, Model
 
 ROWS = Data("rows.jsonl", "messages")
-
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16,
@@ -174,9 +173,7 @@ def test_adapters_that_peft_would_lose_when_it_loads_them_are_refused(tmp_path: 
     }  # fmt: skip
     base = build("laguna", **fields)
     base.save_pretrained(tmp_path / "base")
-    with pytest.raises(FinetuneError) as error:
-        adapted("laguna", base)
-    (problem,) = error.value.problems
+    (problem,) = problems_of(adapted, "laguna", base)
     assert problem.startswith(
         "adapter.targets: PEFT would not load adapters on "
         "model.layers.1.mlp.shared_experts.gate_proj and 2 more modules"
@@ -200,9 +197,7 @@ def test_adapters_that_peft_would_lose_when_it_loads_them_are_refused(tmp_path: 
     ],
 )
 def test_names_that_cannot_be_adapted_are_refused_with_those_that_can(wanted, problem):
-    with pytest.raises(FinetuneError) as caught:
-        adapted("qwen3_moe", target_parameters=(wanted, "experts.nothing"))
-    first, second = caught.value.problems
+    first, second = problems_of(adapted, "qwen3_moe", target_parameters=(wanted, "experts.nothing"))
     assert first.startswith("adapter.target_parameters: ")
     assert problem in first
     assert second.startswith("adapter.target_parameters: no parameter is named 'experts.nothing'")
@@ -263,8 +258,7 @@ def test_the_plan_reports_adapted_and_quantized_shares_of_a_mixture(capsys, tmp_
     assert main(["plan", str(write_recipe(tmp_path / "r.json", fields))]) == 0
     lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith("note ")]
     latent = SIZES | KINDS["deepseek_v3"] | {"model_type": "deepseek_v3"}
-    of_latent = experts.planned(catalog.from_fields(fields), latent)
-    for notes in (lines, of_latent):
+    for notes in (lines, experts.planned(catalog.from_fields(fields), latent)):
         (adapter,) = [each for each in notes if "adapter.targets" in each]
         assert "all-linear reaches" in adapter
         (packed,) = [each for each in notes if "model.quantization" in each]

@@ -3,7 +3,6 @@
 import contextlib
 import resource
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,7 @@ def test_a_killed_run_continues_as_if_it_had_not_been(tiny, run_of, finetune, tm
     wait_for(lambda: (killed.newest() or 0) >= 4, process)
     end_tree(process.pid)
     process.communicate()
-    assert finetune(*words, "--resume").status == 0
-    assert losses(killed) == losses(straight)
+    assert (finetune(*words, "--resume").status, losses(killed)) == (0, losses(straight))
 
 
 def test_the_best_checkpoint_stays_and_becomes_the_result(train):
@@ -93,8 +91,7 @@ def test_the_best_checkpoint_stays_and_becomes_the_result(train):
     )
     evaluated = losses(run, "eval")
     best = min(range(len(evaluated)), key=evaluated.__getitem__) + 1
-    assert run.best_step() == best
-    assert len(evaluated) == best + 3
+    assert (run.best_step(), len(evaluated)) == (best, best + 3)
     assert [record["reason"] for record in run.read_metrics("end")] == ["early stop"]
     assert run.steps() == [best, best + 3]
     result = load_file(run.final / "model.safetensors")
@@ -105,20 +102,8 @@ def test_the_best_checkpoint_stays_and_becomes_the_result(train):
 def test_the_schedule_counts_optimizer_steps_of_the_job():
     optim = ft.Optim(schedule="linear", warmup=2, min_lr=0.1)
     rates = [learning_rate(step, 10, optim, 1.0) for step in range(11)]
-    assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates[6] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert (rates[:3], rates[6]) == ([0.5, 1.0, 1.0], pytest.approx(0.1 + 0.9 * 0.5))
     assert rates[10] == pytest.approx(0.1)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def fill(place: Path) -> None:
@@ -147,13 +132,13 @@ def end_of(process: "subprocess.Popen[str]") -> str:
     return told
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(tiny, tmp_path, small_disk):
+def test_a_full_disk_leaves_the_previous_checkpoint(tiny, tmp_path, mounted):
+    small_disk = mounted("size=24m")
     run = ft.Run(small_disk / "run")
     process = begun(tiny, tmp_path, run, saving={"every": 1, "keep": 3})
     wait_for(lambda: (run.newest() or 0) >= 2, process)
     fill(small_disk)
     told, newest = end_of(process), run.newest()
-    assert newest is not None
     assert f"step {newest} is the newest complete one" in told
     assert not list(run.checkpoints.glob(".*"))
     assert damage(run.checkpoint(newest)) == []
@@ -175,13 +160,13 @@ def test_saving_in_the_background_writes_the_same_checkpoints(train):
 
 
 @pytest.mark.parametrize(
-    ("processes", "steps"),
-    [(1, 1), (2, 2), *(slow(*each) for each in ((1, 2), (2, 1)))],
+    ("processes", "steps"), [(1, 1), (2, 2), *(slow(*each) for each in ((1, 2), (2, 1)))]
 )
 def test_a_disk_that_fills_between_checkpoints_is_reported(
-    tiny, tmp_path, small_disk, processes, steps
+    tiny, tmp_path, mounted, processes, steps
 ):
     """After one step what was built is written too, and either may be what there is no room for."""
+    small_disk = mounted("size=24m")
     run = ft.Run(small_disk / "run")
     sections = {"saving": {"every": 100_000}, "evaluation": {"every": None}}
     process = begun(tiny, tmp_path, run, processes, **sections)

@@ -54,9 +54,6 @@ def ratios(run: Run) -> list[tuple[float, float]]:
     return [(each[MEAN_RATIO], each[LARGEST_RATIO]) for each in metrics]
 
 
-# --- the loss ------------------------------------------------------------------------------------
-
-
 def two_completions(recipe: Online, shift: float) -> Rows:
     """Rows whose sampler was `shift` nats more certain of each token than the old policy."""
     documents = documents_of([
@@ -92,9 +89,6 @@ def test_a_term_is_multiplied_by_the_truncated_ratio_of_policies(tiny: Tiny, los
         assert float(result.extremes[LARGEST_RATIO]) == pytest.approx(weight, rel=1e-6)
         assert found[shift] == pytest.approx([weight * each for each in found[0.0]], rel=1e-5)
     assert found[0.0][1] > 0
-
-
-# --- requests and refusals -----------------------------------------------------------------------
 
 
 def test_seeds_of_completions_are_different_and_fit_in_63_bits() -> None:
@@ -140,9 +134,6 @@ def test_servers_that_cannot_sample_for_the_run_are_refused(tiny: Tiny, prompts:
         assert "max_model_len is 32, and batch.max_length is 64" in checked(f"{url}/v1")
 
 
-# --- runs ----------------------------------------------------------------------------------------
-
-
 def test_a_server_with_the_adapter_of_each_step_samples_a_run(tiny: Tiny, prompts: Path) -> None:
     """All weights are 1, because the server has the weights that are trained."""
     served = Served(tiny.model)
@@ -176,9 +167,6 @@ def test_a_server_that_fails_ends_the_run_with_its_progress_saved(tiny, prompts)
     assert len(ratios(again)) == 3
 
 
-# --- vLLM ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("vllm") is None, reason="vllm is not on PATH")
 def test_vllm_samples_a_run(tmp_path: Path, prompts: Path) -> None:
@@ -202,8 +190,7 @@ def test_vllm_samples_a_run(tmp_path: Path, prompts: Path) -> None:
     try:
         wait_for(lambda: is_up(url), process, 300)
         given = fields(base, prompts, url, temperature=0.7)
-        run = train(tmp_path / "run", given)
-        assert ratios(run) == [pytest.approx((1, 1), abs=NEAR_ONE)] * 3
+        assert ratios(train(tmp_path / "run", given)) == [pytest.approx((1, 1), abs=NEAR_ONE)] * 3
         again = train(tmp_path / "rloo", given | {"method": "rloo", "num_iterations": 2})
         assert ratios(again)[0] == pytest.approx((1, 1), abs=NEAR_ONE)
         with pytest.raises(FinetuneError, match="--max-lora-rank 32"):

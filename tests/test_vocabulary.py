@@ -30,9 +30,6 @@ def train(train: Train) -> Train:
     return functools.partial(train, **SHORT)
 
 
-# Padding.
-
-
 def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
     """The tiny model with a tokenizer whose pad token was added, and has no row."""
     shutil.copytree(tiny.model, folder)
@@ -48,12 +45,7 @@ def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
 
 @pytest.mark.parametrize(
     ("adapter", "in_config"),
-    [
-        (None, True),
-        ({"r": 4}, False),
-        slow(None, False),
-        slow({"r": 4}, True),
-    ],
+    [(None, True), ({"r": 4}, False), slow(None, False), slow({"r": 4}, True)],
 )
 def test_a_pad_token_without_a_row_changes_nothing(
     tiny, tmp_path, train, run_of, adapter, in_config
@@ -61,17 +53,13 @@ def test_a_pad_token_without_a_row_changes_nothing(
     usual = run_of(**SHORT, adapter=adapter)
     folder = with_pad_outside(tiny, tmp_path / "padded", in_config)
     padded = train("outside", model={"name": str(folder)}, adapter=adapter)
-    assert losses(padded) == losses(usual)
-    assert losses(padded, "eval") == losses(usual, "eval")
+    assert (losses(padded), losses(padded, "eval")) == (losses(usual), losses(usual, "eval"))
     loaded = ft.open_model(padded.root)
     assert len(ft.generate(loaded, ["the", "the cat and the dog"], max_new_tokens=3)) == 2
     merged = ft.export(padded, tmp_path / "merged", merge=adapter is not None)
     model, tokenizer = plain(merged), AutoTokenizer.from_pretrained(merged)
     batch = tokenizer(["the", "the cat and"], padding=True, return_tensors="pt")
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 2
-
-
-# Added tokens.
 
 
 def tied(tiny: Tiny, folder: Path) -> Path:
@@ -138,8 +126,7 @@ def test_added_tokens_start_as_the_mean_and_are_in_every_result(
     if way == "rows":
         tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
         (name, *other) = [key for key in tensors if "trainable_tokens_delta" in key]
-        assert len(other) == (0 if is_tied else 1)
-        assert tensors[name].shape == (3, 64)
+        assert (len(other), tensors[name].shape) == (0 if is_tied else 1, (3, 64))
         assert not torch.equal(tensors[name], before.get_input_embeddings().weight[-3:])
 
 
@@ -150,8 +137,7 @@ def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny, tmp_path, train)
     }  # fmt: skip
     straight = train("straight", **sections, max_steps=4)
     train("cut", **sections)
-    cut = train("cut", resume=True, **sections, max_steps=4)
-    assert losses(cut) == losses(straight)
+    assert losses(train("cut", resume=True, **sections, max_steps=4)) == losses(straight)
 
 
 def test_an_id_that_no_table_can_hold_is_refused(tiny, tmp_path):
@@ -212,13 +198,11 @@ WAYS_OUT = (
     ],
 )
 def test_rows_that_would_never_be_trained_are_refused(train, adapter, problem):
-    found = problems_of(train, adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})
-    assert found[0] == problem
+    assert problems_of(train, adapter=adapter, model={"add_tokens": ["<x>", "<y>"]})[0] == problem
 
 
 def test_rows_of_known_tokens_can_be_trained_alone(tiny, tmp_path, train):
-    adapter = {"r": 4, "trainable_token_indices": ["<|im_end|>", 7]}
-    run = train("run", adapter=adapter)
+    run = train("run", adapter={"r": 4, "trainable_token_indices": ["<|im_end|>", 7]})
     merged, base = plain(ft.export(run, tmp_path / "merged", merge=True)), plain(tiny.model)
     for table in ("get_input_embeddings", "get_output_embeddings"):
         moved = (getattr(merged, table)().weight != getattr(base, table)().weight).any(1)
@@ -234,7 +218,6 @@ def test_a_plan_counts_the_rows_that_are_trained(tiny, tmp_path, is_tied):
         fields = tiny.fields(model={"name": str(base)}, adapter=adapter)
         settled = plan(catalog.from_fields(fields), "single")
         workload = workload_of(settled, model_source(settled.recipe).shape)
-        assert workload.adapter is not None
         counted[name] = workload.adapter.parameters
     assert counted["with"] - counted["without"] == 3 * 64 * (1 if is_tied else 2)
 

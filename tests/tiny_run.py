@@ -64,8 +64,7 @@ def tiny_llama(dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedMo
 
 def tiny_tied_qwen() -> PreTrainedModel:
     torch.manual_seed(2)
-    config = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
-    return Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)).eval()
 
 
 def tiny_gpt2() -> PreTrainedModel:

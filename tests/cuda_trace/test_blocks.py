@@ -42,7 +42,6 @@ class Captured:
 
     def keep(self, graph: torch.fx.GraphModule, given: list[Any]) -> Any:
         mode = detect_fake_mode(given)
-        assert mode is not None
         lowering = GraphLowering(graph, given, shape_env=mode.shape_env, is_inference=True)
         debug, handler = V.set_debug_handler(DebugContext()), V.set_graph_handler(lowering)
         with debug, handler, V.set_fake_mode(mode):

@@ -22,10 +22,8 @@ def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(k
     if way in PADDED and kind in WITHOUT_SDPA:
         pytest.skip(f"transformers has no sdpa for padded rows of {kind}")
     found = forward(kind, trained != "full", way, nf4=trained == "nf4")
-    assert found.loss.device.type == "cuda"
-    assert found.loss.dtype == torch.float32
-    assert found.elsewhere == []
-    assert found.seen.left == []
+    assert (found.loss.device.type, found.loss.dtype) == ("cuda", torch.float32)
+    assert (found.elsewhere, found.seen.left) == ([], [])
     promised = found.layers if way not in PADDED and kind not in CAPPED else 0
     assert found.seen.count("_varlen_attn") == promised
     # A layer in NF4 is dequantized once per pass.
@@ -71,5 +69,4 @@ def test_the_head_of_8_192_tokens_takes_eight_chunks():
 @pytest.mark.parametrize(("adapter", "norms"), [(False, 5), (True, 5)], ids=["full", "lora"])
 def test_norms_are_one_kernel_each_where_nothing_is_compiled(adapter, norms):
     """Two in each of two layers, and the last."""
-    found = forward("llama", adapter, "packs")
-    assert found.seen.count("_fused_rms_norm") == norms
+    assert forward("llama", adapter, "packs").seen.count("_fused_rms_norm") == norms

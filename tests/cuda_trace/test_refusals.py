@@ -13,13 +13,11 @@ import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
 
-TWO = "echo 'NVIDIA L4, 23034'; echo 'NVIDIA L4, 23034'"
-
 
 @pytest.fixture
 def recipe(tiny, tmp_path, monkeypatch) -> Any:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    write_smi(tmp_path, TWO, monkeypatch)
+    write_smi(tmp_path, "echo 'NVIDIA L4, 23034'; echo 'NVIDIA L4, 23034'", monkeypatch)
     return catalog.from_fields(without_weights(tiny, tmp_path))
 
 
