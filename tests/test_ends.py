@@ -29,6 +29,7 @@ from small_tokenizer import small_tokenizer
 from finetune.cache import cache, hub_cache
 from finetune.data.chat import template_limits
 from finetune.data.chat.turns import Turns
+from finetune.data.samples import Conversation
 from finetune.errors import FinetuneError, of_a_file
 from finetune.exporters.export import export
 from finetune.reports.page import report
