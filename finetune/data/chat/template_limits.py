@@ -6,6 +6,7 @@ are set in one that only evaluates templates, a fork that takes milliseconds whe
 in one that only encodes rows.
 """
 
+import atexit
 import functools
 import gc
 import os
@@ -77,6 +78,7 @@ class _Templates:
         self._lock = threading.RLock()
         self._link: Connection | None = None
         self._id = 0
+        atexit.register(_end, os.getpid())
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         with self._lock:
@@ -106,6 +108,12 @@ class _Templates:
             self._link = None
             os.kill(self._id, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(self._id, 0)[1])
+
+
+def _end(process: int) -> None:
+    """End the process of templates with the one that started it, unless this is a fork of that."""
+    if process == os.getpid():
+        _templates(process).end()
 
 
 def _start() -> tuple[Connection, int]:
@@ -145,7 +153,7 @@ def _serve(link: Connection) -> NoReturn:
 
 def _limited(function: Callable[..., T], *arguments: Any) -> T:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGVTALRM, _end)
+    before = signal.signal(signal.SIGVTALRM, _stop)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (_most(soft), hard))
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
@@ -178,5 +186,5 @@ def _refusal(problem: str) -> FinetuneError:
     return FinetuneError(f"chat template: it {problem}; set model.chat_template to another one")
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _stop(number: int, frame: FrameType | None) -> None:
     raise _Endless
