@@ -116,7 +116,8 @@ class Ranks(abc.ABC):
         """Problems that ranks refuse work for, by rank; every rank calls this after the work.
 
         Exchanged in the rendezvous store, because a rank may wait in the work for one that has left
-        it: if this rank has problems, it stops waiting for others after `GRACE_SECONDS`.
+        it: a rank with problems leaves the others after `GRACE_SECONDS`. One without waits for them
+        in a collective, which names a rank that hangs.
         """
         store = PrefixStore(f"finetune/{call}", TCPStore(*rendezvous.meeting_point(), None, False))
         if mine:
@@ -124,10 +125,14 @@ class Ranks(abc.ABC):
         if store.add("done", 1) == self.world:
             store.set("all", "")
         until = time.monotonic() + GRACE_SECONDS
-        while not store.check(["all"]):
+        while not any(store.check([each]) for each in ("all", "left")):
+            if time.monotonic() > until:
+                break
             time.sleep(0.05)
-            if mine and time.monotonic() > until:
-                store.set("all", "")
+        if mine and not store.check(["all"]):
+            store.set("left", "")
+        elif not store.check(["left"]):
+            self.gather(None)
         lines = store.get("refused").splitlines() if store.check(["refused"]) else []
         return dict(map(json.loads, lines))
 
