@@ -20,6 +20,7 @@ import pytest
 
 import finetune as ft
 from finetune import catalog
+from finetune.kernels.chains import compile_chains
 from finetune.process.warm import TRAINING, Warm
 from finetune.runs.run import Run
 from finetune.training.options import Options
@@ -68,6 +69,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         running.start()
+
+
+@pytest.fixture(autouse=True)
+def eager_chains() -> None:
+    """A training of an earlier test in this process may have compiled the chains of all."""
+    compile_chains(False)
 
 
 @pytest.fixture(scope="session")
@@ -324,13 +331,9 @@ def launch(
 
 
 @pytest.fixture
-def compiling() -> Generator[None, None, None]:
+def compiling(eager_chains: None) -> None:
     """Chains of cheap operations are compiled where they are long enough."""
-    from finetune.kernels import chains
-
-    chains.compile_chains(True)
-    yield
-    chains.compile_chains(False)
+    compile_chains(True)
 
 
 @pytest.fixture
