@@ -56,7 +56,7 @@ def test_streams_end_with_an_error_when_the_server_is_ended(tmp_path):
     base = save_base(tiny_llama(), tmp_path / "base")
     config = json.loads((base / "config.json").read_text()) | {"max_position_embeddings": 10**6}
     (base / "config.json").write_text(json.dumps(config))
-    body = {"messages": ASKED, "max_tokens": 10**5, "temperature": 5.0, "stream": True}
+    body = {"messages": ASKED, "max_tokens": 10**5, "temperature": 0, "stream": True}
     with (
         running(tmp_path, str(base)) as (url, process),
         httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as reply,
