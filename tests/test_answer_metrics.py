@@ -278,10 +278,10 @@ def test_code_that_goes_wrong_is_stopped_and_named(code, said):
 
 
 BELOW_PYTHON = """
-import ctypes, os, socket
-libc, home = ctypes.CDLL(None), os.path.dirname(os.getcwd())
-kept = libc.creat(os.fsencode(home + "/escaped"), 0o600) < 0
-said = libc.socket(2, 1, 0), libc.connect(3, b"\\2\\0\\0\\7\\x7f\\0\\0\\1" + bytes(8), 16)
+import ctypes, os
+libc, outside = ctypes.CDLL(None), os.fsencode(os.path.dirname(os.getcwd()) + "/escaped")
+kept = libc.creat(outside, 0o600) < 0
+libc.unlink(outside)
 raise SystemError("files kept" if kept else "files open")
 """
 
@@ -294,7 +294,7 @@ def test_the_level_of_isolation_is_what_a_program_meets(missing, monkeypatch):
     for each in (sandbox._works, sandbox.isolation):
         each.cache_clear()
     told = sandbox.isolation()
-    assert "refused in Python only" in told if len(missing) == 2 else "seconds" not in told
+    assert told.count("refused in Python only") == 2 or len(missing) < 2
     outcome = sandbox.run(BELOW_PYTHON, QUICK)
     assert outcome.said.endswith("files kept" if "read-only" in told else "files open")
     for each in (sandbox._works, sandbox.isolation):
