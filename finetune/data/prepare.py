@@ -98,9 +98,13 @@ class Prepared:
         train_reference: np.ndarray | None = None,
         eval_reference: np.ndarray | None = None,
     ) -> "Prepared":
-        """The same rows with values for each document, and for each step (`step_reference`)."""
+        """The same rows with more values for each document, and for each step if given."""
         train, held_out = (
-            dataclasses.replace(rows, columns=columns, step_reference=reference)
+            dataclasses.replace(
+                rows,
+                columns={**rows.columns, **columns},
+                step_reference=rows.step_reference if reference is None else reference,
+            )
             for rows, reference in ((self.train, train_reference), (self.eval, eval_reference))
         )
         return dataclasses.replace(self, train=train, eval=held_out)

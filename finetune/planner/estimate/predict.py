@@ -172,7 +172,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         accumulation=plan.accumulation,
         root_unit=place.axes.any,
         synchronise_each=synchronises_each(recipe),
-        ahead=int(recipe.reads_kl),
+        ahead=recipe.passes_before_step,
         wide_gradients=True,
         fused_norms=Choice("norm", "fused") in plan.kernels,
         fused_activations=Choice("activation", "fused") in plan.kernels,
@@ -287,7 +287,7 @@ class Prediction:
             return None
         rows = self.steps * recipe.batch.rows
         read = rows / recipe.epochs if self.rows is None else self.rows
-        passes = (read + rows * recipe.reads_kl) / recipe.batch.rows
+        passes = (read + rows * recipe.passes_before_step) / recipe.batch.rows
         return passes * self.times.step * forward_share(self.workload)
 
     @property
