@@ -341,7 +341,8 @@ def _data(sections: list[_Section]) -> list[Data]:
 def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Remove rows from the training data for evaluation, before sources are mixed."""
     everything = np.concatenate([section.members for section in sections])
-    chosen = hold_out(everything, origins[everything], recipe.eval_rows, recipe.seed)
+    count = recipe.held_out(len(everything))
+    chosen = hold_out(everything, origins[everything], count, recipe.seed)
     for section in sections:
         section.members = section.members[~np.isin(section.members, chosen)]
     return chosen

@@ -15,6 +15,7 @@ from finetune.planner.padding import Padding, known_fields, padding
 from finetune.planner.rules import incompatibilities
 from finetune.planner.shared_prompts import SharedPrompts, shared_prompts
 from finetune.recipe import Recipe
+from finetune.recipe.sections import Every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,17 @@ class Plan:
             return self.recipe.max_steps
         rows *= self.recipe.rows_per_sample
         return max(1, math.ceil(self.recipe.epochs * rows / self.recipe.batch.rows))
+
+    def interval(self, every: Every | None, rows: int) -> int | None:
+        """Optimizer steps of a cadence in the recipe, on a training set of `rows` rows."""
+        if every is None or isinstance(every, int):
+            return every
+        if isinstance(every, float):
+            steps = every * self.steps(rows)
+        else:
+            epoch = rows * self.recipe.rows_per_sample / self.recipe.batch.rows
+            steps = float(every.split()[0]) * epoch
+        return max(1, math.ceil(round(steps, 6)))
 
     def notes(self) -> list[str]:
         """Warnings that do not prevent the run."""

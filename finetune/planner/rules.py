@@ -370,6 +370,11 @@ def _optimizer(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
             f"optim.name: adafactor needs complete rows and columns of matrices, which "
             f"{backend.name} shards; use adamw, or ddp"
         )
+    if backend.engine == "deepspeed" and (":" in name or name in ("lion", "sgd")):
+        yield (
+            f"optim.name: checkpoints of {backend.name} hold the two moments of AdamW, and not the "
+            f"state of {name}; use fsdp_full_shard"
+        )
     if name == "muon" and sharded:
         yield (
             f"optim.name: muon orthogonalizes complete matrices, which {backend.name} shards; use "

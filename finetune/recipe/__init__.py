@@ -17,6 +17,7 @@ from finetune.recipe.sections import (
     Batch,
     Data,
     Evaluation,
+    HeldOut,
     Kernels,
     LoRA,
     Model,
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from finetune.training.passes import DataPasses, StepPasses
 
 __all__ = [
-    "STRICT", "Batch", "Data", "Evaluation", "Kernels", "Kind", "LoRA", "Model", "Optim",
-    "Positive", "Recipe", "Saving", "Scores", "Teacher", "Text",
+    "STRICT", "Batch", "Data", "Evaluation", "HeldOut", "Kernels", "Kind", "LoRA", "Model",
+    "Optim", "Positive", "Recipe", "Saving", "Scores", "Teacher", "Text",
 ]  # fmt: skip
 
 Kind = Literal["text", "pairs", "judged", "labelled", "prompts"]
@@ -81,8 +82,8 @@ class Recipe(Changes, metaclass=Checked):
     model: Model = Field(default_factory=Model)
     data: tuple[Data, ...] = ()
     eval_data: tuple[Data, ...] = ()
-    eval_rows: Positive | None = None
-    """Number of rows of `data` to hold out for evaluation when there is no `eval_data`."""
+    eval_rows: HeldOut | None = None
+    """Rows of `data` to hold out for evaluation without `eval_data`: a number, or a fraction."""
     data_checks: Literal["refuse", "report"] = "refuse"
     """Refuse or report data that must be a mistake: no row ends, rows exceed the context, ..."""
     adapter: LoRA | None = None
@@ -112,6 +113,12 @@ class Recipe(Changes, metaclass=Checked):
     def taught_by(self) -> Model | None:
         """The teacher model, loaded next to the student; None without a teacher."""
         return None
+
+    def held_out(self, rows: int) -> int:
+        """Rows of `data` that are held out for evaluation, of all its rows."""
+        if isinstance(self.eval_rows, float):
+            return max(1, round(self.eval_rows * rows))
+        return self.eval_rows or 0
 
     def label_counts(self, rows: "Rows") -> dict[str, int]:
         """Number of rows for each label; empty for a method without labels."""

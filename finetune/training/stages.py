@@ -27,6 +27,7 @@ from finetune.models.packed_attention import layout
 from finetune.planner.padding import Padding
 from finetune.planner.shared_prompts import SharedPrompts, shared_prompts, sharing_problems
 from finetune.process.signals import Interruption
+from finetune.recipe import Recipe
 from finetune.rewards.process import RewardFailure
 from finetune.runs.run import Run
 from finetune.training import optim
@@ -61,6 +62,9 @@ class Inputs:
     data: Prepared
     steps: int
     """Steps of the complete run."""
+    evaluation_every: int | None
+    saving_every: int | None
+    """Steps between evaluations, and between checkpoints; None for once, at the end."""
     resumed: int | None
     """Step of the checkpoint to continue from; None at the beginning."""
 
@@ -128,8 +132,12 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     # The layout of the forecast: the plan read the config file, if there is one yet.
     data = data.side_by_side(plan.padding.free, plan.prompts.shared)
     steps = plan.steps(len(data.train))
+    optim.check(recipe.optim, plan.backend.shard != "none" or plan.backend.axes.any)
+    optim.learning_rate(steps - 1, steps, recipe.optim, plan.lr)  # refuses wrong arguments
     refuse_full_gpu(engine, data, steps)
-    return Inputs(tokenizer, chat, data, steps, resumed)
+    cadences = recipe.evaluation.every, recipe.saving.every
+    evaluated, saved = (plan.interval(every, len(data.train)) for every in cadences)
+    return Inputs(tokenizer, chat, data, steps, evaluated, saved, resumed)
 
 
 def start(
@@ -172,7 +180,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         *plan.notes(), *recipe.data_advice(data.counts["train"]),
         *_origin(engine, run, inputs.resumed), *vocabulary_notes,
         *check_context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
-        *experts.notes(network, recipe),
+        *experts.notes(network, recipe), *_cadences(recipe, inputs),
     ]  # fmt: skip
     engine.on_rank_0(recorder.write_request)
     folder = None if inputs.resumed is None else run.checkpoint(inputs.resumed)
@@ -216,6 +224,16 @@ def _origin(engine: Engine, run: Run, resumed: int | None) -> list[str]:
     if recipe.model.adapter is None:
         return []
     return [engine.on_rank_0(lambda: starting_adapter.record(recipe, run, resumed is None))]
+
+
+def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:
+    """What the cadences of a recipe that are not given in steps come to."""
+    for field, given, steps in (
+        ("evaluation.every", recipe.evaluation.every, inputs.evaluation_every),
+        ("saving.every", recipe.saving.every, inputs.saving_every),
+    ):
+        if given != steps:
+            yield f"{field}: {given} is every {steps} of {inputs.steps} steps"
 
 
 class Training:
@@ -295,7 +313,8 @@ class Training:
             progress, better = self._evaluate_if_due(progress)
             stop = self._patience_is_over(progress)
             interrupted, done = bool(result.noticed[SIGNALLED]), stop or step + 1 == self.steps
-            if better or done or interrupted or self._due(progress, self.recipe.saving.every):
+            due = self._due(progress, self.started.inputs.saving_every)
+            if better or done or interrupted or due:
                 self.saver.save(progress, better)
             self.recorder.saved(self.saver.written())
             if interrupted and not done:
@@ -361,7 +380,7 @@ class Training:
     def _evaluate_if_due(self, progress: Progress) -> tuple[Progress, bool]:
         """Evaluate if due; returns the progress, and whether the result is the best so far."""
         chosen, step = self.recipe.evaluation, progress.step
-        due = step == self.steps or self._due(progress, chosen.every)
+        due = step == self.steps or self._due(progress, self.started.inputs.evaluation_every)
         if not due or not len(self.data.eval):
             return progress, False
         if self.rollouts is None:
@@ -383,7 +402,7 @@ class Training:
 
     def _make_up_evaluation(self, progress: Progress) -> Progress:
         """Evaluate the step that a run resumes from, if a reward function failed there."""
-        step, every = progress.step, self.recipe.evaluation.every
+        step, every = progress.step, self.started.inputs.evaluation_every
         if not step or self.rollouts is None or (step < self.steps and every is None):
             return progress
         known = self.engine.on_rank_0(

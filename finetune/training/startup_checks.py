@@ -60,7 +60,7 @@ def run_checks(
     if engine.world > 1:
         ranks += f"; each waits at most {options.timeout_minutes:g} min for the others"
     size, left = checkpoint_bytes(engine, len(tokenizer)), inputs.steps - built.progress.step
-    disk = engine.on_rank_0(lambda: check_disk(run, size, saving.keep, left, saving.every))
+    disk = engine.on_rank_0(lambda: check_disk(run, size, saving.keep, left, inputs.saving_every))
     begins = "from the beginning"
     if resumed is not None:
         begins = f"after step {resumed}, whose checkpoint is intact"
@@ -180,9 +180,10 @@ def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     recipe = engine.plan.recipe
     trained = sum(map(math.prod, trained_shapes(engine.module).values()))
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
+    state |= {"lion": 4, "sgd": 4}
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes per token.
-    return int(trained * (4 + state[recipe.optim.name] + usable)) + 100 * tokens + 2**16
+    return int(trained * (4 + state.get(recipe.optim.name, 8) + usable)) + 100 * tokens + 2**16
 
 
 def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) -> str:

@@ -21,7 +21,6 @@ from finetune.planner.shapes.architecture import Architecture, Matrix
 
 Checkpointing = Literal["none", "full", "attention", "selective"]
 """What layers recompute: nothing, all, all but attention, or every second matrix product."""
-Update = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Workload:
     checkpointing: Checkpointing = "none"
     attention: AttentionKind = "flash"
     loss: Loss = HF
-    update: Update = "adamw"
+    update: str = "adamw"
     accumulation: int = 1
     stepping: Literal["fused", "foreach", "loop"] = "fused"
     """Optimizer step: `foreach` copies all gradients, `loop` copies one tensor at a time twice."""
@@ -291,6 +290,8 @@ class Workload:
             return 0.0  # rows and columns of second moments: under a thousandth of the weights
         width = 4 if self.scheme in ("fsdp", "deepspeed") else self.trained_width
         masters = 4 if self.scheme == "deepspeed" else 0
+        if self.update in ("lion", "sgd"):
+            return width
         if self.update != "muon":
             return masters + adam_moments(width, False)
         # One moment for matrices inside layers, and the two of AdamW for everything else.
