@@ -8,34 +8,17 @@ from typing import Any
 from finetune.backend import Backend, names
 from finetune.backend.axes import Axes, experts_problem, multiples
 from finetune.planner.experts import expert_count
-from finetune.planner.limits import fields_of
+from finetune.planner.families import dividing, family_of
 from finetune.planner.mesh import mesh_of
-from finetune.planner.padding import known_fields, padding
+from finetune.planner.padding import padding
+from finetune.planner.shapes.config_files import fields_of, known_fields
 from finetune.recipe import Recipe
 from finetune.recipe.references import other_model
 
-TENSOR = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "cohere",
-    "cohere2", "smollm3",
-)  # fmt: skip
-"""Model types that transformers 5.23 divides by columns and rows only, in contiguous blocks."""
-MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe")
-"""Types with experts whose rows are split between processes; each computes with all experts."""
-PIPELINE = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2",
-    "phi3", "olmo2", "smollm3", "qwen2_moe", "qwen3_moe", "mixtral",
-)  # fmt: skip
-"""Model types whose layers use hidden states unchanged; Granite would rescale them per stage."""
-CONTEXT = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
-"""Model types with plain causal attention (no window, cap or sink)."""
 HEAD_MULTIPLE = 8
 """Ring attention needs head sizes that are multiples of this, for PyTorch's kernels on GPUs."""
-EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
-"""Model types whose experts transformers 5.23 divides, and that train as on one process."""
-GATHERED = ("olmoe",)
-"""Types in `EXPERTS` whose attention gathers column outputs, which PEFT 0.21 does not support."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Linear layers of attention in the types of `EXPERTS`."""
+"""Linear layers of attention in the mixtures whose experts may be divided."""
 DROPOUTS = (
     "attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "router_jitter_noise",
 )  # fmt: skip
@@ -101,7 +84,7 @@ def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     elif expert_count(fields) > 1:
         yield from _undivided_expert_problems(axes, fields)
     if axes.tensor > 1:
-        known = EXPERTS if expert_count(fields) > 1 else TENSOR
+        known = dividing("experts" if expert_count(fields) > 1 else "tensor")
         if kind not in known:
             yield (
                 f"--tensor {axes.tensor}: tensor parallelism of {kind} is not supported; "
@@ -127,10 +110,10 @@ def _expert_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     if count < 2:
         yield f"--experts {axes.experts}: {kind} has no experts to divide; use fsdp_full_shard"
         return
-    if kind not in EXPERTS:
+    if "experts" not in family_of(kind).divides:
         yield (
             f"--experts {axes.experts}: dividing the experts of {kind} is not supported; supported "
-            f"types: {', '.join(EXPERTS)}; use fsdp_full_shard, which shards them"
+            f"types: {', '.join(dividing('experts'))}; use fsdp_full_shard, which shards them"
         )
     if count % axes.experts:
         yield _does_not_divide("experts", axes.experts, count, "experts")
@@ -145,19 +128,19 @@ def _undivided_expert_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterato
             f"({axes.words()}); use ep_tp, which places them on the tensor parallel processes, "
             "ep_fsdp or fsdp_full_shard"
         )
-    elif axes.sequence > 1 and kind not in MIXTURES:
+    elif axes.sequence > 1 and "sequence" not in family_of(kind).divides:
         yield (
             f"--sequence {axes.sequence}: a mixture of experts of type {kind} is not supported; "
-            f"supported types: {', '.join(MIXTURES)}; use fsdp_full_shard, which shards it"
+            f"supported types: {', '.join(dividing('sequence'))}; use fsdp_full_shard"
         )
 
 
 def _context_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     kind = fields.get("model_type")
-    if kind not in CONTEXT:
+    if "context" not in family_of(kind).divides:
         yield (
             f"--context {axes.context}: context parallelism of {kind} is not supported; types with "
-            f"attention without window, cap or sink are: {', '.join(CONTEXT)}; use sp"
+            f"attention without window, cap or sink are: {', '.join(dividing('context'))}; use sp"
         )
     elif fields.get("sliding_window") and fields.get("use_sliding_window", True):
         yield (
@@ -180,10 +163,10 @@ def _head_size(fields: Mapping[str, Any]) -> int:
 def _pipeline_problems(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
     kind, count = fields.get("model_type"), fields.get("num_hidden_layers") or 0
     name, parts = f"--pipeline {axes.pipeline}", axes.pipeline * axes.chunks
-    if kind not in PIPELINE:
+    if "pipeline" not in family_of(kind).divides:
         yield (
             f"{name}: pipeline parallelism of {kind} is not supported; supported types: "
-            f"{', '.join(PIPELINE)}; use fsdp_full_shard"
+            f"{', '.join(dividing('pipeline'))}; use fsdp_full_shard"
         )
     if count < parts:
         most = count // axes.chunks
@@ -326,11 +309,12 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
             "adapters on experts multiply complete tensors; name attention layers "
             "(targets=[q_proj,k_proj,v_proj,o_proj]), or use fsdp_full_shard"
         )
-    kind = fields_of(recipe).get("model_type")
-    if backend.axes.tensor > 1 and kind in GATHERED:
+    fields = fields_of(recipe)
+    if backend.axes.tensor > 1 and family_of(fields).gathers:
         yield (
-            f"adapter: the attention of {kind} under {backend.name} gathers its column-parallel "
-            "outputs, which PEFT 0.21 does not support; use ep_fsdp, or train all weights"
+            f"adapter: the attention of {fields['model_type']} under {backend.name} gathers its "
+            "column-parallel outputs, which PEFT 0.21 does not support; use ep_fsdp, or train all "
+            "weights"
         )
     refused = {
         "adapter.use_dora: DoRA needs the norm of complete rows": adapter.use_dora

@@ -6,8 +6,6 @@ from typing import Literal
 
 from finetune.planner.engines import Scheme
 from finetune.planner.estimate.adapters import (
-    HEADS,
-    TABLES,
     adapted,
     adapter_size,
     expert_adapter_size,
@@ -17,6 +15,7 @@ from finetune.planner.estimate.head_losses import HF, Loss
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.numerics import AttentionKind, Numerics
 from finetune.planner.estimate.states import adam_moments, nf4_bytes
+from finetune.planner.families import family_of
 from finetune.planner.shapes.architecture import Architecture, Matrix
 
 Checkpointing = Literal["none", "full", "attention", "selective"]
@@ -275,7 +274,7 @@ class Workload:
     @property
     def _groups(self) -> bool:
         """Whether adapters are grouped: ZeRO-3 gathers each module, and GPT-2's are transposed."""
-        return not self.layout.for_own_module and self.shape.kind != "gpt2"
+        return not self.layout.for_own_module and not family_of(self.shape.kind).transposed
 
     @property
     def paged(self) -> bool:
@@ -395,10 +394,7 @@ def lora(
     layers = len({layer for layer, _ in chosen})
     parameters += layers * expert_adapter_size(shape, experts)
     names = frozenset(name.rsplit(".", 1)[-1] for name in saved)
-    tables = {
-        TABLES.get(shape.kind, "embed_tokens"): "embedding",
-        HEADS.get(shape.kind, "lm_head"): "head",
-    }
+    tables = {shape.table: "embedding", shape.head: "head"}
     parts = frozenset(part for name, part in tables.items() if name in names)
     fully_trained = shape.embedding * len(parts)
     return Adapter(
