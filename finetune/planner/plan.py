@@ -11,8 +11,9 @@ from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, DeviceType, attention_rules, choices, model_type
 from finetune.planner.mesh import Mesh, mesh_of
-from finetune.planner.padding import Padding, known_fields, padding
+from finetune.planner.padding import Padding, padding
 from finetune.planner.rules import incompatibilities
+from finetune.planner.shapes.config_files import fields_of, known_fields
 from finetune.planner.shared_prompts import SharedPrompts, shared_prompts
 from finetune.recipe import Recipe
 from finetune.recipe.sections import Every
@@ -119,7 +120,7 @@ class Plan:
                 f"{self.processes} processes ({optim.lr:.3g} on one)"
             )
         notes += self.recipe.advice()
-        notes += limits.advice(self.recipe, limits.fields_of(self.recipe))
+        notes += limits.advice(self.recipe, fields_of(self.recipe))
         return notes + [choice.line() for choice in self.kernels if choice.fallback]
 
     def summary(self) -> dict[str, object]:
@@ -215,7 +216,7 @@ class Plan:
 
     def _stored(self) -> str:
         """The quantized share of the base model, as text."""
-        kind, share = self.recipe.model.quantization, quantised_share(limits.fields_of(self.recipe))
+        kind, share = self.recipe.model.quantization, quantised_share(fields_of(self.recipe))
         if share is None:
             return f"linear layers of the base in {kind}, embeddings and head not"
         return f"{share:.1%} of the base in {kind} (linear layers, without the head)"
