@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.changes import Changes
 from finetune.errors import Checked
+from finetune.recipe.changes import Changes
 from finetune.recipe.sections import (
     STRICT,
     Batch,
@@ -75,7 +75,6 @@ class Recipe(Changes, metaclass=Checked):
     """Whether `loss` reads the KL of the complete step (`batch.kl`), an extra forward pass."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None
     """Fields of the method that `encode` depends on; None for all of them."""
-    adapter_kind: ClassVar[type] = LoRA
 
     model: Model = Field(default_factory=Model)
     data: tuple[Data, ...] = ()
