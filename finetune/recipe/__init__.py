@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.changes import Changes
 from finetune.errors import Checked
+from finetune.recipe.changes import Changes
 from finetune.recipe.sections import (
     STRICT,
     Batch,
@@ -77,7 +77,6 @@ class Recipe(Changes, metaclass=Checked):
     """Forward passes over as many rows as a step has that `before_step` makes before each step."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None
     """Fields of the method that `encode` depends on; None for all of them."""
-    adapter_kind: ClassVar[type] = LoRA
 
     model: Model = Field(default_factory=Model)
     data: tuple[Data, ...] = ()
