@@ -192,17 +192,18 @@ MEANT: dict[str, tuple[int, dict[str, Any], str, str]] = {
     "qlora": (4,
         {"method": "sft",
             "model": {"name": "NousResearch/Llama-3.2-1B", "quantization": "nf4",
-                "attention": "flash_attention_2", "activation_checkpointing": True},
+                "attention": "flash_attention_2", "activation_checkpointing": True,
+                "special_tokens": {"pad_token": "<|end_of_text|>"}},
             "data": [{"source": "teknium/GPT4-LLM-Cleaned", "format": "alpaca"},
-                {"source": "data/chat.jsonl", "format": "sharegpt", "first": 1000,
-                    "columns": {"talk": "conversations"}}],
+                {"source": "data/chat.jsonl", "format": "sharegpt",
+                    "split": "train[:1000]", "columns": {"talk": "conversations"}}],
             "adapter": {"r": 32, "alpha": 16, "dropout": 0.05, "targets": ["gate_proj", "q_proj"]},
             "batch": {"rows": 32, "micro_rows": 2, "max_length": 2048, "overlong": "drop",
                 "packing": True},
-            "optim": {"name": "adamw_8bit", "lr": 2e-4, "warmup": 10, "weight_decay": 0.1},
+            "optim": {"lr": 2e-4, "warmup": 10, "weight_decay": 0.1, "max_loss": 5.0},
+            "eval_rows": 0.1, "evaluation": {"every": 0.083333}, "saving": {"every": 0.333333},
             "epochs": 3, "seed": 42, "trackers": ["wandb"], "backend": "zero2_offload"},
-        "val_set_size evals_per_epoch saves_per_epoch special_tokens loss_watchdog_threshold",
-        "datasets.0.type"),
+        "", "datasets.0.type optimizer"),
     "full": (8,
         {"method": "sft", "train_on": "all", "model": {"name": "Qwen/Qwen3-8B"},
             "data": [{"source": "my/stories", "subset": "long", **TEXT}],
@@ -244,6 +245,38 @@ def test_an_imported_file_is_the_recipe_that_means_the_same(folder, name):
     assert recipe == catalog.from_fields(fields)
     for outcome, keys in (("no counterpart", missing), ("differs", differs)):
         assert {key for key, (kind, _) in said.items() if kind == outcome} == set(keys.split())
+
+
+@pytest.mark.parametrize(
+    ("lines", "path", "value"),
+    [
+        ("evals_per_epoch: 4\nval_set_size: 0.1", "evaluation.every", 0.25),
+        ("evals_per_epoch: 4", "evaluation", None),  # nothing is held out
+        ("save_strategy: epoch", "saving.every", "1 epoch"),
+        ("save_steps: 0.05", "saving.every", 0.05),
+        ("lr_scheduler: polynomial\nlr_scheduler_kwargs: {power: 2}",
+            "optim.schedule_arguments.power", 2),
+        ("optimizer: adamw_bnb_8bit", "optim.name", "adamw_8bit"),
+        ("optimizer: adamw_bnb_8bit\nfsdp: [full_shard]", "optim.name", "adamw"),
+        ("optimizer: rmsprop", "optim.name", "torch.optim:RMSprop"),
+        ("tensor_parallel_size: 2", "backend", "tp"),
+        ("dp_shard_size: 4\ndp_replicate_size: 2", "backend", "hsdp"),
+        ("context_parallel_size: 8", "backend", "cp"),
+        ("activation_offloading: true", "model.activation_checkpointing", "offload"),
+        ("tokens: {eos_token: <e>}", "model.special_tokens.eos_token", "<e>"),
+        ("tokens: [<e>]", "model.add_tokens", ["<e>"]),
+        ("datasets: [{path: a/b, type: completion, split: 'train[:5%]'}]", "data.0.split",
+            "train[:5%]"),
+    ],
+)  # fmt: skip
+def test_what_public_configurations_use_is_translated(tmp_path, lines, path, value):
+    (tmp_path / "f.yml").write_text(f"base_model: m\n{lines}")
+    _, job, _ = importers.import_recipe(tmp_path / "f.yml", 2)
+    found: Any = job.fields
+    for part in path.split("."):
+        found = found[int(part)] if isinstance(found, list) else found.get(part)
+    assert (found or None) == value
+    assert "no counterpart" not in {outcome for outcome, _ in job.outcomes.values()}
 
 
 @pytest.mark.parametrize("name", FILES)

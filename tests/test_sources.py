@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from prepared import PAIRS, SAID, answers, counted, problems_of, ready, recipe_of, texts, write_rows
@@ -244,6 +245,17 @@ def test_folders_that_a_pattern_matches_are_named(tmp_path, cache):
     both = ready(recipe_of(f"{tmp_path}/d/**"), cache)
     assert answers(both.train) == [*SAID, SAID[0]]
     assert both.counts["train"]["folders"] == []
+
+
+@pytest.mark.parametrize("part", ["[:20%]", "[-3:]", "[10:]", "[35%:80%]", "[:2]", "[:100]"])
+def test_a_part_of_a_split_is_that_of_the_hub_library(tmp_path, part):
+    path = write_rows(tmp_path / "train.jsonl", [{"text": f"row {n}"} for n in range(23)])
+    wanted = datasets.load_dataset("json", data_files=str(path), split=f"train{part}")["text"]
+    for source in (path, tmp_path):  # a file, and a folder with splits
+        data = Data(str(source), "text", split=f"train{part}")
+        assert [row.value["text"] for row in find_source(data).rows()] == list(wanted)
+    with pytest.raises(FinetuneError, match="a part such as"):
+        Data(str(path), "text", split="train[:20%")
 
 
 def test_a_file_has_no_splits(tmp_path):

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 import finetune as ft
 from finetune.runs.manifest import damage
+from finetune.runs.run import Run
 from finetune.training.optim import learning_rate
 from finetune.verification.proofs.runs import family_of
 
@@ -97,6 +98,14 @@ def test_the_best_checkpoint_stays_and_becomes_the_result(train):
     result = load_file(run.final / "model.safetensors")
     kept = load_file(run.checkpoint(best) / "model" / "model.safetensors")
     assert all(torch.equal(result[key], kept[key]) for key in kept)
+
+
+def test_a_loss_that_stays_high_stops_the_run_and_leaves_its_checkpoints(train, tmp_path):
+    every: dict[str, Any] = {"saving": {"every": 0.25, "keep": 9}, "max_steps": 8}
+    with pytest.raises(ft.FinetuneError, match=r"step 3: loss .* above optim.max_loss=1"):
+        train("cut", optim={"max_loss": 1}, **every)
+    assert Run(tmp_path / "cut").steps() == [2]
+    assert len(losses(train("whole", optim={"max_loss": 50, "max_loss_steps": 1}, **every))) == 8
 
 
 def test_the_schedule_counts_optimizer_steps_of_the_job():

@@ -245,3 +245,14 @@ def test_a_plan_counts_the_rows_of_added_tokens(tiny, tmp_path):
     assert shape_of(roomy, "<x>", "<y>").vocab == plain.vocab + 9
     (roomy / "tokenizer.json").unlink()
     assert shape_of(roomy, "<x>", "<y>").vocab == plain.vocab + 11
+
+
+def test_special_tokens_of_a_recipe_replace_those_of_the_tokenizer(tiny):
+    known = AutoTokenizer.from_pretrained(tiny.model).get_vocab()
+    end = next(token for token in known if token.isalpha())
+    given = {"eos_token": end, "bos_token": end}
+    tokenizer = load_tokenizer(catalog.from_fields(tiny.fields(model={"special_tokens": given})))
+    assert (tokenizer.eos_token, tokenizer.bos_token_id) == (end, known[end])
+    wrong = tiny.fields(model={"special_tokens": {"eos_token": "<nowhere>"}})
+    with pytest.raises(ft.FinetuneError, match="special_tokens: eos_token=<nowhere> is not in"):
+        load_tokenizer(catalog.from_fields(wrong))

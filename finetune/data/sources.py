@@ -77,7 +77,7 @@ class Source:
         columns = self.data.columns
         missing = {theirs for theirs, ours in columns.items() if ours is not None}
         there = set[str]()
-        for row in islice(self._rows(), self.data.first):
+        for row in islice(self._part(), self.data.first):
             if columns and isinstance(row.value, Mapping):
                 missing -= row.value.keys()
                 there |= row.value.keys()
@@ -89,6 +89,12 @@ class Source:
                 f"data.columns: no row of {self.data.source} has a column '{first}'"
                 f"{did_you_mean(first, there)}; its columns are {', '.join(sorted(there))}"
             )
+
+    def _part(self) -> Iterator[SourceRow]:
+        """The rows of the part of the split that is read; the hub's library cuts its own."""
+        if not self.files or self.data.split == self.data.split_name:
+            return self._rows()
+        return islice(self._rows(), *self.data.part(sum(1 for _ in self._rows())))
 
     def _rows(self) -> Iterator[SourceRow]:
         if not self.files:
@@ -183,7 +189,7 @@ def _found(data: Data) -> Source:
     path = Path(os.path.expanduser(data.source))
     if (path / "dataset_dict.json").is_file():
         _refuse(data, "a saved data set", "subset")
-        path = _saved_split(path, data.split)
+        path = _saved_split(path, data.split_name)
         return Source(data, _saved_files(path) or tuple(sorted(path.glob("*.arrow"))))
     saved = _saved_files(path)
     if saved is not None:
@@ -228,7 +234,7 @@ def _folder(data: Data, path: Path) -> Source:
     splits = splits_of(path, files, data.subset)
     within = {file for members in splits.values() for file in members}
     outside = tuple(file for file in files if file not in within)
-    return Source(data, tuple(choose(path, splits, data.split, outside)), unread, outside)
+    return Source(data, tuple(choose(path, splits, data.split_name, outside)), unread, outside)
 
 
 def _saved_split(path: Path, split: str) -> Path:
@@ -267,7 +273,8 @@ def _saved_files(path: Path) -> tuple[Path, ...] | None:
 
 def _refuse(data: Data, what: str, *names: str) -> None:
     """Refuse fields that a source has no use for."""
-    for name, value in {name: getattr(data, name) for name in names}.items():
+    for name in names:
+        value = data.split_name if name == "split" else getattr(data, name)
         if value not in (None, False, "train"):
             raise FinetuneError(
                 f"data.{name}: {data.source} is {what} and has no {name}s, got {value!r}; leave it "

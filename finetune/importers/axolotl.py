@@ -7,22 +7,27 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.importers import preferences, trainer
 from finetune.importers.translation import Translation, listed, mapping, shown, text
+from finetune.recipe.sections import PART
 
 ATTENTION = {
     "flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
     "sdp_attention": "sdpa", "eager_attention": "eager",
 }  # fmt: skip
+HUB_KERNELS = ("kernels-community/vllm-flash-attn3", "kernels-community/flash-attn2")
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
 MOVED = {
-    "trust_remote_code": "model.trust_remote_code", "tokens": "model.add_tokens",
+    "trust_remote_code": "model.trust_remote_code", 
     "sample_packing": "batch.packing", "eval_batch_size": "evaluation.micro_rows",
-    "cosine_min_lr_ratio": "optim.min_lr", "early_stopping_patience": "evaluation.patience",
+    "loss_watchdog_threshold": "optim.max_loss", "loss_watchdog_patience": "optim.max_loss_steps",
+    "adam_eps": "optim.eps", "cosine_min_lr_ratio": "optim.min_lr",
+    "early_stopping_patience": "evaluation.patience",
 }  # fmt: skip
 """Fields with the same meaning."""
 ADAPTER = {
     "lora_r": "adapter.r", "lora_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout",
     "lora_modules_to_save": "adapter.modules_to_save", "peft_use_dora": "adapter.use_dora",
+    "lora_target_parameters": "adapter.target_parameters",
     "peft_use_rslora": "adapter.use_rslora", "peft_init_lora_weights": "adapter.init_lora_weights",
 }  # fmt: skip
 """Fields with the same meaning, of an adapter."""
@@ -38,14 +43,13 @@ NOT_NEEDED = {
     "padding does not affect training": "pad_to_sequence_len",
     "evaluation uses the same batch layout as training": "eval_sample_packing",
     "packs are counted, not estimated": "sample_packing_eff_est",
+    "rows are always shuffled": "shuffle_merged_datasets",
     "all rows are packed together": "sample_packing_group_size",
     "a pack has no limit of documents": "sample_packing_bin_size",
     "tokens are counted": "total_num_tokens",
     "batch.padding_free=auto concatenates rows": "batch_flattening",
     "PEFT sets it for each layer": "lora_fan_in_fan_out",
-    "fused kernels are on (kernels)": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
     "`finetune export --merge` merges on the CPU": "lora_on_cpu",
-    "kernels.head=chunked never materializes all logits": "flash_attn_cross_entropy",
     "kernels.norm=fused": "flash_attn_rms_norm",
     "kernels.activation=fused": "flash_attn_fuse_mlp",
     "the backend places the model": "device_map max_memory",
@@ -53,12 +57,20 @@ NOT_NEEDED = {
     "blocks": "torch_compile",
     "kernels.pointwise=auto compiles where it is faster": "torch_compile_backend",
     "see `finetune inspect`": "debug",
+    "the end of a turn is that of the chat template, and is trained": "eot_tokens",
+    "fused kernels are on (kernels)":
+        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel use_kernels liger_rope liger_rms_norm "
+        "liger_layer_norm liger_glu_activation liger_rms_norm_gated",
+    "kernels.head=chunked never materializes all logits":
+        "flash_attn_cross_entropy cut_cross_entropy liger_fused_linear_cross_entropy "
+        "liger_cross_entropy",
+    "rows of the embedding are added for added tokens only": "resize_token_embeddings_to_32x",
+    "weights are read from mapped files": "low_cpu_mem_usage",
+    "the hub's own login is used": "hf_use_auth_token",
+    "blocks of attention are compiled by PyTorch's own setting": "flex_attn_compile_kwargs",
+    "weights are loaded to where the backend needs them": "experimental_skip_move_to_device",
+    "experts run as grouped products": "experts_implementation use_scattermoe use_sonicmoe",
     "every key is always checked": "strict",
-}  # fmt: skip
-NO_COUNTERPART = {
-    "the tokenizer's special tokens are used; model.add_tokens adds others": "special_tokens",
-    "on_nonfinite handles NaN; a high loss does not stop a run":
-        "loss_watchdog_threshold loss_watchdog_patience",
 }  # fmt: skip
 
 
@@ -68,6 +80,7 @@ def translate(job: Translation, folder: Path) -> None:
     Raises:
         FinetuneError: no method here matches the kind of training.
     """
+    trainer.backend(job, folder)
     _method(job)
     _model(job)
     _adapter(job)
@@ -81,16 +94,16 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.schedule(job, "lr_scheduler", "cosine", 0.03)
     job.move_all(MOVED)
     trainer.evaluation_and_saving(job)
-    for key, path in (("evals_per_epoch", "evaluation.every"), ("saves_per_epoch", "saving.every")):
-        reason = f"per epoch: set {path} to a number of steps, see `finetune plan`"
-        outcome = "not needed" if job.get(key) == 0 else "no counterpart"
-        job.say(key, outcome, f"{shown(job.get(key))} {reason}")
+    epochs = job.get("num_epochs", 1)
+    job.per_epoch("evals_per_epoch", "evaluation.every", epochs)
+    job.per_epoch("saves_per_epoch", "saving.every", epochs)
+    trainer.without_evaluation(job)
     trainer.precision(job)
     trainer.checkpointing(job)
     _trackers(job)
-    trainer.backend(job, folder)
+    _plugins(job)
+    _special_tokens(job)
     job.say_all("not needed", NOT_NEEDED)
-    job.say_all("no counterpart", NO_COUNTERPART)
     trainer.the_rest(job)
 
 
@@ -135,6 +148,10 @@ def _model(job: Translation) -> None:
     for key in ("attn_implementation", "attn_impl"):
         if named in ATTENTION.values():
             job.move(key, "model.attention")
+        elif named in ("xformers", *HUB_KERNELS):
+            ours = "sdpa" if named == "xformers" else "flash_attention_2"
+            job.set("model.attention", ours)
+            job.say(key, "differs", f"model.attention={ours} computes the same")
     if job.get("xformers_attention"):
         job.say("xformers_attention", "differs", "model.attention=sdpa computes the same")
 
@@ -191,6 +208,37 @@ def _template(job: Translation) -> None:
     job.say("train_on_inputs", "translated", f"train_on={word}")
 
 
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+KERNELS = ("cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin")
+
+
+def _plugins(job: Translation) -> None:
+    """Plugins that replace kernels are not needed; the others change more."""
+    names = [
+        text(name).removeprefix("axolotl.integrations.") for name in listed(job.get("plugins"))
+    ]
+    others = [name for name in names if name not in KERNELS and name != "None"]
+    if others:
+        job.say("plugins", "no counterpart", f"{', '.join(others)}: nothing corresponds to it")
+    else:
+        job.say("plugins", "not needed", "fused kernels and a chunked loss are on (kernels)")
+
+
+def _special_tokens(job: Translation) -> None:
+    given = mapping(job.get("special_tokens")) | mapping(job.get("tokens"))
+    if given and "tokens" in job.source:
+        job.say("tokens", "translated", "model.special_tokens")
+    else:
+        job.move("tokens", "model.add_tokens", lambda tokens: tokens or [])
+    others = {name: token for name, token in given.items() if name not in SPECIAL and token}
+    tokens = {name: text(token) for name, token in given.items() if name in SPECIAL and token}
+    if tokens:
+        job.set("model.special_tokens", tokens)
+    job.say("special_tokens", "translated", f"model.special_tokens={shown(tokens)}")
+    if others:
+        job.say("special_tokens", "no counterpart", f"{', '.join(others)}: see model.add_tokens")
+
+
 def _trackers(job: Translation) -> None:
     keys = {"tensorboard": "use_tensorboard", "wandb": "wandb_project", "mlflow": "mlflow_"}
     found = [
@@ -201,6 +249,7 @@ def _trackers(job: Translation) -> None:
     job.set("trackers", found)
     for key in ("use_tensorboard", "wandb_project"):
         job.say(key, "translated", f"trackers={found}")
+    job.refuse_flag("gptq", "weights in GPTQ are frozen: name a model that is not quantized")
     job.refuse_flag("use_comet", "trackers are tensorboard, wandb, mlflow and trackio")
 
 
@@ -254,15 +303,13 @@ def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, An
 
 
 def _split(job: Translation, at: str, split: str, data: dict[str, Any]) -> None:
-    match = re.fullmatch(r"(\w+)(?:\[:(\d+)\])?", split)
-    if match is None:
-        job.say(at, "no counterpart", f"{split}: a split's name, or [:ROWS] of it; set first=ROWS")
+    data["split"] = split
+    if PART.fullmatch(split) is None:
         data["split"] = re.split(r"\W", split)[0] or "train"
+        reason = f"{split}: a split, or a part such as train[:20%]; name each split as a source"
+        job.say(at, "no counterpart", reason)
         return
-    data["split"] = match[1]
-    if match[2]:
-        data["first"] = int(match[2])
-    job.say(at, "translated", f"split={match[1]}" + (f", first={match[2]}" if match[2] else ""))
+    job.say(at, "translated", f"split={split}")
 
 
 def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ def translate(job: Translation, folder: Path) -> None:
         FinetuneError: no method here matches the kind of training, or a data set is not
             described.
     """
+    trainer.backend(job, folder)
     _method(job)
     _model(job)
     _adapter(job)
@@ -86,10 +87,10 @@ def translate(job: Translation, folder: Path) -> None:
     job.move_all(MOVED)
     trainer.schedule(job, "lr_scheduler_type", "linear", 0.0)
     trainer.evaluation_and_saving(job)
+    trainer.without_evaluation(job)
     trainer.precision(job)
     _checkpointing(job)
     trainer.trackers(job)
-    trainer.backend(job, folder)
     job.say_all("not needed", NOT_NEEDED)
     job.refuse_flags(NOT_NEEDED_IF_OFF)
     trainer.the_rest(job)

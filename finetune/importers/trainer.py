@@ -10,10 +10,14 @@ OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
     "adamw_apex_fused": "adamw", "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit", "adafactor": "adafactor", "muon": "muon",
+    "sgd": "sgd", "lion_32bit": "lion", "adamw_torch_8bit": "adamw_8bit", "rmsprop":
+    "torch.optim:RMSprop", "adagrad": "torch.optim:Adagrad",
 }  # fmt: skip
 SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant": "constant",
-    "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine",
+    "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine_with_min_lr",
+    "cosine_with_restarts": "cosine_with_restarts", "polynomial": "polynomial",
+    "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "warmup_stable_decay",
 }  # fmt: skip
 DEEPSPEED = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -103,24 +107,32 @@ def _warmup(job: Translation, usual: float) -> None:
 
 def _end_of_schedule(job: Translation) -> None:
     key = "lr_scheduler_kwargs"
-    kwargs = job.get(key)
-    if list(mapping(kwargs)) == ["min_lr_rate"]:
-        job.move(key, "optim.min_lr", lambda values: values["min_lr_rate"])
-    elif not kwargs:
-        job.say(key, "not needed", "it is empty")
+    if mapping(job.get(key)):
+        job.move(key, "optim.schedule_arguments")
     else:
-        reason = f"{shown(kwargs)}: only min_lr_rate is translated (optim.min_lr)"
-        job.say(key, "no counterpart", reason)
+        job.say(key, "not needed", "it is empty")
+
+
+NARROW = ("adamw_8bit", "paged_adamw_8bit")
+WIDE = "with exact moments, which need 6 more bytes of a trained weight, divided over the processes"
 
 
 def _optimizer(job: Translation) -> None:
     key = "optimizer" if "optimizer" in job.source else "optim"
     name = text(job.get(key, "adamw_torch"))
-    if name in OPTIMIZERS:
-        job.set("optim.name", OPTIMIZERS[name])
-        job.say(key, "translated", f"optim.name={OPTIMIZERS[name]}")
+    ours = OPTIMIZERS.get(name)
+    if ours in NARROW and job.shards:
+        job.set("optim.name", "adamw")
+        job.say(key, "differs", f"{name}: optim.name=adamw {WIDE}")
+    elif ours is not None:
+        job.set("optim.name", ours)
+        job.say(key, "translated", f"optim.name={ours}")
     elif name == "paged_adamw_32bit":
         job.say(key, "differs", f"{name}: replaced by optim.name=adamw, whose state is not paged")
+    elif name == "adamw_torch_4bit":
+        ours = "adamw" if job.shards else "adamw_8bit"
+        job.set("optim.name", ours)
+        job.say(key, "differs", f"{name}: optim.name={ours}, whose moments are more exact")
     else:
         job.say(key, "no counterpart", f"{name}: replaced by optim.name=adamw")
 
@@ -146,11 +158,7 @@ def _steps(job: Translation) -> bool:
 
 def evaluation_and_saving(job: Translation) -> None:
     for key, path in (("eval_steps", "evaluation.every"), ("save_steps", "saving.every")):
-        value = job.get(key)
-        if isinstance(value, float) and value < 1:
-            reason = f"a fraction of the run: set {path} to a number of steps"
-            job.say(key, "no counterpart", reason)
-        elif value == 0:
+        if job.get(key) == 0:
             job.say(key, "translated", f"{path}=null, once at the end")
         else:
             job.move(key, path)
@@ -163,12 +171,11 @@ def evaluation_and_saving(job: Translation) -> None:
         word = text(job.get(key))
         told: dict[str, tuple[Outcome, str]] = {
             "steps": ("translated", f"{path} counts steps"),
-            "epoch": (
-                "differs",
-                f"once, at the end; set {path} to the number of steps of an epoch",
-            ),
+            "epoch": ("translated", f"{path}=1 epoch"),
             **dict.fromkeys(("no", "false", "none"), ("differs", at_the_end)),
         }
+        if word == "epoch":
+            job.set(path, "1 epoch")
         other = f"{word}: once, at the end; or set {path}"
         job.say(key, *told.get(word, ("no counterpart", other)))
     job.move("save_total_limit", "saving.keep")
@@ -179,6 +186,15 @@ def evaluation_and_saving(job: Translation) -> None:
     else:
         job.say("metric_for_best_model", "differs", "the evaluation loss is used instead")
     job.refuse_flag("greater_is_better", "the evaluation loss is used: lower is better")
+
+
+def without_evaluation(job: Translation) -> None:
+    """Leave out when to evaluate, if no rows are held out."""
+    if job.fields.get("eval_rows") or job.fields.get("eval_data"):
+        return
+    job.fields.get("evaluation", {}).pop("every", None)
+    for key in ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch"):
+        job.say(key, "not needed", "no rows are held out")
 
 
 def precision(job: Translation) -> None:
@@ -195,13 +211,18 @@ def precision(job: Translation) -> None:
 
 
 def checkpointing(job: Translation) -> None:
-    value = job.get("gradient_checkpointing")
-    if value in (True, False, "offload"):
-        job.move("gradient_checkpointing", "model.activation_checkpointing")
+    value, ours = job.get("gradient_checkpointing"), "model.activation_checkpointing"
+    if job.get("activation_offloading"):
+        job.set(ours, "offload")
+        for key in ("gradient_checkpointing", "activation_offloading"):
+            job.say(key, "translated", f"{ours}=offload")
+    elif value in (True, False, "offload"):
+        job.move("gradient_checkpointing", ours)
     elif value is not None:
-        job.set("model.activation_checkpointing", True)
-        reason = f"{shown(value)}: replaced by model.activation_checkpointing=true"
-        job.say("gradient_checkpointing", "differs", reason)
+        job.set(ours, True)
+        job.say("gradient_checkpointing", "differs", f"{shown(value)}: replaced by {ours}=true")
+    if "activation_offloading" not in job.outcomes:
+        job.say("activation_offloading", "not needed", "it is off")
     job.say("gradient_checkpointing_kwargs", "not needed", "recomputation gives equal gradients")
 
 
@@ -232,6 +253,34 @@ def backend(job: Translation, folder: Path) -> None:
         if key not in job.outcomes:
             job.say(key, "not needed", "FSDP2 wraps the layers of the model automatically")
     job.set("backend", name)
+    mesh(job)
+
+
+AXES = {
+    "tensor_parallel_size": ("tp", "--tensor"), "expert_parallel_size": ("ep_fsdp", "--experts"),
+    "context_parallel_size": ("cp", "--context"), "dp_shard_size": ("fsdp_full_shard", ""),
+    "dp_replicate_size": ("hsdp", "--shard-size"),
+}  # fmt: skip
+
+
+def mesh(job: Translation) -> None:
+    """Translate the sizes of a device mesh to a backend and the options of its launch."""
+    several = {key: size for key in AXES if isinstance(size := job.get(key), int) and size > 1}
+    divided = [key for key in several if not key.startswith("dp_")]
+    for key in AXES:
+        job.say(key, "not needed", "one process")
+    if len(divided) > 1 or ("dp_replicate_size" in several and divided):
+        for key in several:
+            job.say(key, "no counterpart", "several axes: name a backend of `finetune list`")
+        return
+    for key in [key for key in AXES if key in several][:1]:
+        name, option = AXES[key]
+        size = job.get("dp_shard_size", 1) if key == "dp_replicate_size" else several[key]
+        name = "tp_fsdp" if name == "tp" and "dp_shard_size" in several else name
+        job.set("backend", name)
+        words = f"backend={name}" + (f", launched with {option} {size}" if option else "")
+        for other in several:
+            job.say(other, "translated", words)
 
 
 def _deepspeed(job: Translation, folder: Path) -> str | None:

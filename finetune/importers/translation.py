@@ -26,6 +26,11 @@ class Translation:
     def get(self, key: str, default: Any = None) -> Any:
         return self.source.get(key, default)
 
+    @property
+    def shards(self) -> bool:
+        """Whether the backend shards the state of the optimizer."""
+        return self.fields.get("backend", "single") not in ("single", "ddp")
+
     def set(self, path: str, value: Any) -> None:
         """Set a field of the recipe by its dotted path."""
         *sections, last = path.split(".")
@@ -73,15 +78,22 @@ class Translation:
                 self.say(f"{at}.{key}", "no counterpart", reason)
 
     def held_out(self, key: str) -> None:
-        """Translate the number of rows that are held out; it may be a fraction of the rows."""
-        size = self.get(key)
-        if isinstance(size, float) and 0 < size < 1:
-            reason = f"a fraction of the rows, {size}: set eval_rows to a number of rows"
-            self.say(key, "no counterpart", reason)
-        elif size:
+        """Translate the rows that are held out: a number, or a fraction of the rows."""
+        if self.get(key):
             self.move(key, "eval_rows")
         else:
             self.say(key, "not needed", "nothing is held out")
+
+    def per_epoch(self, key: str, path: str, epochs: Any) -> None:
+        """Translate how often something is done in an epoch, to a fraction of the run."""
+        times = self.get(key)
+        if not isinstance(times, int | float) or times <= 0:
+            self.say(key, "not needed", "it is off")
+            return
+        passes = epochs if isinstance(epochs, int | float) and epochs > 0 else 1
+        every = round(1 / (times * passes), 6) if times * passes > 1 else None
+        self.set(path, every)
+        self.say(key, "translated", f"{path}={shown(every)} of the run")
 
     def refuse_flag(self, key: str, text: str) -> None:
         """Record a switch without a counterpart: not needed if off, no counterpart if on."""

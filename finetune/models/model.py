@@ -86,6 +86,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         )
         vocabulary.check_words(tokenizer)
     vocabulary.add_tokens(tokenizer, model.add_tokens)
+    vocabulary.set_special_tokens(tokenizer, model.special_tokens)
     return tokenizer
 
 

@@ -5,7 +5,7 @@ may be larger: spare rows are harmless, but a token without a row cannot be look
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,22 @@ MOST_NAMED = 10
 
 MOST_TOKENS = 100_000_000
 """Maximum id of a token; published vocabularies end below 300,000."""
+
+
+def set_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, str]) -> None:
+    """Give a tokenizer other special tokens, by their names in transformers.
+
+    Raises:
+        FinetuneError: a token is not in the vocabulary.
+    """
+    known = tokenizer.get_vocab()
+    if missing := [f"{name}={token}" for name, token in tokens.items() if token not in known]:
+        raise FinetuneError(
+            f"model.special_tokens: {', '.join(missing)} is not in the vocabulary of the "
+            "tokenizer; add it with model.add_tokens"
+        )
+    for name, token in tokens.items():
+        setattr(tokenizer, name, token)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:

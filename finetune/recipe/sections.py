@@ -43,6 +43,14 @@ def optimizer(name: str) -> str:
     return name
 
 
+def split_of_rows(split: str) -> str:
+    """Check a split, with the part of it that is read."""
+    if "[" in split and PART.fullmatch(split) is None:
+        raise ValueError("expected a split, or a part such as train[:20%] or train[5000:]")
+    return split
+
+
+PART = re.compile(r"[^\[\]]+(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon", "lion", "sgd")
 Every = Annotated[int | float | str, BeforeValidator(cadence)]
 HeldOut = Annotated[int | float, BeforeValidator(rows_or_share)]
@@ -91,6 +99,10 @@ class Model(metaclass=Checked):
     """LoRA to train further: a run, an export, a folder in PEFT's format, or a hub id."""
     add_tokens: tuple[Token, ...] = ()
     """Tokens to add; their new embedding rows are initialized with the mean of the old rows."""
+    special_tokens: dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], Token] = (
+        Field(default_factory=dict)
+    )
+    """Special tokens that differ from those of the tokenizer, by their names in transformers."""
     trust_remote_code: bool = False
     """Run the code in the model's repository. Only this field enables it."""
     router_aux_loss: Literal["model", "none"] | Annotated[float, Field(ge=0)] = "model"
@@ -161,8 +173,8 @@ class Data(metaclass=Checked):
     """Configuration name of a hub data set, or of a folder whose README.md has `configs`."""
     revision: Text | None = None
     """Branch, tag or commit of a hub data set."""
-    split: str = "train"
-    """Split of a hub data set, or of a folder by the hub's naming rules."""
+    split: Annotated[str, AfterValidator(split_of_rows)] = "train"
+    """Split of a hub data set, or of a folder by the hub's rules; or a part of it: `train[:5%]`."""
     columns: dict[str, str | None] = Field(default_factory=dict)
     """Maps columns of the source to fields of the format; null ignores a column explicitly."""
     on_bad_row: Literal["error", "drop"] = "error"
@@ -175,6 +187,26 @@ class Data(metaclass=Checked):
     """How often each row occurs in one epoch."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """Sampling weight in a mixture. An epoch ends before any row would repeat."""
+
+    @property
+    def split_name(self) -> str:
+        """`split` without the part of it that is read."""
+        return self.split.partition("[")[0]
+
+    def part(self, rows: int) -> tuple[int, int]:
+        """The first row of the part of the split that is read, and the one after its last.
+
+        As in `datasets`: a percentage is rounded to the nearest row, a negative number counts from
+        the end.
+        """
+        match = PART.fullmatch(self.split)
+        assert match is not None
+        ends = []
+        for text, usual in zip(match.groups(), (0, rows), strict=True):
+            share = text is not None and text.endswith("%")
+            at = usual if not text else round(float(text[:-1]) * rows / 100) if share else int(text)
+            ends.append(min(max(at + rows if at < 0 else at, 0), rows))
+        return ends[0], ends[1]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -230,6 +262,10 @@ class Optim(metaclass=Checked):
     """On a NaN or infinite loss or gradient: stop, or skip the step. The step is never applied."""
     max_skipped: Positive = 10
     """Maximum number of skipped steps in a run; one more stops it."""
+    max_loss: Annotated[float, Field(gt=0)] | None = None
+    """Stop when the loss of `max_loss_steps` steps in a row is above this."""
+    max_loss_steps: Positive = 3
+    """Steps in a row whose loss may be above `max_loss`; the last of them stops the run."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the optimizer besides the fields above, such as `momentum` of `sgd`."""
     schedule_arguments: dict[str, Any] = Field(default_factory=dict)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -292,7 +292,7 @@ class Training:
         first, stop = progress.step, self._patience_is_over(progress)
         folder = self.run.profile if self.options.profile else None
         profile = profile_of(self.engine, folder, self.recorder.forecast)
-        meter = self.started.meter
+        meter, high = self.started.meter, 0
         while progress.step < self.steps and not stop:
             step = progress.step
             self.heartbeat.step = step + 1
@@ -305,6 +305,9 @@ class Training:
                 result = self.take_step(feed, progress, measuring)
             peak = int(result.noticed[PEAK])
             progress = self._record(dataclasses.replace(progress, step=step + 1), result, peak)
+            high = high + 1 if self._is_high(result.loss) else 0
+            if high == self.recipe.optim.max_loss_steps:
+                self._end_diverged(progress, result.loss)
             if counted:
                 self.recorder.memory(step + 1, result, meter.peak)
             if step == first:
@@ -418,6 +421,20 @@ class Training:
     def _finish_saving(self) -> None:
         self.saver.close()
         self.recorder.saved(self.saver.written())
+
+    def _is_high(self, loss: float) -> bool:
+        most = self.recipe.optim.max_loss
+        return most is not None and loss > most
+
+    def _end_diverged(self, progress: Progress, loss: float) -> NoReturn:
+        """End a run whose loss stays high; its checkpoints are from before."""
+        self._finish_saving()
+        optim = self.recipe.optim
+        raise TrainingFailure(
+            f"step {progress.step}: loss {loss:g}: it was above optim.max_loss={optim.max_loss:g} "
+            f"for {optim.max_loss_steps} steps in a row; lower optim.lr or fix the data, and "
+            "resume from the newest checkpoint"
+        )
 
     def _end_interrupted(self, progress: Progress, peak: int) -> None:
         self.recorder.end(progress.step, "interrupted", peak)
