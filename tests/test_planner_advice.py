@@ -13,12 +13,13 @@ import finetune as ft
 from finetune import catalog
 from finetune.cli.plan_on_machine import SHOWN
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, hardware, memory, page, states, timing, totals
+from finetune.planner.estimate import advice, hardware, memory, page, timing, totals
+from finetune.planner.estimate.adapters import lora
+from finetune.planner.estimate.advice import micro_tokens
 from finetune.planner.estimate.changes import shortest
-from finetune.planner.estimate.filled import micro_tokens
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import model_source, predict
-from finetune.planner.estimate.workload import Workload, lora
+from finetune.planner.estimate.workload import Workload, nf4_bits
 from finetune.planner.plan import plan
 from finetune.planner.shapes import published
 
@@ -453,7 +454,7 @@ def test_four_bits_are_proposed_before_a_disk():
     # 2 bytes of each weight of a layer become those of NF4; what one matrix unpacks to is scratch.
     llama = shape("llama-2-13b")
     weights = llama.layers * llama.linear_weights
-    assert change["bytes"] == pytest.approx((2 - states.nf4_bits() / 8) * weights, rel=0.02)
+    assert change["bytes"] == pytest.approx((2 - nf4_bits() / 8) * weights, rel=0.02)
     # With host memory for offload there is nothing to change.
     assert record("--gpu RTX4090 --host-ram 256", recipe)["changes"] == []
 

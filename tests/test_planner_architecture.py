@@ -7,8 +7,8 @@ from planning import shape
 
 import finetune as ft
 from finetune.errors import FinetuneError
+from finetune.planner.estimate.adapters import lora
 from finetune.planner.estimate.predict import model_source
-from finetune.planner.estimate.workload import lora
 from finetune.planner.families import FAMILIES
 from finetune.planner.shapes import published
 from finetune.planner.shapes.read_config import read

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from finetune import backend as backends
 from finetune.cli.options import axes_of
-from finetune.cli.plan_here import plain, status
+from finetune.cli.plan_here import Measure, Verify, plain, status
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, changes, divisions, hardware, page
 from finetune.planner.estimate.answers import described, whole_numbers, without_machine
-from finetune.planner.estimate.callbacks import Measure, Verify
 from finetune.planner.estimate.divisions import slow_links
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.predict import (

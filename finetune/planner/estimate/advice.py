@@ -5,6 +5,7 @@ best; within 5 %, the simpler one wins. Sharding is a cost paid for memory, not 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -17,6 +18,7 @@ from finetune.planner.estimate.memory import Moment
 from finetune.planner.estimate.sharding import resident
 from finetune.planner.estimate.timing import Times
 from finetune.planner.estimate.workload import Checkpointing, Scheme, Workload
+from finetune.planner.plan import Plan
 
 Status = Literal["safe", "tight", "no"]
 
@@ -29,6 +31,10 @@ SAME_TIME = 0.05
 # that does not divide the model, and of two such layouts the simpler one is chosen if their times
 # differ by less than a quarter.
 DIVIDED_GAIN, SAME_TIME_DIVIDED = 2.0, 0.25
+
+ENOUGH_TOKENS = 16_384
+"""Maximum tokens per forward pass of a proposal: an estimate of where larger matrix products are
+not faster."""
 
 SIMPLICITY = (
     "single", "ddp", "fsdp_shard_grad_op", "zero2", "zero1", "hsdp_shard_grad_op", "hsdp",
@@ -363,3 +369,16 @@ def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def micro_tokens(plan: Plan, workload: Workload, machine: Machine) -> int | None:
+    """A `batch.micro_tokens` that safely fits and saves forward passes; None if there is none."""
+    batch, length = plan.recipe.batch, plan.recipe.row_length
+    if batch.micro_tokens is not None or plan.accumulation == 1:
+        return None
+    rows = math.ceil(batch.rows / plan.processes)
+    for count in range(min(rows, ENOUGH_TOKENS // length), batch.micro_rows, -1):
+        wider = workload.with_micro_rows(count, math.ceil(rows / count))
+        if option(wider, machine).status == "safe":
+            return count * length
+    return None

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.errors import FinetuneError
+from finetune.planner.estimate.adapters import NO_ADAPTER, lora
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.memory import inference
-from finetune.planner.estimate.workload import NO_ADAPTER, Workload, lora
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture
 from finetune.recipe import LoRA, Model, Recipe
 from finetune.runs.run import Run, read_object

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from finetune.planner.estimate import filled
-from finetune.planner.estimate.advice import Option
+from finetune.planner.estimate.advice import Option, micro_tokens
 from finetune.planner.estimate.changes import Change
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
@@ -103,7 +102,7 @@ def verdict(prediction: Prediction) -> str:
         f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
         f"by {times.bound}",
     ]
-    wider = filled.micro_tokens(prediction.plan, prediction.workload, prediction.machine)
+    wider = micro_tokens(prediction.plan, prediction.workload, prediction.machine)
     if wider is not None:
         lines.append(
             f"  wider    batch.micro_tokens={wider} fits too: fewer and larger forward passes, the "

@@ -4,7 +4,8 @@ import dataclasses
 import math
 
 from finetune.planner import schedules
-from finetune.planner.estimate.workload import Adapter, Workload
+from finetune.planner.estimate.adapters import Adapter
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture, Matrix
 
 ROWS = ("o_proj", "down_proj")

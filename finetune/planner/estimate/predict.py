@@ -18,14 +18,14 @@ from finetune.planner.estimate import (
     totals,
     traffic,
 )
-from finetune.planner.estimate.adapters import named_expert_size
+from finetune.planner.estimate.adapters import Adapter, lora, named_expert_size
 from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORES
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.row_counts import steps_of
 from finetune.planner.estimate.sampling import sampling
 from finetune.planner.estimate.sharding import nvme
 from finetune.planner.estimate.timing import Times, forward_share
-from finetune.planner.estimate.workload import Adapter, AttentionKind, Workload, lora
+from finetune.planner.estimate.workload import AttentionKind, Workload
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
 from finetune.planner.shapes import published

@@ -75,11 +75,13 @@ class Tape:
         backward: float = 0.0,
         passes: bool = False,
         holds: Iterable[Value] = (),
+        keeps_result: bool = False,
     ) -> Value:
         """Record an operation; returns its output, which needs a gradient if an input does."""
         taken = tuple(inputs)
         output = Value(size, any(value.grad for value in taken))
-        node = Node(taken, (output,), tuple(keeps), forward, backward, passes, tuple(holds))
+        saved = (*keeps, output) if keeps_result else tuple(keeps)
+        node = Node(taken, (output,), saved, forward, backward, passes, tuple(holds))
         self.nodes.append(node)
         return output
 
