@@ -164,12 +164,3 @@ class Architecture:
             visited = self.experts.active * self.experts.weights(self.hidden)
             experts = visited + self.experts.count * self.hidden
         return self.layers * (self.linear_weights + experts) + self.head_weights
-
-    @property
-    def tensors(self) -> int:
-        """Number of parameter tensors."""
-        inner = sum(2 if matrix.bias else 1 for matrix in self.matrices)
-        inner += self.norms * (2 if self.norm == "layer" else 1) + (2 if self.qk_norm else 0)
-        inner += 3 if self.experts is not None else 0
-        outer = 2 + (0 if self.tied and not self.scores else 1) + (1 if self.positions else 0)
-        return self.layers * inner + outer + (1 if self.norm == "layer" else 0)
