@@ -1,7 +1,7 @@
 """Memory that stays allocated between steps, on the device and on the host."""
 
-from finetune.planner.estimate.sharding import deepspeed, nvme
-from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
+from finetune.planner.estimate.sharding import nvme
+from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET, Gradients
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.kernels import SCORE_BLOCK
 
@@ -43,8 +43,9 @@ def _buckets(workload: Workload) -> float:
     layout, trained = workload.layout, workload.trained
     if layout.traits.copies_gradients and layout.processes > 1:
         return trained * float(workload.trained_width)  # DDP copies gradients into buckets
-    if deepspeed.accumulates(workload):
-        return deepspeed.resident_bucket(workload)
+    gradients = Gradients(workload)
+    if gradients.accumulates:
+        return gradients.resident_bucket
     if layout.traits.masters and layout.shard != "optimizer":
         return 2.0 * min(REDUCE_BUCKET, trained) * workload.compute
     return 0.0
