@@ -23,7 +23,7 @@ from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORE
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.row_counts import steps_of
 from finetune.planner.estimate.sampling import sampling
-from finetune.planner.estimate.sharding import nvme
+from finetune.planner.estimate.sharding.nvme import Swapped
 from finetune.planner.estimate.timing import Times, forward_share
 from finetune.planner.estimate.workload import AttentionKind, Workload
 from finetune.planner.kernels import Choice
@@ -386,6 +386,8 @@ def predict(
     option = advice.option(workload, machine)
     stages = memory.by_stage(workload)
     timeline = max(stages, key=lambda found: found.peak.total)
+    on_disk = workload.layout.device == "nvme"
+    disk = Swapped(workload).disk * machine.per_node if on_disk else 0.0
     return Prediction(
         plan,
         machine,
@@ -396,7 +398,7 @@ def predict(
         option.usable,
         option.status,
         option.host,
-        nvme.disk(workload) * machine.per_node,
+        disk,
         option.moved,
         option.times,
         steps_of(plan, rows, row_tokens),

@@ -53,7 +53,15 @@ class _Stage:
         """Number of layers of each part whose weights are gathered."""
         self.moments: dict[str, Moment] = {}
         self.largest: dict[str, float] = {}
-        self.base = {**state(here), "hand-overs": self._receive_buffers(), "casts": self._casts()}
+        # Receive buffers for all micro-batches, from the previous and next stages.
+        received = [n > 0 and n - 1 not in self.parts for n in self.parts]
+        received += [n < self.last and n + 1 not in self.parts for n in self.parts]
+        self.base = {**state(here), "hand-overs": 0.0, "casts": 0.0}
+        self.base["hand-overs"] = sum(received) * here.accumulation * self.stream
+        if here.autocast and self.checkpointed:
+            # Weights in 16 bits, which autocast keeps until the last micro-batch has passed.
+            head = here.shape.head_weights * (self.last in self.parts and here.adapter is None)
+            self.base["casts"] = 2.0 * (cast_weights(here) + head)
         if here.teacher_shape is not None and self.last in self.parts:
             # The teacher's hidden states of all micro-batches.
             states = float(here.tokens * here.teacher_shape.hidden * here.compute)
@@ -74,23 +82,6 @@ class _Stage:
         self.ways = 1 if self.sharded and self.workload.compute != 4 else shape.ways
         self.table = shape.embedding * self.ways * width if here.trains("embedding") else 0.0
         self.head_gradient = shape.head_weights * width if here.trains("head") else 0.0
-
-    def _casts(self) -> float:
-        """Weights in 16 bits, which autocast keeps until the last micro-batch has passed."""
-        here = self.workload
-        if not (here.autocast and self.checkpointed):
-            return 0.0
-        head = here.shape.head_weights * (self.last in self.parts and here.adapter is None)
-        return 2.0 * (cast_weights(here) + head)
-
-    def _receive_buffers(self) -> float:
-        """Bytes of receive buffers from the previous and next stages, for all micro-batches."""
-        count = 0
-        for number in self.parts:
-            alone = set(self.parts)
-            count += number > self.first and number - 1 not in alone
-            count += number < self.last and number + 1 not in alone
-        return count * self.workload.accumulation * self.stream
 
     # Memory in use -------------------------------------------------------------------------------
 

@@ -154,7 +154,10 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
         return waiting
     seconds += workload.trained / layout.group * CPU_ADAM_BYTES * machine.per_node / HOST_BANDWIDTH
     if layout.device == "nvme":
-        seconds += _disk_seconds(workload, NVME_BANDWIDTH / machine.per_node)
+        # Weights, states and gradients are read and written on the process's share of the disk.
+        states = 2 * nvme.STATE_BUFFERS * nvme.STATE_WIDTH * workload.trained / layout.group
+        weights = 2 * workload.accumulation * nvme.Swapped(workload).waiting_weights
+        seconds += (states + weights) / (NVME_BANDWIDTH / machine.per_node)
     return waiting + seconds
 
 
@@ -168,17 +171,6 @@ def copy_seconds(workload: Workload, machine: Machine) -> float:
         weights = workload.shape.layers * workload.unit_bytes + workload.outer_bytes
         moved += 2 * workload.accumulation * weights
     return moved / layout.group / (machine.gpu.pcie * PCIE_EFFICIENCY)
-
-
-def _disk_seconds(workload: Workload, lane: float) -> float:
-    """Seconds per step of reading and writing weights, states and gradients on disk.
-
-    Args:
-        lane: bytes per second of the process's share of the disk.
-    """
-    states = 2 * nvme.STATE_BUFFERS * nvme.STATE_WIDTH * workload.trained / workload.layout.group
-    weights = 2 * workload.accumulation * nvme.waiting_weights(workload)
-    return (states + weights) / lane
 
 
 def moving_seconds(workload: Workload, machine: Machine, tokens: float) -> float:
