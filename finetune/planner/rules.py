@@ -12,7 +12,7 @@ from finetune.planner.engines import TRAITS
 from finetune.planner.families import family_of
 from finetune.planner.kernels import choices, model_type
 from finetune.planner.mesh import mesh_of
-from finetune.planner.padding import against, padding
+from finetune.planner.padding import layout_problems, padding
 from finetune.planner.shapes.config_files import fields_of, known_fields
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.planner.shared_prompts import sharing_problems
@@ -30,7 +30,8 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         *method_problems(recipe),
         *_method(recipe, backend),
         *_batch(recipe, backend, processes),
-        *_padding(recipe, backend),
+        *layout_problems(recipe, known_fields(recipe)),
+        *sharing_problems(recipe, backend, known_fields(recipe)),
         *prequantised(recipe, backend),
         *_quantization(recipe, backend),
         *_adapter(recipe, backend),
@@ -105,19 +106,6 @@ def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
             f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {ways} "
             f"{readers} ({micro} x {ways} = {unit}); use batch.rows={choices}"
         )
-
-
-def _padding(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    batch = recipe.batch
-    if batch.packing and batch.padding_free is False:
-        yield (
-            "batch.padding_free: false, but batch.packing=true concatenates documents; remove one "
-            "of the two"
-        )
-    elif not batch.packing and batch.padding_free is True:
-        for reason in against(recipe, known_fields(recipe)):
-            yield f"batch.padding_free: {reason}; use batch.padding_free=auto, which then pads"
-    yield from sharing_problems(recipe, backend, known_fields(recipe))
 
 
 def method_problems(recipe: Recipe) -> Iterator[str]:

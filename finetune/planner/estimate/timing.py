@@ -121,25 +121,23 @@ def attained(machine: Machine, workload: Workload) -> float:
     return gpu.flops * gpu.mfu * (1.0 if workload.fp16 else gpu.half)
 
 
-def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
-    """Seconds per step of communication on its links."""
+def communication_seconds(
+    moved: Volume, machine: Machine, workload: Workload
+) -> tuple[float, float]:
+    """Seconds per step of communication on its links, and of what blocks computation.
+
+    Between layers or stages of a divided model computation waits.
+    """
     if workload.layout.axes.any:
-        return sum(link.seconds for link in traffic.links(moved, workload, machine))
-    group = workload.layout.group
-    across = machine.nodes > 1 and group > machine.per_node
+        links = traffic.links(moved, workload, machine)
+        blocking = sum(link.seconds for link in links if link.axis in moved.axes)
+        return sum(link.seconds for link in links), blocking
+    across = machine.nodes > 1 and workload.layout.group > machine.per_node
     inside = min(machine.link, machine.network) if across else machine.link
     seconds = moved.inside / (inside * EFFICIENCY) if moved.inside else 0.0
     if moved.between:
         seconds += moved.between / ((machine.network or machine.link) * EFFICIENCY)
-    return seconds
-
-
-def blocking_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
-    """Seconds per step of communication that blocks computation, between layers or stages."""
-    if not workload.layout.axes.any:
-        return 0.0
-    links = traffic.links(moved, workload, machine)
-    return sum(link.seconds for link in links if link.axis in moved.axes)
+    return seconds, 0.0
 
 
 def offload_seconds(workload: Workload, machine: Machine) -> float:
@@ -213,8 +211,7 @@ def times(
     else:
         moves = moving_seconds(workload, machine, tokens) / (1 - waits)
         here = max(compute, launches, compute * machine.gpu.mfu / PRODUCTS + moves)
-    links = communication_seconds(moved, machine, workload)
-    blocked = blocking_seconds(moved, machine, workload)
+    links, blocked = communication_seconds(moved, machine, workload)
     offload = offload_seconds(workload, machine)
     overlap = OVERLAP_FAST if machine.fast else OVERLAP_SLOW
     moving = links - blocked + offload
