@@ -50,8 +50,11 @@ class Family:
     """Computation between backbone and loss: only the head, or the head followed by
     cap * tanh(x / cap) (`final_logit_softcapping`), a division (`logits_scaling`), or a
     multiplication (`logit_scale`). None if it is not known."""
+    classes: str = ""
+    """Beginning of the names of its classes in transformers, if `finetune/kernels` has kernels for
+    them."""
     unfused: tuple[str, ...] = ()
-    """Kernel options without an implementation for it in `finetune/kernels`."""
+    """Kernel options (`norm`, `activation`, `rotary`) without an implementation for them."""
     compiles: bool = False
     """Whether `kernels.blocks=compiled` is supported: blocks without experts."""
 
@@ -90,37 +93,41 @@ _LLAMA = Family(logits="plain", compiles=True, divides=(*_DENSE, "context"), sha
 _GEMMA = dataclasses.replace(_LLAMA, divides=_DENSE, gemma=True)
 
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": dataclasses.replace(_LLAMA, qkv_bias=True),
-    "qwen3": dataclasses.replace(_LLAMA, qk_norm=True),
-    "smollm3": dataclasses.replace(_LLAMA, divides=_DENSE),
-    "gemma": _GEMMA,
-    "gemma2": dataclasses.replace(_GEMMA, logits="softcapped", sdpa=False, norms=4, capped=True),
-    "gemma3_text": dataclasses.replace(_GEMMA, logits="softcapped", norms=4, qk_norm=True),
-    "granite": Family(logits="divided", compiles=True, divides=("tensor",)),
+    "llama": dataclasses.replace(_LLAMA, classes="Llama"),
+    "mistral": dataclasses.replace(_LLAMA, classes="Mistral"),
+    "qwen2": dataclasses.replace(_LLAMA, classes="Qwen2", qkv_bias=True),
+    "qwen3": dataclasses.replace(_LLAMA, classes="Qwen3", qk_norm=True),
+    "smollm3": dataclasses.replace(_LLAMA, classes="SmolLM3", divides=_DENSE),
+    "gemma": dataclasses.replace(_GEMMA, classes="Gemma"),
+    "gemma2": dataclasses.replace(
+        _GEMMA, classes="Gemma2", logits="softcapped", sdpa=False, norms=4, capped=True
+    ),
+    "gemma3_text": dataclasses.replace(
+        _GEMMA, classes="Gemma3", logits="softcapped", norms=4, qk_norm=True
+    ),
+    "granite": Family(classes="Granite", logits="divided", compiles=True, divides=("tensor",)),
     "cohere": Family(logits="multiplied", unfused=_ALL, compiles=True, divides=_DENSE),
     "cohere2": Family(logits="multiplied", unfused=_ALL, divides=_DENSE),
     "phi3": Family(
-        logits="plain", unfused=("activation", "rotary"), compiles=True,
+        classes="Phi3", logits="plain", unfused=("activation", "rotary"), compiles=True,
         divides=("pipeline",), shape="phi3",
     ),
     "olmo2": Family(
-        logits="plain", unfused=("norm", "rotary"), compiles=True,
+        classes="Olmo2", logits="plain", unfused=("norm", "rotary"), compiles=True,
         divides=("pipeline",),
     ),
     "gpt2": Family(transposed=True, shape="gpt2"),
     "gpt_neox": Family(shape="gpt_neox"),
     # Mixtures of experts.
     "mixtral": Family(
-        logits="plain", unfused=("activation",), balance=0.001,
+        classes="Mixtral", logits="plain", unfused=("activation",), balance=0.001,
         divides=_MIXTURE, shape="llama",
     ),
     "qwen3_moe": Family(
-        logits="plain", unfused=("activation",), balance=0.001,
+        classes="Qwen3Moe", logits="plain", unfused=("activation",), balance=0.001,
         divides=_MIXTURE, shape="llama", qk_norm=True,
     ),
-    "qwen2_moe": Family(logits="plain", balance=0.001, divides=_MIXTURE[:3]),
+    "qwen2_moe": Family(classes="Qwen2Moe", logits="plain", balance=0.001, divides=_MIXTURE[:3]),
     "olmoe": Family(balance=0.01, divides=_MIXTURE[1:], gathers=True),
     "flex_olmo": Family(balance=0.01),
     "gpt_oss": Family(balance=0.001, sdpa=False, sinks=True),
@@ -208,6 +215,12 @@ def family_of(model: Mapping[str, Any] | str | None) -> Family:
     """What is known of a model, by its config or its `model_type`."""
     kind = model.get("model_type") if isinstance(model, Mapping) else model
     return FAMILIES.get(str(kind), _OTHER)
+
+
+def fused_classes(option: str) -> list[tuple[str, Family]]:
+    """Beginnings of class names for which a kernel option is implemented, with their families."""
+    known = [family for family in FAMILIES.values() if option not in family.unfused]
+    return [(family.classes, family) for family in known if family.classes]
 
 
 def dividing(axis: Axis) -> list[str]:
