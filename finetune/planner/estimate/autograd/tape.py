@@ -81,8 +81,7 @@ class Tape:
         taken = tuple(inputs)
         output = Value(size, any(value.grad for value in taken))
         saved = (*keeps, output) if keeps_result else tuple(keeps)
-        node = Node(taken, (output,), saved, forward, backward, passes, tuple(holds))
-        self.nodes.append(node)
+        self.nodes.append(Node(taken, (output,), saved, forward, backward, passes, tuple(holds)))
         return output
 
     def halves(self, value: Value) -> tuple[Value, Value]:
