@@ -127,7 +127,7 @@ def _page(
             f"tokens/s on this CPU if every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
             f"process (measured), {gpu.mfu:.0%} of it in products (an assumption)"
         )
-        found = judges(prediction.plan.recipe, lambda each: model_source(each).shape, cpu=True)
+        found = judges(prediction.plan.recipe, cpu=True)
         lines += [page.judge_words(found)] if found else []
         if prediction.seconds is not None:
             long = page.duration(prediction.seconds)

@@ -17,7 +17,6 @@ from finetune.planner.estimate.divisions import slow_links
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.predict import (
     Prediction,
-    config_of,
     model_source,
     predict,
     workload_of,
@@ -27,6 +26,7 @@ from finetune.planner.estimate.workload import Workload
 from finetune.planner.families import family_of
 from finetune.planner.plan import Plan, plan
 from finetune.planner.rules import incompatibilities
+from finetune.planner.shapes.config_files import config_of
 from finetune.recipe import Recipe
 from finetune.runs import limits
 

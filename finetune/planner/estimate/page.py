@@ -6,7 +6,7 @@ from finetune.planner.estimate.advice import Option, micro_tokens
 from finetune.planner.estimate.changes import Change
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
-from finetune.planner.estimate.predict import Prediction, model_source
+from finetune.planner.estimate.predict import Prediction
 from finetune.planner.estimate.sampling import Sampling, gathered_weights, sampling
 
 BAR = 36
@@ -17,15 +17,11 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
     parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
     if prediction.workload.layout.axes.any:
         parts.insert(1, division(prediction))
-    plan, width = prediction.plan, 2 if prediction.plan.backend.precision == "bf16" else 4
-    shape = prediction.source.shape
-    weights = gathered_weights(prediction.workload)
-    sampled = sampling(
-        plan.recipe, shape, plan.processes, width, prediction.machine, weights=weights
-    )
+    plan, weights = prediction.plan, gathered_weights(prediction.workload)
+    sampled = sampling(plan, prediction.source.shape, prediction.machine, weights=weights)
     if sampled is not None:
         parts.append(sampling_words(sampled))
-    found = judges(plan.recipe, lambda recipe: model_source(recipe).shape, cpu=False)
+    found = judges(plan.recipe, cpu=False)
     if found:
         parts.append(judge_words(found))
     if changes:
