@@ -91,8 +91,6 @@ class _Step:
         if self.deepspeed:
             self.whole, self.standing = self.buckets.reduced, self.buckets.standing
         self.loss = workload.loss.retained * workload.tokens * shape.vocab
-        # Checkpoints keep the input of each layer, in addition to what its tape holds.
-        self.checkpointed = workload.checkpointing in ("full", "attention")
         self.trained_experts = workload.divided_experts if adapter is None else 0.0
         """Trained elements of a layer's experts if they are a separate unit, reduced first."""
         # Gradient of a head in FSDP's root unit, which is reduced last; of any other head during
@@ -126,11 +124,11 @@ class _Step:
     def timeline(self) -> Timeline:
         run, kept = self.run, self.run.kept_by(self.layers)
         # Autocast caches its casts until its context ends, despite checkpointing.
-        cached = self.workload.autocast and self.checkpointed
+        cached = self.workload.autocast and self.workload.recomputes
         casts = 2.0 * cast_weights(self.workload) if cached else 0.0
         stream = float(self.workload.tokens * self.workload.shape.hidden)
         self.incoming = stream * self.workload.residual
-        inside = run.layer.passing if self.checkpointed else run.layer.forward
+        inside = run.layer.passing if self.workload.recomputes else run.layer.forward
         found = loading(self.workload)
         moments = [Moment("loading", found)] if found else []
         moments += [
@@ -194,9 +192,9 @@ class _Step:
     def _layer(self, name: str, index: int) -> Moment:
         """Backward pass of the layer at `index`, counted from the last layer."""
         run, workload = self.run, self.workload
-        below = self.run.kept_by(self.layers - index - (0 if self.checkpointed else 1))
+        below = self.run.kept_by(self.layers - index - (0 if self.workload.recomputes else 1))
         transient = run.layer.backward
-        if self.checkpointed:  # the layer's forward pass again, with the incoming gradient
+        if self.workload.recomputes:  # the layer's forward pass again, with the incoming gradient
             transient = max(transient, run.layer.forward + self.incoming)
         if workload.immediate or self.in_buckets:
             transient -= run.layer.gradients

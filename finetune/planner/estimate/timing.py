@@ -62,8 +62,7 @@ def forward_share(workload: Workload) -> float:
 
 def _passes(workload: Workload) -> int:
     """Computation of a step including gradients, in forward passes."""
-    recomputes = workload.checkpointing in ("full", "attention")
-    return (2 if workload.adapter is not None else 3) + recomputes
+    return (2 if workload.adapter is not None else 3) + workload.recomputes
 
 
 def step_flops(
@@ -171,14 +170,6 @@ def copy_seconds(workload: Workload, machine: Machine) -> float:
     return moved / layout.group / (machine.gpu.pcie * PCIE_EFFICIENCY)
 
 
-def moving_seconds(workload: Workload, machine: Machine, tokens: float) -> float:
-    """Seconds per step of operations other than products on a GPU, the same for every engine."""
-    narrow = workload if workload.scheme == "fp32" else dataclasses.replace(workload, scheme="fsdp")
-    rest = operations(part.here(narrow) if narrow.layout.axes.any else narrow, tokens)
-    factor = LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER
-    return (factor * rest.layers + LOSS * rest.loss) / machine.gpu.bandwidth
-
-
 def times(
     workload: Workload, machine: Machine, moved: Volume, slots: float | None = None,
     length: float | None = None,
@@ -191,7 +182,7 @@ def times(
     """
     per_token = flops_per_token(
         workload.shape, length or workload.length, True, workload.adapter is not None,
-        workload.checkpointing in ("full", "attention"),
+        workload.recomputes,
     )  # fmt: skip
     layout = workload.layout
     if slots is None:  # processes that train on the same rows divide the work
@@ -209,7 +200,13 @@ def times(
         moves = (rest.layers + rest.loss + rest.updates) / machine.gpu.bandwidth
         here = compute + launches + moves
     else:
-        moves = moving_seconds(workload, machine, tokens) / (1 - waits)
+        # Operations other than products, the same for every engine.
+        narrow = workload
+        if workload.scheme != "fp32":
+            narrow = dataclasses.replace(workload, scheme="fsdp")
+        others = operations(part.here(narrow) if layout.axes.any else narrow, tokens)
+        factor = LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER
+        moves = (factor * others.layers + LOSS * others.loss) / machine.gpu.bandwidth / (1 - waits)
         here = max(compute, launches, compute * machine.gpu.mfu / PRODUCTS + moves)
     links, blocked = communication_seconds(moved, machine, workload)
     offload = offload_seconds(workload, machine)

@@ -232,6 +232,11 @@ class Workload:
         return self.trained_width
 
     @property
+    def recomputes(self) -> bool:
+        """Whether a layer's forward pass runs again in the backward pass, from its kept input."""
+        return self.checkpointing in ("full", "attention")
+
+    @property
     def trains_all(self) -> bool:
         """Whether the layer's own weights get gradients."""
         return self.adapter is None
