@@ -99,7 +99,7 @@ def _unsupported(axes: Axes, kind: str, experts: int) -> Iterator[str]:
     for axis, (size, fact) in needed.items():
         if size > 1 and fact not in family_of(kind).divides:
             yield (
-                f"--{axis} {size}: {axis} parallelism of {kind} is not supported; supported types: "
+                f"--{axis} {size}: {axis.removesuffix('s')} parallelism of {kind} is not supported; supported types: "
                 f"{', '.join(dividing(fact))}; use fsdp_full_shard, which shards any"
             )
     if axes.experts > 1 and not mixture:
