@@ -14,19 +14,38 @@ from finetune.planner.estimate import (
     communication,
     divisions,
     memory,
-    states,
     timing,
     totals,
 )
-from finetune.planner.estimate.adapters import adapter_size
+from finetune.planner.estimate import workload as workloads
+from finetune.planner.estimate.adapters import adapter_size, lora
 from finetune.planner.estimate.hardware import NETWORKS, machine
-from finetune.planner.estimate.head_losses import LOSSES, Loss
+from finetune.planner.estimate.head_losses import HF, LINEAR, Loss
 from finetune.planner.estimate.layout import Layout, of_backend
-from finetune.planner.estimate.workload import Workload, lora
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture, Matrix
 from finetune.planner.shapes.read_config import read
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "GB 1e9": 1e9, "bytes": 1.0}
+
+LOSSES = {
+    loss.name: loss
+    for loss in (
+        HF,
+        LINEAR,
+        # The model's output keeps a reference to the bf16 logits during the backward pass.
+        Loss("hf_output_kept", exact=True, retained=2),
+        # Accelerate's autocast returns fp32 logits, which the output keeps alive: 4 more bytes.
+        Loss("hf_autocast", exact=True, retained=4),
+        # transformers < 4.45: fp32 logits, shifted copy, log-probabilities, two gradients: 20.
+        Loss("hf_pre_4.45", forward=12, saved=8, backward=16, retained=4),
+        # Cross-entropy in 8 chunks of bf16 logits: an eager chunk holds 12 bytes, a compiled one 4.
+        Loss("chunked8", forward=12 / 8, saved=2, backward=2 + 12 / 8),
+        Loss("chunked8_compiled", forward=4 / 8, saved=2, backward=2 + 4 / 8),
+        # litgpt computes fp32 cross-entropy in chunks of 128 rows, and keeps log-probabilities.
+        Loss("litgpt_chunked", forward=8, saved=6, backward=10),
+    )
+}
 
 
 def zero_states(inputs: Inputs) -> float:
@@ -34,14 +53,16 @@ def zero_states(inputs: Inputs) -> float:
     shards |= {"none": "none", "baseline": "none"}
     shard: Any = shards[inputs["stage"]]
     layout = Layout("ddp" if shard == "none" else "deepspeed", shard, inputs["dp"])
-    held = dataclasses.replace(states.MIXED, optimizer=inputs.get("k_opt", 12)).held(layout)
+    held = dataclasses.replace(published_formulas.MIXED, optimizer=inputs.get("k_opt", 12)).held(
+        layout
+    )
     return held * inputs["params"] / UNITS[inputs.get("unit", "GB")]
 
 
 def zero_factor(inputs: Inputs) -> float:
     stages: dict[int, Any] = {0: "none", 1: "optimizer", 2: "grads", 3: "params"}
     layout = Layout("deepspeed", stages[inputs["stage"]], inputs["dp"])
-    return states.MIXED.saving(layout)
+    return published_formulas.MIXED.saving(layout)
 
 
 def seed_numbers(inputs: Inputs) -> Any:
@@ -58,7 +79,7 @@ def seed_numbers(inputs: Inputs) -> Any:
             "fsdp_grad": "grads",
         }
         layout = Layout("deepspeed", shard[inputs["strategy"]], inputs["dp"])
-        each = states.FULL if inputs["dtype"] == "fp32" else states.MIXED
+        each = published_formulas.FULL if inputs["dtype"] == "fp32" else published_formulas.MIXED
         parts = {
             "params": dataclasses.replace(each, gradients=0, optimizer=0),
             "grads": dataclasses.replace(each, weights=0, optimizer=0),
@@ -78,8 +99,8 @@ def seed_numbers(inputs: Inputs) -> Any:
     if "accum" in inputs:
         return {"comm_saved_fraction": published_formulas.no_sync_saving(inputs["accum"])}
     return {
-        "bucket_mb": communication.DDP_BUCKET / 2**20,
-        "first_bucket_mb": communication.DDP_FIRST_BUCKET / 2**20,
+        "bucket_mb": published_formulas.DDP_BUCKET / 2**20,
+        "first_bucket_mb": published_formulas.DDP_FIRST_BUCKET / 2**20,
     }
 
 
@@ -100,9 +121,9 @@ def param_count(inputs: Inputs) -> Any:
 
 def nf4(inputs: Inputs) -> float:
     if "blocksize" in inputs:
-        return states.nf4_bits(inputs["double_quant"], inputs["blocksize"])
+        return workloads.nf4_bits(inputs["double_quant"], inputs["blocksize"])
     weights = inputs.get("quantised_params", inputs.get("params", 0.0))
-    return (states.nf4_bytes(weights, False) - states.nf4_bytes(weights)) / 1e9
+    return (workloads.nf4_bytes(weights, False) - workloads.nf4_bytes(weights)) / 1e9
 
 
 def megatron_act(inputs: Inputs) -> float:

@@ -4,9 +4,47 @@ import dataclasses
 import math
 from typing import Literal
 
-from finetune.planner.estimate import communication, states
+from finetune.planner.estimate import communication
+from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.workload import nf4_bits
 
 Recompute = Literal["none", "tp", "tp_sp", "tp_selective", "tp_sp_selective", "full_recompute"]
+
+# torch 2.13 DistributedDataParallel: bucket_cap_mb, and the smaller first bucket.
+DDP_BUCKET = 25 * 2**20
+DDP_FIRST_BUCKET = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class PerParameter:
+    """Bytes per trained parameter before sharding."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    """Moments, and fp32 master weights if the engine has them."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    def held(self, layout: Layout) -> float:
+        """Bytes per parameter on one process."""
+        return (
+            self.weights / layout.share("params")
+            + self.gradients / layout.share("grads")
+            + self.optimizer / layout.share("optimizer")
+        )
+
+    def saving(self, layout: Layout) -> float:
+        """Reduction factor against no sharding: at most 4 (ZeRO-1) or 8 (ZeRO-2), not N."""
+        return self.total / self.held(layout)
+
+
+# ZeRO paper, section 3.1: fp16 weights and gradients, fp32 master weights and two fp32 moments.
+MIXED = PerParameter(2, 2, 12)
+FULL = PerParameter(4, 4, 8)
+PURE_BF16 = PerParameter(2, 2, 4)
 
 
 def attention_term(heads: int, length: int, hidden: int) -> float:
@@ -121,10 +159,10 @@ def rules_of_thumb(parameters: float) -> dict[str, float]:
 
     LLaMA-Factory's README and Unsloth's requirements page have such numbers.
     """
-    nf4 = states.nf4_bits() / 8 * (1 - UNQUANTISED) + 2 * UNQUANTISED
+    nf4 = nf4_bits() / 8 * (1 - UNQUANTISED) + 2 * UNQUANTISED
     each = {
-        "full_bf16_amp": states.MIXED.total + 2,  # fp32 gradients are copied for reduction
-        "full_pure_bf16": states.PURE_BF16.total,
+        "full_bf16_amp": MIXED.total + 2,  # fp32 gradients are copied for reduction
+        "full_pure_bf16": PURE_BF16.total,
         "lora16": 2.0,
         "qlora8": 1.0 * (1 - UNQUANTISED) + 2 * UNQUANTISED,
         "qlora4": nf4,

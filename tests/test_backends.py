@@ -235,7 +235,7 @@ def test_a_disk_holds_what_zero_infinity_offloads(tiny, train, finetune, tmp_pat
     swapped = sum(file.stat().st_size for file in (offloaded.root / "offload").rglob("*.swp"))
     settled = plan(catalog.load(recipe), "zero3_nvme", 2, "fp32")
     workload = predict.workload_of(settled, predict.model_source(settled.recipe).shape)
-    assert swapped == pytest.approx(2 * nvme.disk(workload), rel=0.01)
+    assert swapped == pytest.approx(2 * nvme.Swapped(workload).disk, rel=0.01)
     resumed = cut_off(offloaded, tmp_path / "resumed", step=3)  # the best, which retention kept
     launch(finetune, recipe, "zero3_nvme", resumed.root, "--resume")
     assert apart(resumed, offloaded) < 5e-5

@@ -334,7 +334,7 @@ def test_an_architecture_that_was_not_shown_to_keep_documents_apart_is_refused()
     told = "concatenated documents have not been shown to be exact for 'bloom' models"
     for recipe, problem in (
         (packed, f"batch.packing: {told}; set batch.packing=false"),
-        (free, f"batch.padding_free: {told}; use batch.padding_free=auto, which pads there"),
+        (free, f"batch.padding_free: {told}; use batch.padding_free=auto, which then pads"),
     ):
         assert list(problems_of(check_layout, recipe, bloom)) == [problem]
     check_layout(SFT(), bloom)

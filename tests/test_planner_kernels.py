@@ -15,14 +15,15 @@ from finetune.kernels.norm import fuse_norms
 from finetune.kernels.rotary import fuse_rotations
 from finetune.planner import plan
 from finetune.planner.estimate import memory
+from finetune.planner.estimate.adapters import lora
 from finetune.planner.estimate.autograd.layer import Layer
 from finetune.planner.estimate.autograd.tape import Tape, Value, trace
 from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.head_losses import CHUNKED, OURS
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import workload_of
-from finetune.planner.estimate.sharding import deepspeed
-from finetune.planner.estimate.workload import Workload, lora
+from finetune.planner.estimate.sharding.deepspeed import Gradients
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
 
 SMALL = BASE | {
@@ -170,11 +171,11 @@ def test_an_offloaded_optimizer_leaves_gradients_in_both_places(cpu):
         for shard in ("grads", "params")
     )
     # ZeRO-2: fp32 and bf16 of its share, and room for a gradient on either side.
-    assert deepspeed.standing(two) == 2 * table + ((4 + 2) * trained / 2 + 2 * table if cpu else 0)
-    assert deepspeed.reduced(two) == 4 * trained / 2  # on the device, whatever is offloaded
-    assert not deepspeed.leave(two)
-    assert deepspeed.standing(three) == 4 * trained / 2 + (4 * trained / 2 if cpu else 0)
-    assert deepspeed.leave(three) != cpu
+    assert Gradients(two).standing == 2 * table + ((4 + 2) * trained / 2 + 2 * table if cpu else 0)
+    assert Gradients(two).reduced == 4 * trained / 2  # on the device, whatever is offloaded
+    assert not Gradients(two).leave
+    assert Gradients(three).standing == 4 * trained / 2 + (4 * trained / 2 if cpu else 0)
+    assert Gradients(three).leave != cpu
 
 
 def test_a_full_bucket_is_reduced_while_layers_run():

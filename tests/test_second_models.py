@@ -93,7 +93,7 @@ def test_a_reward_model_is_planned_with_its_forward_pass(tiny: Tiny, tmp_path: P
         Model(str(folder)), data=(Data("prompts.jsonl", "prompts"),), batch=Batch(16, 4, 128),
         reward_funcs=(Reward(str(folder)),), max_completion_length=64,
     )  # fmt: skip
-    (planned,) = judges(recipe, lambda each: model_source(each).shape, cpu=True)
+    (planned,) = judges(recipe, cpu=True)
     scorer = scores._scorer(str(folder))
     weights = sum(each.nbytes for each in scorer.network.parameters())
     assert planned.weights == weights
@@ -104,11 +104,11 @@ def test_a_reward_model_is_planned_with_its_forward_pass(tiny: Tiny, tmp_path: P
     settled = plan(recipe, backend.load("single"), 1, "bf16")
     card = hardware.Machine(hardware.gpu("h100-80"))
     found = predict(settled, card)
-    (there,) = judges(recipe, lambda each: model_source(each).shape, cpu=False)
+    (there,) = judges(recipe, cpu=False)
     assert there.weights == weights / 2
     left = card.gpu.memory - card.outside - card.gpu.context - there.memory
     assert found.usable == pytest.approx(left * hardware.RESERVE)
     assert f"reward model {folder}: 7 MB of weights" in found.page()
     gone = dataclasses.replace(recipe, reward_funcs=(Reward("runs/gone"),))
     with pytest.raises(FinetuneError, match="reward_funcs: 'runs/gone': the folder does not exist"):
-        judges(gone, lambda each: model_source(each).shape, cpu=True)
+        judges(gone, cpu=True)

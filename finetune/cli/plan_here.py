@@ -3,13 +3,13 @@
 import argparse
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, hardware, memory, page, totals
-from finetune.planner.estimate.callbacks import Measure, Verification, Verify
 from finetune.planner.estimate.judges import judges
 from finetune.planner.estimate.predict import (
     Prediction,
@@ -21,6 +21,14 @@ from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan, plan
 from finetune.recipe import Recipe
 from finetune.runs import limits
+
+if TYPE_CHECKING:  # tracing imports torch
+    from finetune.verification.memory.launch import Stages, Verification
+
+Measure = Callable[[backends.Precision], float]
+"""Measures the FLOP/s of matrix products on this machine's CPU, over all cores."""
+Verify = Callable[[Plan, Workload | None], "Verification | Stages"]
+"""Traces a plan and compares the trace with the predictions for a workload, if one is given."""
 
 
 def plain(
@@ -74,7 +82,7 @@ def plain(
     return status(found)
 
 
-def status(found: Verification | None) -> int:
+def status(found: "Verification | Stages | None") -> int:
     """Exit status: 1 if a trace disagrees with the plan's numbers."""
     return 0 if found is None or found.agrees else 1
 
@@ -119,7 +127,7 @@ def _page(
             f"tokens/s on this CPU if every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
             f"process (measured), {gpu.mfu:.0%} of it in products (an assumption)"
         )
-        found = judges(prediction.plan.recipe, lambda each: model_source(each).shape, cpu=True)
+        found = judges(prediction.plan.recipe, cpu=True)
         lines += [page.judge_words(found)] if found else []
         if prediction.seconds is not None:
             long = page.duration(prediction.seconds)

@@ -9,16 +9,14 @@ from typing import Any, Literal
 
 from finetune import backend as backends
 from finetune.cli.options import axes_of
-from finetune.cli.plan_here import plain, status
+from finetune.cli.plan_here import Measure, Verify, plain, status
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, changes, divisions, hardware, page
 from finetune.planner.estimate.answers import described, whole_numbers, without_machine
-from finetune.planner.estimate.callbacks import Measure, Verify
 from finetune.planner.estimate.divisions import slow_links
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.predict import (
     Prediction,
-    config_of,
     model_source,
     predict,
     workload_of,
@@ -28,6 +26,7 @@ from finetune.planner.estimate.workload import Workload
 from finetune.planner.families import family_of
 from finetune.planner.plan import Plan, plan
 from finetune.planner.rules import incompatibilities
+from finetune.planner.shapes.config_files import config_of
 from finetune.recipe import Recipe
 from finetune.runs import limits
 

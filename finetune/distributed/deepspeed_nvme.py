@@ -20,7 +20,7 @@ from finetune.planner.estimate.sharding.nvme import (
     SUB_GROUP,
     SWAPPABLE,
     WEIGHT_BUFFERS,
-    disk,
+    Swapped,
 )
 
 EXTENSION = """#pragma once
@@ -48,7 +48,8 @@ def require_room(plan: Plan, folder: Path, processes: int) -> None:
     except OSError as error:
         raise FinetuneError(f"--nvme-path {folder}: {error.strerror}") from None
     try:
-        needed = processes * disk(workload_of(plan, model_source(plan.recipe).shape))
+        workload = workload_of(plan, model_source(plan.recipe).shape)
+        needed = processes * Swapped(workload).disk
     except FinetuneError:
         return  # the formulas do not know the model
     if needed > free:

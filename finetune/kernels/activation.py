@@ -13,11 +13,9 @@ from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from finetune.kernels.chains import chain
+from finetune.planner.families import fused_classes
 
-FEED_FORWARDS = (
-    "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen2MoeMLP", "Qwen3MoeMLP", "GemmaMLP",
-    "Gemma2MLP", "Gemma3MLP", "GraniteMLP", "Olmo2MLP", "SmolLM3MLP",
-)  # fmt: skip
+FEED_FORWARDS = {f"{name}MLP" for name, _ in fused_classes("activation")}
 """Classes of transformers 5.23 that compute down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
 TANH = (GELUTanh,)
 SILU = (nn.SiLU, SiLUActivation)

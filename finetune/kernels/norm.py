@@ -13,21 +13,11 @@ import torch
 from torch import nn
 
 from finetune.kernels.chains import Chain, chain
+from finetune.planner.families import fused_classes
 
-NORMS: dict[str, str] = {
-    "LlamaRMSNorm": "variance_epsilon",
-    "MistralRMSNorm": "variance_epsilon",
-    "MixtralRMSNorm": "variance_epsilon",
-    "Qwen2RMSNorm": "variance_epsilon",
-    "Qwen3RMSNorm": "variance_epsilon",
-    "Qwen2MoeRMSNorm": "variance_epsilon",
-    "Qwen3MoeRMSNorm": "variance_epsilon",
-    "GraniteRMSNorm": "variance_epsilon",
-    "Phi3RMSNorm": "variance_epsilon",
-    "SmolLM3RMSNorm": "variance_epsilon",
-    "GemmaRMSNorm": "eps",
-    "Gemma2RMSNorm": "eps",
-    "Gemma3RMSNorm": "eps",
+NORMS = {
+    f"{name}RMSNorm": "eps" if family.gemma else "variance_epsilon"
+    for name, family in fused_classes("norm")
 }
 """Classes of transformers 5.23 with this formula, and their attribute for eps. Gemma's classes
 multiply by 1 + w in fp32; the others round x / rms(x) first."""

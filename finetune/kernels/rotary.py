@@ -14,12 +14,9 @@ import torch
 from torch import nn
 
 from finetune.kernels.chains import chain
+from finetune.planner.families import fused_classes
 
-ATTENTIONS = (
-    "LlamaAttention", "MistralAttention", "MixtralAttention", "Qwen2Attention", "Qwen3Attention",
-    "Qwen2MoeAttention", "Qwen3MoeAttention", "GemmaAttention", "Gemma2Attention",
-    "Gemma3Attention", "GraniteAttention", "SmolLM3Attention",
-)  # fmt: skip
+ATTENTIONS = {f"{name}Attention" for name, _ in fused_classes("rotary")}
 """Classes of transformers 5.23 that rotate complete heads by this formula."""
 ROTATION = "apply_rotary_pos_emb"
 """Name of the function that their forward passes call."""

@@ -30,7 +30,7 @@ from finetune.kernels.precision import compute_dtype
 from finetune.kernels.repeated import repeated
 from finetune.planner.families import family_of
 from finetune.planner.kernels import against_one_call
-from finetune.planner.padding import Padding, against, leaks, padding
+from finetune.planner.padding import Padding, layout_problems, padding
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
@@ -68,18 +68,7 @@ def check_layout(recipe: Recipe, config: PreTrainedConfig) -> None:
     Raises:
         FinetuneError: with every reason.
     """
-    fields = config.to_dict()
-    if recipe.batch.packing:
-        found = leaks(fields, recipe.batch.max_length)
-        problems = [f"batch.packing: {reason}; set batch.packing=false" for reason in found]
-    elif recipe.batch.padding_free is True:
-        problems = [
-            f"batch.padding_free: {reason}; use batch.padding_free=auto, which pads there"
-            for reason in against(recipe, fields)
-        ]
-    else:
-        return
-    if problems:
+    if problems := [*layout_problems(recipe, config.to_dict())]:
         raise FinetuneError(*problems)
 
 

@@ -98,9 +98,10 @@ def _unsupported(axes: Axes, kind: str, experts: int) -> Iterator[str]:
     }
     for axis, (size, fact) in needed.items():
         if size > 1 and fact not in family_of(kind).divides:
+            name = axis.removesuffix("s")
             yield (
-                f"--{axis} {size}: {axis} parallelism of {kind} is not supported; supported types: "
-                f"{', '.join(dividing(fact))}; use fsdp_full_shard, which shards any"
+                f"--{axis} {size}: {name} parallelism of {kind} is not supported; "
+                f"supported types: {', '.join(dividing(fact))}; use fsdp_full_shard"
             )
     if axes.experts > 1 and not mixture:
         yield f"--experts {axes.experts}: {kind} has no experts to divide; use fsdp_full_shard"

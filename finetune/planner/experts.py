@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.errors import FinetuneError
 from finetune.planner.families import family_of
-from finetune.planner.shapes.read_config import read
 from finetune.recipe import Model
 
 EXPERT_FIELDS = (
@@ -50,15 +48,3 @@ def expert_count(fields: Mapping[str, Any]) -> int:
     ]  # fmt: skip
     counts: list[Any] = [place.get(name) for place in (fields, *inner) for name in EXPERT_FIELDS]
     return max((count for count in counts if isinstance(count, int)), default=0)
-
-
-def quantised_share(fields: Mapping[str, Any]) -> float | None:
-    """Fraction of a model's weights that bitsandbytes packs; None if not known.
-
-    It packs linear layers, without the embeddings, the head, and the tensors of experts.
-    """
-    try:
-        shape = read(fields)
-    except FinetuneError:
-        return None
-    return shape.layers * shape.linear_weights / shape.parameters

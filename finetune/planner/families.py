@@ -1,7 +1,7 @@
 """What is known of each architecture, by `model_type` of transformers 5.23.
 
 A new architecture is one entry of `FAMILIES`, which states only what differs from the defaults of
-`Family`; a type without an entry has all of them. Tests compare the facts with transformers.
+`Family`. Tests compare the facts with transformers.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ class Family:
     """Adapter targets to use instead of `all-linear`, if its kernels of Mamba read the weights of
     other modules directly, which PEFT 0.21 refuses."""
 
-    concatenates: bool = False
-    """Whether tests show that training on concatenated documents is exact. Others may carry a state
-    across documents or use masks of their own."""
+    concatenates: bool = True
+    """Whether tests show that training on concatenated documents is exact. Others, and types
+    without an entry, may carry a state across documents or use masks of their own."""
     recurrent: tuple[str, ...] = ()
     """Classes of layers with a recurrent state: each is run once per document."""
     forgetful: tuple[str, ...] = ()
@@ -50,8 +50,11 @@ class Family:
     """Computation between backbone and loss: only the head, or the head followed by
     cap * tanh(x / cap) (`final_logit_softcapping`), a division (`logits_scaling`), or a
     multiplication (`logit_scale`). None if it is not known."""
+    classes: str = ""
+    """Beginning of the names of its classes in transformers, if `finetune/kernels` has kernels for
+    them."""
     unfused: tuple[str, ...] = ()
-    """Kernel options without an implementation for it in `finetune/kernels`."""
+    """Kernel options (`norm`, `activation`, `rotary`) without an implementation for them."""
     compiles: bool = False
     """Whether `kernels.blocks=compiled` is supported: blocks without experts."""
 
@@ -81,90 +84,81 @@ class Family:
     """Whether scores and logits are soft-capped if the config does not name the caps."""
 
 
+_OTHER = Family(concatenates=False)
+"""Of a type without an entry."""
 _DENSE: tuple[Axis, ...] = ("tensor", "pipeline")
 _MIXTURE: tuple[Axis, ...] = ("pipeline", "context", "sequence", "experts")
 _ALL = ("norm", "activation", "rotary")
-_LLAMA = Family(
-    concatenates=True, logits="plain", compiles=True, divides=(*_DENSE, "context"), shape="llama"
-)
+_LLAMA = Family(logits="plain", compiles=True, divides=(*_DENSE, "context"), shape="llama")
 _GEMMA = dataclasses.replace(_LLAMA, divides=_DENSE, gemma=True)
 
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": dataclasses.replace(_LLAMA, qkv_bias=True),
-    "qwen3": dataclasses.replace(_LLAMA, qk_norm=True),
-    "smollm3": dataclasses.replace(_LLAMA, divides=_DENSE),
-    "gemma": _GEMMA,
-    "gemma2": dataclasses.replace(_GEMMA, logits="softcapped", sdpa=False, norms=4, capped=True),
-    "gemma3_text": dataclasses.replace(_GEMMA, logits="softcapped", norms=4, qk_norm=True),
-    "granite": Family(concatenates=True, logits="divided", compiles=True, divides=("tensor",)),
-    "cohere": Family(
-        concatenates=True, logits="multiplied", unfused=_ALL, compiles=True, divides=_DENSE
+    "llama": dataclasses.replace(_LLAMA, classes="Llama"),
+    "mistral": dataclasses.replace(_LLAMA, classes="Mistral"),
+    "qwen2": dataclasses.replace(_LLAMA, classes="Qwen2", qkv_bias=True),
+    "qwen3": dataclasses.replace(_LLAMA, classes="Qwen3", qk_norm=True),
+    "smollm3": dataclasses.replace(_LLAMA, classes="SmolLM3", divides=_DENSE),
+    "gemma": dataclasses.replace(_GEMMA, classes="Gemma"),
+    "gemma2": dataclasses.replace(
+        _GEMMA, classes="Gemma2", logits="softcapped", sdpa=False, norms=4, capped=True
     ),
-    "cohere2": Family(concatenates=True, logits="multiplied", unfused=_ALL, divides=_DENSE),
+    "gemma3_text": dataclasses.replace(
+        _GEMMA, classes="Gemma3", logits="softcapped", norms=4, qk_norm=True
+    ),
+    "granite": Family(classes="Granite", logits="divided", compiles=True, divides=("tensor",)),
+    "cohere": Family(logits="multiplied", unfused=_ALL, compiles=True, divides=_DENSE),
+    "cohere2": Family(logits="multiplied", unfused=_ALL, divides=_DENSE),
     "phi3": Family(
-        concatenates=True, logits="plain", unfused=("activation", "rotary"), compiles=True,
+        classes="Phi3", logits="plain", unfused=("activation", "rotary"), compiles=True,
         divides=("pipeline",), shape="phi3",
     ),
     "olmo2": Family(
-        concatenates=True, logits="plain", unfused=("norm", "rotary"), compiles=True,
+        classes="Olmo2", logits="plain", unfused=("norm", "rotary"), compiles=True,
         divides=("pipeline",),
     ),
-    "gpt2": Family(concatenates=True, transposed=True, shape="gpt2"),
-    "gpt_neox": Family(concatenates=True, shape="gpt_neox"),
+    "gpt2": Family(transposed=True, shape="gpt2"),
+    "gpt_neox": Family(shape="gpt_neox"),
     # Mixtures of experts.
     "mixtral": Family(
-        concatenates=True, logits="plain", unfused=("activation",), balance=0.001,
+        classes="Mixtral", logits="plain", unfused=("activation",), balance=0.001,
         divides=_MIXTURE, shape="llama",
     ),
     "qwen3_moe": Family(
-        concatenates=True, logits="plain", unfused=("activation",), balance=0.001,
+        classes="Qwen3Moe", logits="plain", unfused=("activation",), balance=0.001,
         divides=_MIXTURE, shape="llama", qk_norm=True,
     ),
-    "qwen2_moe": Family(concatenates=True, logits="plain", balance=0.001, divides=_MIXTURE[:3]),
-    "olmoe": Family(concatenates=True, balance=0.01, divides=_MIXTURE[1:], gathers=True),
-    "flex_olmo": Family(concatenates=True, balance=0.01),
-    "gpt_oss": Family(concatenates=True, balance=0.001, sdpa=False, sinks=True),
-    **dict.fromkeys(
-        ("ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe"),
-        Family(concatenates=True, balance=0.001),
-    ),
-    **dict.fromkeys(("granitemoeshared", "minimax"), Family(balance=0.001)),
+    "qwen2_moe": Family(classes="Qwen2Moe", logits="plain", balance=0.001, divides=_MIXTURE[:3]),
+    "olmoe": Family(balance=0.01, divides=_MIXTURE[1:], gathers=True),
+    "flex_olmo": Family(balance=0.01),
+    "gpt_oss": Family(balance=0.001, sdpa=False, sinks=True),
+    **dict.fromkeys(("ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe"), Family(balance=0.001)),
+    **dict.fromkeys(("granitemoeshared", "minimax"), Family(balance=0.001, concatenates=False)),
     # Layers with a state.
-    "qwen3_next": Family(concatenates=True, balance=0.001, recurrent=("Qwen3NextGatedDeltaNet",)),
-    "qwen3_5_text": Family(concatenates=True, recurrent=("Qwen3_5GatedDeltaNet",)),
-    "qwen3_5_moe_text": Family(
-        concatenates=True, balance=0.001, recurrent=("Qwen3_5MoeGatedDeltaNet",)
-    ),
-    "olmo_hybrid": Family(concatenates=True, recurrent=("OlmoHybridGatedDeltaNet",)),
-    "lfm2": Family(concatenates=True, recurrent=("Lfm2ShortConv",)),
-    "lfm2_moe": Family(concatenates=True, recurrent=("Lfm2MoeShortConv",)),
-    "jamba": Family(concatenates=True, balance=0.001, recurrent=("JambaMambaMixer",)),
-    "bamba": Family(concatenates=True, recurrent=("BambaMixer",)),
-    "granitemoehybrid": Family(
-        concatenates=True, balance=0.001, recurrent=("GraniteMoeHybridMambaLayer",)
-    ),
-    "zamba2": Family(concatenates=True, recurrent=("Zamba2MambaMixer",)),
+    "qwen3_next": Family(balance=0.001, recurrent=("Qwen3NextGatedDeltaNet",)),
+    "qwen3_5_text": Family(recurrent=("Qwen3_5GatedDeltaNet",)),
+    "qwen3_5_moe_text": Family(balance=0.001, recurrent=("Qwen3_5MoeGatedDeltaNet",)),
+    "olmo_hybrid": Family(recurrent=("OlmoHybridGatedDeltaNet",)),
+    "lfm2": Family(recurrent=("Lfm2ShortConv",)),
+    "lfm2_moe": Family(recurrent=("Lfm2MoeShortConv",)),
+    "jamba": Family(balance=0.001, recurrent=("JambaMambaMixer",)),
+    "bamba": Family(recurrent=("BambaMixer",)),
+    "granitemoehybrid": Family(balance=0.001, recurrent=("GraniteMoeHybridMambaLayer",)),
+    "zamba2": Family(recurrent=("Zamba2MambaMixer",)),
     "nemotron_h": Family(
-        concatenates=True, recurrent=("NemotronHMamba2Mixer",),
+        recurrent=("NemotronHMamba2Mixer",),
         targets="q_proj,k_proj,v_proj,o_proj,in_proj,up_proj,down_proj",
     ),
     "falcon_h1": Family(
-        concatenates=True, recurrent=("FalconH1Mixer",),
+        recurrent=("FalconH1Mixer",),
         targets="q_proj,k_proj,v_proj,o_proj,in_proj,gate_proj,up_proj,down_proj",
     ),
-    "mamba": Family(
-        concatenates=True, recurrent=("MambaMixer",), sdpa=False, targets="in_proj,x_proj"
-    ),
-    "mamba2": Family(concatenates=True, recurrent=("Mamba2Mixer",), sdpa=False, targets="in_proj"),
-    "falcon_mamba": Family(
-        concatenates=True, recurrent=("FalconMambaMixer",), sdpa=False, targets="in_proj,x_proj"
-    ),
+    "mamba": Family(recurrent=("MambaMixer",), sdpa=False, targets="in_proj,x_proj"),
+    "mamba2": Family(recurrent=("Mamba2Mixer",), sdpa=False, targets="in_proj"),
+    "falcon_mamba": Family(recurrent=("FalconMambaMixer",), sdpa=False, targets="in_proj,x_proj"),
     # Other decoders.
-    "stablelm": Family(concatenates=True, forgetful=("StableLmAttention",)),
-    "nemotron": Family(concatenates=True, forgetful=("NemotronAttention",)),
-    "vaultgemma": Family(concatenates=True, sdpa=False),
+    "stablelm": Family(forgetful=("StableLmAttention",)),
+    "nemotron": Family(forgetful=("NemotronAttention",)),
+    "vaultgemma": Family(sdpa=False),
     **dict.fromkeys(
         (
             "apertus", "arcee", "biogpt", "bitnet", "deepseek_v2", "deepseek_v3", "diffllama",
@@ -172,15 +166,15 @@ FAMILIES: dict[str, Family] = {
             "hunyuan_v1_dense", "ministral", "ministral3", "olmo", "olmo3", "opt", "persimmon",
             "phi", "seed_oss", "starcoder2",
         ),
-        Family(concatenates=True),
+        Family(),
     ),
-    "qwen3_5": Family(text_only=True),
-    "qwen3_5_moe": Family(text_only=True),
-    "openai-gpt": Family(recomputes=False, sdpa=False, transposed=True),
-    **dict.fromkeys(("ctrl", "jetmoe"), Family(recomputes=False)),
+    "qwen3_5": Family(text_only=True, concatenates=False),
+    "qwen3_5_moe": Family(text_only=True, concatenates=False),
+    "openai-gpt": dataclasses.replace(_OTHER, recomputes=False, sdpa=False, transposed=True),
+    **dict.fromkeys(("ctrl", "jetmoe"), dataclasses.replace(_OTHER, recomputes=False)),
     **dict.fromkeys(
         ("cpmant", "gpt_neox_japanese", "reformer", "xlm", "xlnet"),
-        Family(recomputes=False, sdpa=False),
+        dataclasses.replace(_OTHER, recomputes=False, sdpa=False),
     ),
     **dict.fromkeys(
         (
@@ -188,18 +182,19 @@ FAMILIES: dict[str, Family] = {
             "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "megatron-bert",
             "mimo_v2_flash", "mpt", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlstm",
         ),
-        Family(sdpa=False),
+        dataclasses.replace(_OTHER, sdpa=False),
     ),
     # Models of other kinds.
     **dict.fromkeys(
-        ("bigbird_pegasus", "mvp", "prophetnet"), Family(unfit=ENCODER_DECODER, sdpa=False)
+        ("bigbird_pegasus", "mvp", "prophetnet"),
+        dataclasses.replace(_OTHER, unfit=ENCODER_DECODER, sdpa=False),
     ),
     **dict.fromkeys(
         (
             "bart", "blenderbot", "led", "longt5", "m2m_100", "marian", "mbart", "mt5", "nllb-moe",
             "pegasus", "plbart", "t5", "umt5", "whisper",
         ),
-        Family(unfit=ENCODER_DECODER),
+        dataclasses.replace(_OTHER, unfit=ENCODER_DECODER),
     ),
     **dict.fromkeys(
         (
@@ -207,20 +202,25 @@ FAMILIES: dict[str, Family] = {
             "mistral3", "paligemma", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl",
             "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral",
         ),
-        Family(unfit=OTHER_MEDIA),
+        dataclasses.replace(_OTHER, unfit=OTHER_MEDIA),
     ),
     **dict.fromkeys(
         ("albert", "deberta", "deberta-v2", "distilbert", "longformer", "modernbert"),
-        Family(unfit=MASKED),
+        dataclasses.replace(_OTHER, unfit=MASKED),
     ),
 }  # fmt: skip
-_UNKNOWN = Family()
 
 
 def family_of(model: Mapping[str, Any] | str | None) -> Family:
     """What is known of a model, by its config or its `model_type`."""
     kind = model.get("model_type") if isinstance(model, Mapping) else model
-    return FAMILIES.get(str(kind), _UNKNOWN)
+    return FAMILIES.get(str(kind), _OTHER)
+
+
+def fused_classes(option: str) -> list[tuple[str, Family]]:
+    """Beginnings of class names for which a kernel option is implemented, with their families."""
+    known = [family for family in FAMILIES.values() if option not in family.unfused]
+    return [(family.classes, family) for family in known if family.classes]
 
 
 def dividing(axis: Axis) -> list[str]:

@@ -8,12 +8,12 @@ from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.planner import limits, schedules
 from finetune.planner.engines import TRAITS, Traits
-from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, DeviceType, attention_rules, choices, model_type
 from finetune.planner.mesh import Mesh, mesh_of
 from finetune.planner.padding import Padding, padding
 from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import fields_of, known_fields
+from finetune.planner.shapes.read_config import read
 from finetune.planner.shared_prompts import SharedPrompts, shared_prompts
 from finetune.recipe import Recipe
 from finetune.recipe.sections import Every
@@ -215,10 +215,16 @@ class Plan:
         )
 
     def _stored(self) -> str:
-        """The quantized share of the base model, as text."""
-        kind, share = self.recipe.model.quantization, quantised_share(fields_of(self.recipe))
-        if share is None:
+        """The share of the base model that bitsandbytes packs, as text.
+
+        It packs linear layers, without the embeddings, the head, and the tensors of experts.
+        """
+        kind = self.recipe.model.quantization
+        try:
+            shape = read(fields_of(self.recipe))
+        except FinetuneError:
             return f"linear layers of the base in {kind}, embeddings and head not"
+        share = shape.layers * shape.linear_weights / shape.parameters
         return f"{share:.1%} of the base in {kind} (linear layers, without the head)"
 
     def _batch(self) -> str:

@@ -12,7 +12,7 @@ from finetune.planner.engines import TRAITS
 from finetune.planner.families import family_of
 from finetune.planner.kernels import choices, model_type
 from finetune.planner.mesh import mesh_of
-from finetune.planner.padding import against, padding
+from finetune.planner.padding import layout_problems, padding
 from finetune.planner.shapes.config_files import fields_of, known_fields
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.planner.shared_prompts import sharing_problems
@@ -23,32 +23,30 @@ RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
     """Every problem of a recipe on a backend; empty if it can run."""
-    rules = (
-        _completeness,
-        _limits,
-        _mixture,
-        _method,
-        _second_model,
-        _batch,
-        _padding,
-        _precision,
-        _quantization,
-        prequantised,
-        _adapter,
-        _vocabulary,
-        _attention,
-        _checkpointing,
-        _blocks,
-        _disk,
-        _optimizer,
-        _evaluation,
-        _processes,
-        division.incompatible,
-    )
-    return [problem for rule in rules for problem in rule(recipe, backend, processes)]
+    return [
+        *_completeness(recipe),
+        *limits.problems(recipe, fields_of(recipe)),
+        *mixture_problems(recipe),
+        *method_problems(recipe),
+        *_method(recipe, backend),
+        *_batch(recipe, backend, processes),
+        *layout_problems(recipe, known_fields(recipe)),
+        *sharing_problems(recipe, backend, known_fields(recipe)),
+        *prequantised(recipe, backend),
+        *_quantization(recipe, backend),
+        *_adapter(recipe, backend),
+        *_vocabulary(recipe, backend),
+        *_attention(recipe),
+        *_blocks(recipe, backend),
+        *_disk(recipe, backend),
+        *_optimizer(recipe, backend),
+        *_evaluation(recipe),
+        *_processes(backend, processes),
+        *division.incompatible(recipe, backend, processes),
+    ]
 
 
-def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def _completeness(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
     if model.name is None and model.config is None:
         yield "model: give model.name (a hub id or a folder) or model.config (from scratch)"
@@ -63,14 +61,6 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         )
     if not recipe.data:
         yield "data: none; add a source with its format"
-
-
-def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    yield from limits.problems(recipe, fields_of(recipe))
-
-
-def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    return mixture_problems(recipe)
 
 
 def mixture_problems(recipe: Recipe) -> Iterator[str]:
@@ -94,59 +84,28 @@ def mixture_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    rows, micro = recipe.batch.rows, recipe.batch.micro_rows
-    if recipe.batch.micro_tokens is not None:
-        yield from _micro_tokens(recipe)
+    batch, each = recipe.batch, recipe.documents_per_row
+    if batch.micro_tokens is not None:
+        if batch.micro_tokens < recipe.row_length:
+            what = "a row" if each == 1 else f"the {each} documents of a row, each"
+            yield (
+                f"batch.micro_tokens: {batch.micro_tokens} tokens cannot hold {what} of "
+                f"batch.max_length={batch.max_length}; use batch.micro_tokens={recipe.row_length}"
+            )
         return
+    rows, micro = batch.rows, batch.micro_rows
     ways = mesh_of(backend, max(1, processes)).data
     unit = micro * ways
     if rows % unit:
         below, above = rows - rows % unit, rows + unit - rows % unit
         choices = " or ".join(str(value) for value in (below, above) if value)
+        readers = "process" + "es" * (ways > 1)
+        if backend.axes.any:
+            readers = f"group{'s' * (ways > 1)} of processes"
         yield (
             f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {ways} "
-            f"{_readers(backend, ways)} ({micro} x {ways} = {unit}); use batch.rows={choices}"
+            f"{readers} ({micro} x {ways} = {unit}); use batch.rows={choices}"
         )
-
-
-def _readers(backend: Backend, count: int) -> str:
-    several = count > 1
-    return f"group{'s' * several} of processes" if backend.axes.any else f"process{'es' * several}"
-
-
-def _padding(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    batch = recipe.batch
-    if batch.packing and batch.padding_free is False:
-        yield (
-            "batch.padding_free: false, but batch.packing=true concatenates documents; remove one "
-            "of the two"
-        )
-    elif not batch.packing and batch.padding_free is True:
-        for reason in against(recipe, known_fields(recipe)):
-            yield f"batch.padding_free: {reason}; use batch.padding_free=auto, which then pads"
-    yield from sharing_problems(recipe, backend, known_fields(recipe))
-
-
-def _micro_tokens(recipe: Recipe) -> Iterator[str]:
-    batch, needed, each = recipe.batch, recipe.row_length, recipe.documents_per_row
-    if batch.micro_tokens is not None and batch.micro_tokens < needed:
-        what = "a row" if each == 1 else f"the {each} documents of a row, each"
-        yield (
-            f"batch.micro_tokens: {batch.micro_tokens} tokens cannot hold {what} of "
-            f"batch.max_length={batch.max_length}; use batch.micro_tokens={needed}"
-        )
-
-
-def _method(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    yield from method_problems(recipe)
-    if recipe.teaches:
-        head = next(c for c in choices(recipe, backend, model_type(recipe)) if c.option == "head")
-        if head.value == "whole":
-            yield (
-                f"kernels.head: {head.value}{f', because {head.fallback}' * bool(head.fallback)}, "
-                f"but {recipe.method} compares two heads in chunks; use kernels.head=chunked, "
-                "without an adapter or trained rows on the head"
-            )
 
 
 def method_problems(recipe: Recipe) -> Iterator[str]:
@@ -165,8 +124,15 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
         yield from _prompts(recipe)
 
 
-def _second_model(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """Backends that cannot hold a second model."""
+def _method(recipe: Recipe, backend: Backend) -> Iterator[str]:
+    """What a method needs of the kernels, and backends that cannot hold a second model."""
+    head = next(c for c in choices(recipe, backend, model_type(recipe)) if c.option == "head")
+    if recipe.teaches and head.value == "whole":
+        because = f", because {head.fallback}" if head.fallback else ""
+        yield (
+            f"kernels.head: whole{because}, but {recipe.method} compares two heads in chunks; use "
+            "kernels.head=chunked, without an adapter or trained rows on the head"
+        )
     sharded = backend.shard == "params" or TRAITS[backend.engine].shards_all
     if recipe.needs_second_model and sharded:
         yield (
@@ -191,16 +157,13 @@ def _prompts(recipe: Recipe) -> Iterator[str]:
     yield from recipe.problems()
 
 
-def _precision(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    if backend.precision == "fp16" and TRAITS[backend.engine].masters:
+def _quantization(recipe: Recipe, backend: Backend) -> Iterator[str]:
+    quantization, traits = recipe.model.quantization, TRAITS[backend.engine]
+    if backend.precision == "fp16" and traits.masters:
         yield (
             f"precision: fp16 needs loss scaling, which {backend.name} implements differently; use "
             "single, ddp or fsdp_full_shard, or bf16"
         )
-
-
-def _quantization(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    quantization, traits = recipe.model.quantization, TRAITS[backend.engine]
     if quantization == "none":
         return
     if recipe.adapter is None:
@@ -217,25 +180,40 @@ def _quantization(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
         )
 
 
-def _adapter(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def _gathers_by_module(backend: Backend) -> bool:
+    """Whether a weight is complete only while its own module runs (ZeRO-3)."""
+    return TRAITS[backend.engine].for_own_module and backend.shard == "params"
+
+
+def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
     adapter = recipe.adapter
     if adapter is None:
         return
     yield from _patterns(adapter)
     init = adapter.init_lora_weights
-    special = isinstance(init, str) and init != "gaussian"
     if isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):
         yield (
             f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not "
             "contain; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
         )
-    if special and recipe.model.quantization != "none":
+    if _reads_base(recipe) and recipe.model.quantization != "none":
         yield f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
-    if backend.shard == "params" and TRAITS[backend.engine].for_own_module and adapter.use_dora:
-        yield (
-            f"adapter.use_dora: DoRA reads complete base weights in its forward pass, but "
-            f"{backend.name} gathers them only for their own module; use fsdp_full_shard or zero2"
-        )
+    reading = {
+        "use_dora: DoRA reads complete base weights": adapter.use_dora,
+        "trainable_token_indices: PEFT reads complete embeddings": adapter.trainable_token_indices,
+    }
+    for reason, is_asked in reading.items():
+        if is_asked and _gathers_by_module(backend):
+            yield (
+                f"adapter.{reason} in the forward pass, but {backend.name} gathers them only for "
+                "their own module; use fsdp_full_shard or zero2"
+            )
+
+
+def _reads_base(recipe: Recipe) -> bool:
+    """Whether the initial values of an adapter are computed from the weights of the base."""
+    init = recipe.adapter.init_lora_weights if recipe.adapter else True
+    return isinstance(init, str) and init != "gaussian"
 
 
 def _patterns(adapter: LoRA) -> Iterator[str]:
@@ -253,8 +231,8 @@ def _patterns(adapter: LoRA) -> Iterator[str]:
                 yield f"adapter.{field}: '{pattern}' is not a valid regular expression: {error}"
 
 
-def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """Added tokens whose rows would not be trained, and rows that a backend cannot train."""
+def _vocabulary(recipe: Recipe, backend: Backend) -> Iterator[str]:
+    """Added tokens whose rows would not be trained, or would be rounded."""
     added, adapter = recipe.model.add_tokens, recipe.adapter
     repeated = sorted({token for token in added if added.count(token) > 1})
     if repeated:
@@ -264,59 +242,44 @@ def _vocabulary(recipe: Recipe, backend: Backend, processes: int) -> Iterator[st
             f"model.add_tokens: embeddings that grow are not partitioned during loading, and "
             f"{backend.name} would round them; use zero3_offload"
         )
-    if adapter is None:
+    if adapter is None or not added or recipe.model.adapter is not None:
         return
-    rows = adapter.trainable_token_indices
-    if added and not rows and not adapter.modules_to_save and recipe.model.adapter is None:
+    if not (adapter.trainable_token_indices or adapter.modules_to_save):
         words = ", ".join(json.dumps(token, ensure_ascii=False) for token in added)
         yield (
             f"model.add_tokens: the adapter would not train the rows of {words}; set "
             f"adapter.trainable_token_indices=[{words}] to train these rows, "
             "adapter.modules_to_save=[embed_tokens, lm_head] to train all rows, or adapter=null"
         )
-    if rows and TRAITS[backend.engine].for_own_module and backend.shard == "params":
-        yield (
-            "adapter.trainable_token_indices: PEFT reads complete embeddings in the forward pass, "
-            f"but {backend.name} gathers them only for their own module; use fsdp_full_shard or "
-            "zero2"
-        )
 
 
-def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    if recipe.model.attention != "sdpa":
-        return
-    fields = known_fields(recipe)
-    kind = fields.get("model_type")
-    if not family_of(kind).sdpa and not padding(recipe, fields).free:
+def _attention(recipe: Recipe) -> Iterator[str]:
+    attention, fields = recipe.model.attention, known_fields(recipe)
+    if attention == "sdpa" and not family_of(fields).sdpa and not padding(recipe, fields).free:
         free = padding(dataclasses.replace(recipe, batch=Batch()), fields).free
         yield (
-            f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager"
-            f"{', or batch.padding_free=auto' if free else ''}"
+            f"model.attention: transformers has no sdpa for {fields['model_type']}; use "
+            f"model.attention=eager{', or batch.padding_free=auto' if free else ''}"
         )
-
-
-def _checkpointing(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    attention = recipe.model.attention
     if recipe.model.checkpointing == "attention" and attention in ("eager", "flex_attention"):
         yield (
-            f"model.activation_checkpointing: `attention` keeps the output of a single operation, "
+            "model.activation_checkpointing: `attention` keeps the output of a single operation, "
             f"but {attention} attention is not one; use model.attention=sdpa, or "
             "model.activation_checkpointing=true"
         )
 
 
-def _blocks(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def _blocks(recipe: Recipe, backend: Backend) -> Iterator[str]:
     if recipe.kernels.blocks == "eager":
         return
     kind, checkpointing = model_type(recipe), recipe.model.activation_checkpointing
-    cuts = TRAITS[backend.engine].for_own_module and backend.shard == "params"
+    quantization = recipe.model.quantization
     reasons = {
-        f"blocks of {kind} are not known to compile": kind is not None
-        and not family_of(kind).compiles,
+        f"blocks of {kind} are not known to compile": kind and not family_of(kind).compiles,
         f"{backend.name} divides the products of a block": backend.axes.any,
-        f"{backend.name} gathers weights in hooks of modules inside of a block": cuts,
-        f"model.quantization={recipe.model.quantization} has products that are not compiled": (
-            recipe.model.quantization != "none"
+        f"{backend.name} gathers weights in hooks inside of a block": _gathers_by_module(backend),
+        f"model.quantization={quantization} has products that are not compiled": (
+            quantization != "none"
         ),
         f"model.activation_checkpointing={checkpointing} selects operations of eager blocks": (
             checkpointing not in (True, False)
@@ -326,56 +289,46 @@ def _blocks(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
         yield f"kernels.blocks: compiled, but {reason}; use kernels.blocks=eager"
 
 
-def _disk(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def _disk(recipe: Recipe, backend: Backend) -> Iterator[str]:
     """Models that DeepSpeed 0.19 would round when it offloads to disk.
 
     It keeps the precision of the run only for weights that it partitions while loading. Weights
     that are built unpartitioned first are stored on disk in 16 bits on a machine without fp16.
     """
-    if backend.device != "nvme":
-        return
-    init = recipe.adapter.init_lora_weights if recipe.adapter else True
+    model, adapter = recipe.model, recipe.adapter
     whole = {
-        "model.config: a model from scratch": recipe.model.config is not None,
-        f"model.quantization: a base in {recipe.model.quantization}": recipe.model.quantization
-        != "none",
-        f"adapter.init_lora_weights: '{init}'": isinstance(init, str) and init != "gaussian",
+        "model.config: a model from scratch": model.config is not None,
+        f"model.quantization: a base in {model.quantization}": model.quantization != "none",
+        f"adapter.init_lora_weights: '{adapter.init_lora_weights if adapter else ''}'": _reads_base(
+            recipe
+        ),
     }
     for what, is_whole in whole.items():
-        if is_whole:
+        if is_whole and backend.device == "nvme":
             yield (
                 f"{what} is not partitioned during loading, and {backend.name} would round it; use "
                 "zero3_offload"
             )
 
 
-def _optimizer(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def _optimizer(recipe: Recipe, backend: Backend) -> Iterator[str]:
     name = recipe.optim.name
-    sharded = backend.shard != "none" or backend.axes.any
-    if name in ("adamw_8bit", "paged_adamw_8bit") and sharded:
-        yield (
-            f"optim.name: {name} quantizes its moments in blocks, and {backend.name} shards "
-            "tensors across blocks, so the result would depend on the number of processes; use "
-            "adamw, or ddp"
-        )
-    if name == "adafactor" and sharded:
-        yield (
-            f"optim.name: adafactor needs complete rows and columns of matrices, which "
-            f"{backend.name} shards; use adamw, or ddp"
-        )
+    complete = {
+        "adamw_8bit": "quantizes its moments in blocks of complete tensors",
+        "paged_adamw_8bit": "quantizes its moments in blocks of complete tensors",
+        "adafactor": "needs complete rows and columns of matrices",
+        "muon": "orthogonalizes complete matrices",
+    }
+    if name in complete and (backend.shard != "none" or backend.axes.any):
+        yield f"optim.name: {name} {complete[name]}, which {backend.name} shards; use adamw, or ddp"
     if backend.engine == "deepspeed" and (":" in name or name in ("lion", "sgd")):
         yield (
             f"optim.name: checkpoints of {backend.name} hold the two moments of AdamW, and not the "
             f"state of {name}; use fsdp_full_shard"
         )
-    if name == "muon" and sharded:
-        yield (
-            f"optim.name: muon orthogonalizes complete matrices, which {backend.name} shards; use "
-            "adamw, or ddp"
-        )
 
 
-def _evaluation(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def _evaluation(recipe: Recipe) -> Iterator[str]:
     held_out = bool(recipe.eval_data) or recipe.eval_rows is not None
     evaluation = recipe.evaluation
     asked = (evaluation.every, evaluation.patience, evaluation.metrics or None)
@@ -414,7 +367,7 @@ def _evaluated(recipe: Recipe) -> list[str]:
     return [*dict.fromkeys([*recipe.metrics, *derived, *recipe.extremes, *more])]
 
 
-def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def _processes(backend: Backend, processes: int) -> Iterator[str]:
     traits, engine = TRAITS[backend.engine], backend.engine
     if processes < 1:
         yield f"processes: got {processes}, expected at least 1"
@@ -427,5 +380,5 @@ def _processes(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
             f"processes: {processes} is not a multiple of the shard size {backend.shard_size}; use "
             "a multiple of it, or --shard-size"
         )
-    elif processes < (least := traits.least):
-        yield f"processes: {engine} needs at least {least}, got {processes}; use single"
+    elif processes < traits.least:
+        yield f"processes: {engine} needs at least {traits.least}, got {processes}; use single"

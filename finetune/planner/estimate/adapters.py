@@ -1,10 +1,83 @@
 """Select the matrices that get an adapter and count the adapter's parameters."""
 
+import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from finetune.errors import FinetuneError
 from finetune.planner.shapes.architecture import Architecture, Matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """LoRA on selected matrices."""
+
+    ranks: Mapping[str, int]
+    """Rank by the last part of the matrix's name, for the tape of one layer."""
+    parameters: int
+    width: int = 2
+    """Bytes per adapter weight."""
+    dropout: bool = False
+    """Whether the adapter has dropout on its input."""
+    dora: bool = False
+    """Whether weights are decomposed: a norm of each complete matrix, and an additional product."""
+    saved: frozenset[str] = frozenset()
+    """Which of `embedding` and `head` are trained in full (`modules_to_save`): an fp32 copy next to
+    the frozen original, which stays in memory."""
+    whole: int = 0
+    """Parameters of the modules in `saved`, which are included in `parameters`."""
+    experts: int = 0
+    """Rank on experts; 0 if they have no adapter."""
+    rows: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
+    """Parameters by the first dimension of their tensor, along which FSDP2 shards it."""
+
+    def padded(self, group: int) -> int:
+        """Parameters in `group` shards, each padded to as many rows as the largest shard."""
+        return self.parameters + sum(n // rows * (-rows % group) for rows, n in self.rows.items())
+
+
+NO_ADAPTER = Adapter({}, 0)
+"""Adapts nothing: the workload of a frozen model has it."""
+
+
+def lora(
+    shape: Architecture,
+    rank: int,
+    targets: str | tuple[str, ...] = "all-linear",
+    width: int = 4,
+    dropout: bool = False,
+    dora: bool = False,
+    excluded: str | tuple[str, ...] = (),
+    only_layers: tuple[int, ...] = (),
+    rank_pattern: Mapping[str, int] | None = None,
+    saved: Iterable[str] = (),
+) -> Adapter:
+    """The adapter with these settings; `saved` are the names of `modules_to_save`."""
+    chosen = adapted(shape, targets, excluded, only_layers)
+    patterns = rank_pattern or {}
+
+    def rank_of(matrix: Matrix) -> int:
+        return next((r for name, r in patterns.items() if matrix.name.endswith(name)), rank)
+
+    outside = [] if only_layers else outer(shape, targets, excluded)
+    wrapped = [*(matrix for _, matrix in chosen), *outside]
+    parameters = sum(adapter_size(matrix, rank_of(matrix), dora) for matrix in wrapped)
+    rows: dict[int, int] = {}
+    for matrix in wrapped:
+        r = rank_of(matrix)
+        rows[r] = rows.get(r, 0) + r * matrix.inputs
+        rows[matrix.outputs] = rows.get(matrix.outputs, 0) + r * matrix.outputs
+    ranks = {matrix.leaf: rank_of(matrix) for _, matrix in chosen}
+    experts = rank if targets == "all-linear" and shape.experts is not None else 0
+    layers = len({layer for layer, _ in chosen})
+    parameters += layers * expert_adapter_size(shape, experts)
+    names = frozenset(name.rsplit(".", 1)[-1] for name in saved)
+    tables = {shape.table: "embedding", shape.head: "head"}
+    parts = frozenset(part for name, part in tables.items() if name in names)
+    fully_trained = shape.embedding * len(parts)
+    return Adapter(
+        ranks, parameters + fully_trained, width, dropout, dora, parts, fully_trained, experts, rows
+    )
 
 
 def adapted(

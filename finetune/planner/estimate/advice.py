@@ -5,6 +5,7 @@ best; within 5 %, the simpler one wins. Sharding is a cost paid for memory, not 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -17,6 +18,7 @@ from finetune.planner.estimate.memory import Moment
 from finetune.planner.estimate.sharding import resident
 from finetune.planner.estimate.timing import Times
 from finetune.planner.estimate.workload import Checkpointing, Scheme, Workload
+from finetune.planner.plan import Plan
 
 Status = Literal["safe", "tight", "no"]
 
@@ -29,6 +31,10 @@ SAME_TIME = 0.05
 # that does not divide the model, and of two such layouts the simpler one is chosen if their times
 # differ by less than a quarter.
 DIVIDED_GAIN, SAME_TIME_DIVIDED = 2.0, 0.25
+
+ENOUGH_TOKENS = 16_384
+"""Maximum tokens per forward pass of a proposal: an estimate of where larger matrix products are
+not faster."""
 
 SIMPLICITY = (
     "single", "ddp", "fsdp_shard_grad_op", "zero2", "zero1", "hsdp_shard_grad_op", "hsdp",
@@ -75,6 +81,10 @@ class Option:
     def usable(self) -> float:
         """Bytes available to tensors."""
         return self.machine.usable
+
+    @property
+    def speed(self) -> str:
+        return f"{self.times.tokens_per_second:,.0f} tokens/s"
 
     @property
     def status(self) -> Status:
@@ -260,51 +270,44 @@ def _simplicity(each: Option) -> tuple[int, int]:
 
 def reason(best: Option, found: Iterable[Option]) -> str:
     """Why the best option was chosen, in one sentence."""
-    name, times, tried = best.words, best.times, list(found)
-    if best.divides:
-        return _reason_to_divide(best, [e for e in tried if not e.divides])
-    simpler = [
-        each for each in tried
-        if each.status == "no" and _simplicity(each)[0] < _simplicity(best)[0]
-    ]  # fmt: skip
-    room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
-    if name in ("single", "ddp"):
-        return f"{name} fits ({room}) and sends least: nothing needs to be sharded"
-    if not simpler:
-        return f"{name} fits ({room}) and is fastest: {times.step:.2f} s a step"
-    return f"{name} fits ({room}); {_missing_memory(simpler)}"
-
-
-def _missing_memory(options: list[Option]) -> str:
-    """The memory that the option closest to fitting would need."""
-    crowded = [each for each in options if each.peak.total > each.usable]
-    if not crowded:
-        nearest = min(options, key=lambda each: each.host)
+    layout, steps = best.workload.layout, best.workload.accumulation
+    waits = schedules.bubble(layout.axes, steps)
+    stages = f", and a stage waits {waits:.1%} of a step" if layout.axes.pipeline > 1 else ""
+    prefix = (
+        f"{best.words} fits ({best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB{stages})"
+    )
+    if best.name in ("single", "ddp"):
+        return f"{prefix} and sends least: nothing needs to be sharded"
+    # A division of the model is compared with everything else, other options with simpler ones
+    # that do not fit.
+    others = [each for each in found if not each.divides]
+    if not best.divides:
+        rank = _simplicity(best)[0]
+        others = [each for each in others if each.status == "no" and _simplicity(each)[0] < rank]
+    fitting = [each for each in others if each.status != "no"]
+    if fitting:
+        other = min(fitting, key=lambda each: each.comparable)
+        crowded = " tightly" if other.status == "tight" else ""
         return (
-            f"{nearest.name}, which is simpler, would need "
-            f"{nearest.host / 1e9:.0f} GB of host memory in a node"
+            f"{prefix} and is faster: {best.speed}, {other.times.tokens_per_second:,.0f} with "
+            f"{other.name}, which fits{crowded} too"
         )
-    nearest = min(crowded, key=lambda each: each.peak.total)
-    return f"{nearest.name}, which is simpler, would need {nearest.peak.total / 1e9:.1f} GB"
-
-
-def _reason_to_divide(best: Option, undivided: list[Option]) -> str:
-    """Why to divide the model: other options cannot run, do not fit, or are slower."""
-    axes, layout = best.workload.layout.axes, best.workload.layout
-    room = f"{best.peak.total / 1e9:.1f} of {best.usable / 1e9:.1f} GB"
-    waits = schedules.bubble(axes, best.workload.accumulation)
-    stages = f", and a stage waits {waits:.1%} of a step" if axes.pipeline > 1 else ""
-    prefix = f"{best.words} fits ({room}{stages})"
-    if not undivided:
-        rows = best.workload.micro_rows * best.workload.accumulation * layout.data
+    crowded = [each for each in others if each.peak.total > each.usable]
+    if crowded:
+        least = min(crowded, key=lambda each: each.peak.total)
+        return (
+            f"{prefix}; {least.name}, which is simpler, would need {least.peak.total / 1e9:.1f} GB"
+        )
+    if others:
+        least = min(others, key=lambda each: each.host)
+        return (
+            f"{prefix}; {least.name}, which is simpler, would need {least.host / 1e9:.0f} GB of "
+            "host memory in a node"
+        )
+    if best.divides:
+        rows = best.workload.micro_rows * steps * layout.data
         return f"{prefix}; {rows} rows a step are too few for {layout.processes} parallel groups"
-    fitting = [each for each in undivided if each.status != "no"]
-    if not fitting:
-        return f"{prefix}; {_missing_memory(undivided)}"
-    other = min(fitting, key=lambda each: each.comparable)
-    crowded = " tightly" if other.status == "tight" else ""
-    times = f"{best.times.tokens_per_second:,.0f} tokens/s, {other.times.tokens_per_second:,.0f}"
-    return f"{prefix} and is faster: {times} with {other.name}, which fits{crowded} too"
+    return f"{prefix} and is fastest: {best.times.step:.2f} s a step"
 
 
 def faster(best: Option, ranked: Iterable[Option]) -> str:
@@ -316,16 +319,16 @@ def faster(best: Option, ranked: Iterable[Option]) -> str:
     quickest = max(alike, key=lambda each: each.times.tokens_per_second)
     if quickest.times.tokens_per_second <= best.times.tokens_per_second * (1 + SAME_TIME):
         return ""
-    which = f"{quickest.words} with {quickest.workload.micro_rows} rows"
-    speed = f"{quickest.times.tokens_per_second:,.0f} tokens/s"
+    rows = quickest.workload.micro_rows
+    prefix = f"{quickest.words} with {rows} rows would be faster, {quickest.speed}"
     if quickest.status == "tight" and best.status == "safe":
-        return f"{which} would be faster, {speed}, but fits tightly: a longer row may not"
+        return f"{prefix}, but fits tightly: a longer row may not"
     if best.divides:
-        return f"{which} would be faster, {speed}; {best.name} is simpler, and nearly as fast"
+        return f"{prefix}; {best.name} is simpler, and nearly as fast"
     return (
-        f"{which} would be faster, {speed}, because DeepSpeed reduces gradients in 16 bits, half "
-        f"the bytes, and rounds their sum; {best.name} reduces them in fp32. Where the network "
-        f"matters more: --backend {quickest.name} batch.micro_rows={quickest.workload.micro_rows}"
+        f"{prefix}, because DeepSpeed reduces gradients in 16 bits, half the bytes, and rounds "
+        f"their sum; {best.name} reduces them in fp32. Where the network matters more: --backend "
+        f"{quickest.name} batch.micro_rows={rows}"
     )
 
 
@@ -339,12 +342,12 @@ def division(best: Option, ranked: Iterable[Option]) -> str:
     if times < 1:
         return ""
     words = " ".join(f"--{axis} {n}" for axis, n in quickest.workload.layout.axes.sizes.items())
+    rows = quickest.workload.micro_rows
     return (
-        f"{quickest.words}, which divides the model, would reach "
-        f"{quickest.times.tokens_per_second:,.0f} tokens/s with "
-        f"{quickest.workload.micro_rows} rows, {times:.2f} times as many; it would come first from "
-        f"{DIVIDED_GAIN:.0f} times on, because more libraries take part. To have it: --backend "
-        f"{quickest.name} {words} batch.micro_rows={quickest.workload.micro_rows}"
+        f"{quickest.words}, which divides the model, would reach {quickest.speed} with {rows} "
+        f"rows, {times:.2f} times as many; it would come first from {DIVIDED_GAIN:.0f} times on, "
+        f"because more libraries take part. To have it: --backend {quickest.name} {words} "
+        f"batch.micro_rows={rows}"
     )
 
 
@@ -363,3 +366,16 @@ def largest_rows(workload: Workload, machine: Machine, limit: int = 4096) -> int
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def micro_tokens(plan: Plan, workload: Workload, machine: Machine) -> int | None:
+    """A `batch.micro_tokens` that safely fits and saves forward passes; None if there is none."""
+    batch, length = plan.recipe.batch, plan.recipe.row_length
+    if batch.micro_tokens is not None or plan.accumulation == 1:
+        return None
+    rows = math.ceil(batch.rows / plan.processes)
+    for count in range(min(rows, ENOUGH_TOKENS // length), batch.micro_rows, -1):
+        wider = workload.with_micro_rows(count, math.ceil(rows / count))
+        if option(wider, machine).status == "safe":
+            return count * length
+    return None

@@ -1,7 +1,7 @@
 """`ft.plan`: the plan of a recipe, and its prediction for a named machine."""
 
 import math
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
@@ -98,14 +98,27 @@ def whole_numbers(**given: int | None) -> None:
         raise FinetuneError(*problems)
 
 
+class MachineWords(TypedDict, total=False):
+    """The arguments of `plan` that describe a machine with GPUs."""
+
+    gpu: str | None
+    gpu_memory: float | None
+    tflops: float | None
+    bandwidth: float | None
+    nodes: int
+    link: str | None
+    network: str | None
+    host_ram: float | None
+    price: float | None
+
+
 @overload
-def plan(
+def plan(  # pyright: ignore[reportOverlappingOverload] (no machine is described)
     recipe: Recipe,
     backend: backends.Backend | str | None = None,
     processes: int | None = None,
     precision: backends.Precision | None = None,
     *,
-    gpu: None = None,
     gpus: int | None = None,
     rows: int | None = None,
     row_tokens: int | None = None,
@@ -119,37 +132,10 @@ def plan(
     processes: int | None = None,
     precision: backends.Precision | None = None,
     *,
-    gpu: str,
     gpus: int | None = None,
     rows: int | None = None,
     row_tokens: int | None = None,
-    nodes: int = 1,
-    link: str | None = None,
-    network: str | None = None,
-    host_ram: float | None = None,
-    price: float | None = None,
-) -> Prediction: ...
-
-
-@overload
-def plan(
-    recipe: Recipe,
-    backend: backends.Backend | str | None = None,
-    processes: int | None = None,
-    precision: backends.Precision | None = None,
-    *,
-    gpu: None = None,
-    gpus: int | None = None,
-    rows: int | None = None,
-    row_tokens: int | None = None,
-    nodes: int = 1,
-    link: str | None = None,
-    network: str | None = None,
-    host_ram: float | None = None,
-    gpu_memory: float,
-    tflops: float,
-    bandwidth: float,
-    price: float | None = None,
+    **machine: Unpack[MachineWords],
 ) -> Prediction: ...
 
 
@@ -159,18 +145,10 @@ def plan(
     processes: int | None = None,
     precision: backends.Precision | None = None,
     *,
-    gpu: str | None = None,
     gpus: int | None = None,
     rows: int | None = None,
     row_tokens: int | None = None,
-    nodes: int = 1,
-    link: str | None = None,
-    network: str | None = None,
-    host_ram: float | None = None,
-    gpu_memory: float | None = None,
-    tflops: float | None = None,
-    bandwidth: float | None = None,
-    price: float | None = None,
+    **machine: Unpack[MachineWords],
 ) -> Plan | Prediction:
     """Derive the plan of a recipe on a backend, and predict memory and time if a GPU is given.
 
@@ -179,10 +157,10 @@ def plan(
         backend: backend or its name; by default that of the recipe.
         processes: number of processes; by default that of the backend, or `gpus`.
         precision: by default that of the backend.
-        gpu: name of the GPU, such as H100-80; or give `gpu_memory`, `tflops` and `bandwidth`.
         gpus: number of GPUs of the complete job, one per process.
         rows: rows of the training set, for the length of the run; by default counted if local.
         row_tokens: average number of tokens per row, needed to count packs.
+        gpu: name of the GPU, such as H100-80; or give `gpu_memory`, `tflops` and `bandwidth`.
         nodes: number of nodes over which the GPUs are spread evenly.
         link: link between the GPUs of a node, such as nvlink; by default that of the GPU.
         network: network between nodes, such as ib400.
@@ -200,20 +178,9 @@ def plan(
             every reason.
     """
     whole_numbers(gpus=gpus, rows=rows, row_tokens=row_tokens)
-    machine = described(
-        gpu,
-        gpus or processes or 1,
-        nodes,
-        link,
-        network,
-        host_ram,
-        gpu_memory,
-        tflops,
-        bandwidth,
-        price,
-    )
-    if machine is None:
-        without_machine(nodes=nodes, link=link, network=network, host_ram=host_ram, price=price)
+    there = described(count=gpus or processes or 1, **machine)
+    if there is None:
+        without_machine(**machine)
         return make_plan(recipe, backend, processes or gpus, precision)
-    planned = make_plan(recipe, backend, machine.count, precision)
-    return predict(planned, machine, rows or local_rows(recipe), row_tokens=row_tokens)
+    planned = make_plan(recipe, backend, there.count, precision)
+    return predict(planned, there, rows or local_rows(recipe), row_tokens=row_tokens)

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from finetune.planner.estimate import advice, memory
+from finetune.planner.estimate.adapters import lora
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.head_losses import CHUNKED
-from finetune.planner.estimate.workload import Workload, lora
+from finetune.planner.estimate.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True)

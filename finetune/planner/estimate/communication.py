@@ -69,8 +69,3 @@ def volume(
     reduces = steps if synchronise_each else 1
     between = 2 * gradient_bytes / layout.group * ring(layout.replicas)  # once a step
     return Volume(steps * (weight_bytes + again) * share, reduces * gradient_bytes * share, between)
-
-
-# torch 2.13 DistributedDataParallel: bucket_cap_mb, and the smaller first bucket.
-DDP_BUCKET = 25 * 2**20
-DDP_FIRST_BUCKET = 2**20

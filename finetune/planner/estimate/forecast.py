@@ -137,14 +137,11 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         repeated=facts.repeated_in_longest,
     )  # fmt: skip
     workload = _with_length(workload, facts.length, facts.padded, facts.labelled)
-    width = 2 if plan.backend.precision == "bf16" else 4
-    sampled = sampling(
-        plan.recipe, workload.shape, plan.processes, width, machine, tokens=facts.length,
-        weights=gathered_weights(workload),
-    )  # fmt: skip
+    weights = gathered_weights(workload)
+    sampled = sampling(plan, workload.shape, machine, tokens=facts.length, weights=weights)
     found = list[Judge]()
     with contextlib.suppress(FinetuneError):  # the formulas do not cover the model
-        found = judges(plan.recipe, lambda each: model_source(each).shape, facts.cpu, facts.length)
+        found = judges(plan.recipe, facts.cpu, facts.length)
     return Forecast(workload, facts, machine, steps, sampled, tuple(found))
 
 

@@ -5,14 +5,14 @@ A run with separate rewards for evaluation has two such processes, each with its
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from finetune.errors import FinetuneError
+from finetune.planner.estimate.adapters import NO_ADAPTER, lora
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.memory import inference
-from finetune.planner.estimate.workload import NO_ADAPTER, Workload, lora
-from finetune.planner.shapes.architecture import Architecture
+from finetune.planner.estimate.workload import Workload
+from finetune.planner.shapes.config_files import model_source
 from finetune.recipe import LoRA, Model, Recipe
 from finetune.runs.run import Run, read_object
 
@@ -34,14 +34,11 @@ class Judge:
         return self.weights + self.activations
 
 
-def judges(
-    recipe: Recipe, shape_of: Callable[[Recipe], Architecture], cpu: bool, tokens: int | None = None
-) -> list[Judge]:
+def judges(recipe: Recipe, cpu: bool, tokens: int | None = None) -> list[Judge]:
     """The reward models of a recipe, once for each process that loads them.
 
     Args:
         recipe: recipe of an online method.
-        shape_of: reads the shape of a recipe's model.
         cpu: whether they run on the CPU, in fp32, or on a GPU, in bf16.
         tokens: length of the longest prompt with its completion; by default the maximum.
 
@@ -49,7 +46,7 @@ def judges(
         FinetuneError: a reward model does not exist, or its shape is unknown.
     """
     return [
-        _judge(recipe, name, shape_of, cpu, tokens or recipe.batch.max_length)
+        _judge(recipe, name, cpu, tokens or recipe.batch.max_length)
         for names in _folders(recipe)
         for name in names
     ]
@@ -60,18 +57,14 @@ def _folders(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
     return getattr(recipe, "reward_models", ())
 
 
-def leaving_room(
-    machine: Machine, recipe: Recipe, shape_of: Callable[[Recipe], Architecture]
-) -> Machine:
+def leaving_room(machine: Machine, recipe: Recipe) -> Machine:
     """The machine with GPU memory reduced by the reward models next to rank 0."""
     contexts = sum(map(bool, _folders(recipe))) * machine.gpu.context
-    taken = contexts + sum(each.memory for each in judges(recipe, shape_of, cpu=False))
+    taken = contexts + sum(each.memory for each in judges(recipe, cpu=False))
     return dataclasses.replace(machine, taken=taken)
 
 
-def _judge(
-    recipe: Recipe, name: str, shape_of: Callable[[Recipe], Architecture], cpu: bool, tokens: int
-) -> Judge:
+def _judge(recipe: Recipe, name: str, cpu: bool, tokens: int) -> Judge:
     if not os.path.isdir(name):
         raise FinetuneError(
             f"reward_funcs: '{name}': the folder does not exist; name the run of a reward model"
@@ -82,7 +75,7 @@ def _judge(
         model = Model(**fields["model"])
         adapter = None if fields.get("adapter") is None else LoRA(**fields["adapter"])
     try:
-        shape = shape_of(dataclasses.replace(recipe, model=model, adapter=None))
+        shape = model_source(dataclasses.replace(recipe, model=model, adapter=None)).shape
     except FinetuneError as error:
         problems = (each.replace("model.name", "its model.name") for each in error.problems)
         raise FinetuneError(*(f"reward_funcs: '{name}': {each}" for each in problems)) from None

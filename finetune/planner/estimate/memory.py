@@ -10,7 +10,7 @@ from finetune.planner.estimate import part, stages
 from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.moments import Moment, Timeline
 from finetune.planner.estimate.sampling import gathered_weights
-from finetune.planner.estimate.sharding import deepspeed
+from finetune.planner.estimate.sharding.deepspeed import Gradients
 from finetune.planner.estimate.sharding.gathered import Gathered
 from finetune.planner.estimate.sharding.resident import cast_weights, loading, state
 from finetune.planner.estimate.workload import Workload
@@ -62,46 +62,49 @@ class _Step:
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.run = workload, traces(workload)
-        self.layers = workload.shape.layers
-        trained = workload.adapter is None
-        per_layer = workload.shape.layer_parameters if trained else self._adapter_layer()
-        self.trained_layer = per_layer
-        fully_trained = 0 if workload.adapter is None else workload.adapter.whole
-        self.trained_outer = float(workload.shape.outer_parameters if trained else fully_trained)
-        width = workload.gradient_width / workload.layout.share("grads")
-        # Offloaded gradients move to the host as soon as they are reduced.
-        leaves = deepspeed.leave(workload)
-        immediate = workload.immediate or leaves
+        shape, layout, adapter = workload.shape, workload.layout, workload.adapter
+        self.layers = shape.layers
+        self.gathered, self.buckets = Gathered(workload), Gradients(workload)
+        self.fsdp = self.gathered.fsdp
+        # Trained parameters of a layer, and outside the layers.
+        self.trained_layer, self.trained_outer = float(shape.layer_parameters), 0.0
+        if adapter is not None:
+            self.trained_layer = (workload.sharded - adapter.whole) / self.layers
+        self.trained_outer = float(shape.outer_parameters if adapter is None else adapter.whole)
         # DeepSpeed with fp32 accumulation stores gradients in its buckets.
-        self.deepspeed = deepspeed.accumulates(workload) and not leaves
-        if self.deepspeed and workload.layout.shard != "optimizer":
-            immediate = True
+        self.deepspeed = self.buckets.accumulates and not self.buckets.leave
         # DDP's gradients are views of its buckets, except those of earlier micro-batches.
-        layout = workload.layout
         in_buckets = layout.traits.copies_gradients and layout.processes > 1
         self.in_buckets = in_buckets and workload.accumulation == 1
-        immediate = immediate or self.in_buckets
-        self.immediate = immediate
-        held = workload.shape.held_layer if trained else per_layer
-        self.layer_gradient = 0.0 if immediate else held * width
-        self.outer_gradient = 0.0 if immediate else self.trained_outer * width
-        if trained and workload.layout.group == 1:
+        # Offloaded gradients move to the host as soon as they are reduced.
+        self.immediate = workload.immediate or self.buckets.leave or self.in_buckets
+        self.immediate |= self.deepspeed and layout.shard != "optimizer"
+        width = workload.gradient_width / layout.share("grads")
+        held = shape.held_layer if adapter is None else self.trained_layer
+        self.layer_gradient = 0.0 if self.immediate else held * width
+        self.outer_gradient = 0.0 if self.immediate else self.trained_outer * width
+        if adapter is None and layout.group == 1:
             # The gradient of a table that tensor parallelism splits is not divided.
-            self.outer_gradient += (workload.shape.ways - 1) * workload.shape.embedding * width
+            self.outer_gradient += (shape.ways - 1) * shape.embedding * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient
         self.standing = 0.0
         if self.deepspeed:
-            self.whole = deepspeed.reduced(workload)
-            self.standing = deepspeed.standing(workload)
-        self.gathered = Gathered(workload)
-        self.fsdp = self.gathered.fsdp
-        self.loss = workload.loss.retained * workload.tokens * workload.shape.vocab
-        # Checkpoints keep the input of each layer, in addition to what its tape holds.
-        self.checkpointed = workload.checkpointing in ("full", "attention")
-
-    def _adapter_layer(self) -> float:
-        adapter = self.workload.adapter
-        return (self.workload.sharded - adapter.whole) / self.layers if adapter else 0.0
+            self.whole, self.standing = self.buckets.reduced, self.buckets.standing
+        self.loss = workload.loss.retained * workload.tokens * shape.vocab
+        self.trained_experts = workload.divided_experts if adapter is None else 0.0
+        """Trained elements of a layer's experts if they are a separate unit, reduced first."""
+        # Gradient of a head in FSDP's root unit, which is reduced last; of any other head during
+        # the backward pass of the layers.
+        in_root = self.fsdp and workload.root_unit and workload.trains("head")
+        self.unreduced_head = float(shape.head_weights * workload.compute) if in_root else 0.0
+        kept = workload.trains("head") and not (self.immediate or self.unreduced_head)
+        self.head_gradient = float(shape.head_weights) * width if kept else 0.0
+        tied = workload.tied and not self.fsdp and self.earlier()
+        self.waiting = self.head_gradient if tied else 0.0
+        """Gradient of a tied head until it is added, with the embedding's, to earlier gradients."""
+        # Gradients outside layers during the backward pass of the layers.
+        overflows = self.deepspeed and self.buckets.overflows
+        self.early = self.whole if overflows else self.head_gradient
 
     def earlier(self) -> float:
         """Gradients of earlier micro-batches of the same step."""
@@ -120,10 +123,12 @@ class _Step:
 
     def timeline(self) -> Timeline:
         run, kept = self.run, self.run.kept_by(self.layers)
-        casts = self._weight_casts()
+        # Autocast caches its casts until its context ends, despite checkpointing.
+        cached = self.workload.autocast and self.workload.recomputes
+        casts = 2.0 * cast_weights(self.workload) if cached else 0.0
         stream = float(self.workload.tokens * self.workload.shape.hidden)
         self.incoming = stream * self.workload.residual
-        inside = run.layer.passing if self.checkpointed else run.layer.forward
+        inside = run.layer.passing if self.workload.recomputes else run.layer.forward
         found = loading(self.workload)
         moments = [Moment("loading", found)] if found else []
         moments += [
@@ -152,7 +157,8 @@ class _Step:
         teacher = self._teacher()
         moments += [] if teacher is None else [teacher]
         if self.deepspeed:
-            moments.append(self._reduction())
+            full = self.buckets.filling + self.buckets.reducing
+            moments.append(self.moment("gradients reduced", gradients=self.whole, buckets=full))
         step = self.moment("optimizer step", update=self._update())
         # By now the gradients of earlier micro-batches have been reduced.
         whole = {**step.parts, "gradients": self.standing + self.whole}
@@ -186,9 +192,9 @@ class _Step:
     def _layer(self, name: str, index: int) -> Moment:
         """Backward pass of the layer at `index`, counted from the last layer."""
         run, workload = self.run, self.workload
-        below = self.run.kept_by(self.layers - index - (0 if self.checkpointed else 1))
+        below = self.run.kept_by(self.layers - index - (0 if self.workload.recomputes else 1))
         transient = run.layer.backward
-        if self.checkpointed:  # the layer's forward pass again, with the incoming gradient
+        if self.workload.recomputes:  # the layer's forward pass again, with the incoming gradient
             transient = max(transient, run.layer.forward + self.incoming)
         if workload.immediate or self.in_buckets:
             transient -= run.layer.gradients
@@ -196,20 +202,21 @@ class _Step:
         # Gradients of the previous unit, until their reduce-scatter has ended; those of earlier
         # micro-batches already have that data type.
         if self.fsdp and (workload.accumulation == 1 or workload.synchronise_each):
-            reduced = float(workload.reduce_width)
-            reduced *= (
-                self.trained_layer - self._trained_experts() if index else self._trained_head()
-            )
+            # The head is a unit of its own unless it is tied or in the root unit.
+            alone = workload.trains("head") and not (workload.root_unit or workload.tied)
+            head = float(workload.shape.head_weights) if alone else 0.0
+            before = self.trained_layer - self.trained_experts if index else head
+            reduced = float(workload.reduce_width) * before
 
         def moment(activations: float, units: float, reduction: float) -> Moment:
             return self.moment(
                 name,
-                gradients=self._early() + index * self.layer_gradient,
-                waiting=self._waiting(),
+                gradients=self.early + index * self.layer_gradient,
+                waiting=self.waiting,
                 activations=activations,
                 loss=self.loss,
                 units=units,
-                reduction=reduction + self._unreduced_head(),
+                reduction=reduction + self.unreduced_head,
                 **self._buckets(),
             )
 
@@ -218,7 +225,7 @@ class _Step:
         if self.fsdp and workload.divided_experts:
             arrives = self.run.kept_by(self.layers - index) + self.incoming
             moments.append(moment(arrives, self.gathered.experts_arriving(), reduced))
-        if self.fsdp and self._trained_experts():
+        if self.fsdp and self.trained_experts:
             moments.append(moment(*self._experts_reduced(below, units)))
         return max(moments, key=lambda each: each.total)
 
@@ -229,7 +236,7 @@ class _Step:
         apart from those of the last tensor. FSDP2 divides a copy of the buffer if no other process
         has the same experts.
         """
-        workload, elements = self.workload, self._trained_experts()
+        workload, elements = self.workload, self.trained_experts
         shape, shards, width = workload.shape, workload.layout.expert_shards, workload.reduce_width
         experts = shape.experts
         assert experts is not None
@@ -244,15 +251,8 @@ class _Step:
         """DeepSpeed's buckets during the backward pass, and its copies if one has filled up."""
         if not (self.deepspeed and filling):
             return {}
-        full = deepspeed.overflows(self.workload)
-        copies = deepspeed.reducing(self.workload) if full else 0.0
-        return {"buckets": deepspeed.filling(self.workload) + copies}
-
-    def _reduction(self) -> Moment:
-        """The end of a backward pass in DeepSpeed."""
-        copies = deepspeed.reducing(self.workload)
-        buckets = deepspeed.filling(self.workload) + copies
-        return self.moment("gradients reduced", gradients=self.whole, buckets=buckets)
+        copies = self.buckets.reducing if self.buckets.overflows else 0.0
+        return {"buckets": self.buckets.filling + copies}
 
     def _teacher(self) -> Moment | None:
         """The teacher's forward pass before the student's; it saves nothing."""
@@ -262,41 +262,6 @@ class _Step:
         gathered = 2.0 * teacher.unit_bytes if teacher.layout.share("params") > 1 else 0.0
         inside = inference(teacher, teacher.shape)
         return self.moment("forward: teacher", activations=inside, units=gathered)
-
-    def _trained_head(self) -> float:
-        """Trained parameters of the head if it is a separate unit."""
-        workload = self.workload
-        apart = workload.trains("head") and not (workload.root_unit or workload.tied)
-        return float(workload.shape.head_weights) if apart else 0.0
-
-    def _trained_experts(self) -> float:
-        """Trained elements of a layer's experts if they are a separate unit, reduced first."""
-        return self.workload.divided_experts if self.workload.adapter is None else 0.0
-
-    def _early(self) -> float:
-        """Gradients outside layers during the backward pass of the layers."""
-        if self.deepspeed and deepspeed.overflows(self.workload):
-            return self.whole
-        return self._head_gradient()
-
-    def _head_gradient(self) -> float:
-        """Gradient of the head during the backward pass of the layers."""
-        if not self.workload.trains("head") or self.immediate or self._unreduced_head():
-            return 0.0
-        head = float(self.workload.shape.head_weights)
-        width = self.workload.gradient_width / self.workload.layout.share("grads")
-        return head * width
-
-    def _unreduced_head(self) -> float:
-        """Gradient of a head in FSDP's root unit, which is reduced last."""
-        workload = self.workload
-        whole = self.fsdp and workload.root_unit and workload.trains("head")
-        return float(workload.shape.head_weights * workload.compute) if whole else 0.0
-
-    def _waiting(self) -> float:
-        """Gradient of a tied head until it is added, with the embedding's, to earlier gradients."""
-        tied = self.workload.tied and not self.fsdp and self.earlier()
-        return self._head_gradient() if tied else 0.0
 
     def _embedding(self) -> Moment:
         """Gradient of the embedding: one unsharded table, added to that of a tied head."""
@@ -320,8 +285,8 @@ class _Step:
             extra += (shape.ways - 1) * table
         return self.moment(
             "backward: embedding",
-            gradients=self._early() if self.deepspeed and self.immediate else self.whole,
-            waiting=self._waiting(),
+            gradients=self.early if self.deepspeed and self.immediate else self.whole,
+            waiting=self.waiting,
             activations=workload.tokens * shape.hidden * float(workload.residual),
             loss=self.loss,
             units=units,
@@ -332,7 +297,7 @@ class _Step:
     def _update(self) -> float:
         workload = self.workload
         if self.deepspeed:
-            return deepspeed.updating(workload)
+            return self.buckets.updating
         if workload.layout.traits.masters and workload.layout.offload == "none":
             partition = workload.trained / workload.layout.share("optimizer")
             return 4.0 * partition if workload.gradient_width == 2 else 0.0
@@ -343,13 +308,6 @@ class _Step:
             largest = max([table, *(m.weights for m in workload.shape.matrices)])
             return 2.0 * largest * workload.trained_width if workload.adapter is None else 0.0
         return 0.0
-
-    def _weight_casts(self) -> float:
-        """Weight casts that autocast caches until its context ends, despite checkpointing."""
-        workload = self.workload
-        if not (workload.autocast and self.checkpointed):
-            return 0.0
-        return 2.0 * cast_weights(workload)
 
 
 def inference(workload: Workload, shape: Architecture) -> float:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-from finetune.planner.estimate import filled
-from finetune.planner.estimate.advice import Option
+from finetune.planner.estimate.advice import Option, micro_tokens
 from finetune.planner.estimate.changes import Change
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
-from finetune.planner.estimate.predict import Prediction, model_source
+from finetune.planner.estimate.predict import Prediction
 from finetune.planner.estimate.sampling import Sampling, gathered_weights, sampling
 
 BAR = 36
@@ -18,15 +17,11 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
     parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
     if prediction.workload.layout.axes.any:
         parts.insert(1, division(prediction))
-    plan, width = prediction.plan, 2 if prediction.plan.backend.precision == "bf16" else 4
-    shape = prediction.source.shape
-    weights = gathered_weights(prediction.workload)
-    sampled = sampling(
-        plan.recipe, shape, plan.processes, width, prediction.machine, weights=weights
-    )
+    plan, weights = prediction.plan, gathered_weights(prediction.workload)
+    sampled = sampling(plan, prediction.source.shape, prediction.machine, weights=weights)
     if sampled is not None:
         parts.append(sampling_words(sampled))
-    found = judges(plan.recipe, lambda recipe: model_source(recipe).shape, cpu=False)
+    found = judges(plan.recipe, cpu=False)
     if found:
         parts.append(judge_words(found))
     if changes:
@@ -103,7 +98,7 @@ def verdict(prediction: Prediction) -> str:
         f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
         f"by {times.bound}",
     ]
-    wider = filled.micro_tokens(prediction.plan, prediction.workload, prediction.machine)
+    wider = micro_tokens(prediction.plan, prediction.workload, prediction.machine)
     if wider is not None:
         lines.append(
             f"  wider    batch.micro_tokens={wider} fits too: fewer and larger forward passes, the "

@@ -4,42 +4,12 @@ import dataclasses
 import math
 
 from finetune.planner import schedules
-from finetune.planner.estimate.workload import Adapter, Workload
+from finetune.planner.estimate.adapters import Adapter
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture, Matrix
 
 ROWS = ("o_proj", "down_proj")
 """Matrices that tensor parallelism splits along their inputs; others along their outputs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Part(Architecture):
-    """Shape of the part of a model on one process.
-
-    Layers, heads, inner width, vocabulary and experts are counted per process; norms are not
-    divided.
-    """
-
-    first: bool = True
-    """Whether this part has the embedding."""
-    last: bool = True
-    """Whether this part has the final norm and the head."""
-    expert_groups: int = 1
-    """Number of groups with different experts among the processes that shard a layer."""
-
-    @property
-    def held_layer(self) -> int:
-        if self.experts is None:
-            return self.layer_parameters
-        each = self.experts.count * self.experts.weights(self.hidden)
-        return self.layer_parameters + (self.expert_groups - 1) * each
-
-    @property
-    def outer_parameters(self) -> int:
-        found = self.first * (self.embedding + self.positions * self.hidden)
-        if not self.last:
-            return found
-        head = 0 if self.tied and not self.scores else self.head_weights
-        return found + self.norm_size + head
 
 
 def here(workload: Workload) -> Workload:
@@ -59,31 +29,31 @@ def here(workload: Workload) -> Workload:
     )
 
 
-def _part(workload: Workload, shape: Architecture) -> Part:
+def _part(workload: Workload, shape: Architecture) -> Architecture:
     """The part of a model on a single process."""
     axes = workload.layout.axes
-    spans = schedules.spans(shape.layers, axes)
+    spans, ways = schedules.spans(shape.layers, axes), axes.tensor
     numbers = schedules.parts_of(workload.layout.stage, axes)
     first, last = 0 in numbers, len(spans) - 1 in numbers
-    layers = sum(len(spans[number]) for number in numbers)
-    ways = axes.tensor
-    fields = {f.name: getattr(shape, f.name) for f in dataclasses.fields(Architecture)}
-    fields |= {
-        "layers": layers,
-        "ways": ways,
-        "heads": shape.heads // ways,
-        "kv_heads": max(1, shape.kv_heads // ways),
-        "width": -(-shape.width // ways),
-        "vocab": -(-shape.vocab // ways),
-        # The two ends of a pipeline have separate tables.
-        "tied": shape.tied and first and last,
-        "matrices": tuple(_cut(matrix, ways) for matrix in shape.matrices),
-    }
-    groups = 1
-    if shape.experts is not None and axes.experts > 1:
-        count, groups = shape.experts.count // axes.experts, max(1, axes.experts // ways)
-        fields["experts"] = dataclasses.replace(shape.experts, count=count)
-    return Part(**fields, first=first, last=last, expert_groups=groups)
+    groups, experts = 1, shape.experts
+    if experts is not None and axes.experts > 1:
+        groups = max(1, axes.experts // ways)
+        experts = dataclasses.replace(experts, count=experts.count // axes.experts)
+    return dataclasses.replace(
+        shape,
+        layers=sum(len(spans[number]) for number in numbers),
+        ways=ways,
+        heads=shape.heads // ways,
+        kv_heads=max(1, shape.kv_heads // ways),
+        width=-(-shape.width // ways),
+        vocab=-(-shape.vocab // ways),
+        tied=shape.tied and first and last,  # the two ends of a pipeline have separate tables
+        matrices=tuple(_cut(matrix, ways) for matrix in shape.matrices),
+        experts=experts,
+        first=first,
+        last=last,
+        expert_groups=groups,
+    )
 
 
 def _cut(matrix: Matrix, ways: int) -> Matrix:
@@ -92,7 +62,7 @@ def _cut(matrix: Matrix, ways: int) -> Matrix:
     return dataclasses.replace(matrix, outputs=-(-matrix.outputs // ways))
 
 
-def _adapter(workload: Workload, found: Part) -> Adapter:
+def _adapter(workload: Workload, found: Architecture) -> Adapter:
     """The adapter on the layers of this part; of a split matrix, either A or B is split."""
     given = workload.adapter
     assert given is not None

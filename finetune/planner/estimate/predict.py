@@ -1,14 +1,9 @@
 """Predict memory, communication and time of a plan on a machine, and whether it fits."""
 
-import contextlib
 import dataclasses
-import json
-import urllib.request
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError
 from finetune.planner.estimate import (
     advice,
     communication,
@@ -18,128 +13,23 @@ from finetune.planner.estimate import (
     totals,
     traffic,
 )
-from finetune.planner.estimate.adapters import named_expert_size
+from finetune.planner.estimate.adapters import Adapter, lora, named_expert_size
 from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORES
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.row_counts import steps_of
 from finetune.planner.estimate.sampling import sampling
-from finetune.planner.estimate.sharding import nvme
+from finetune.planner.estimate.sharding.nvme import Swapped
 from finetune.planner.estimate.timing import Times, forward_share
-from finetune.planner.estimate.workload import Adapter, AttentionKind, Workload, lora
+from finetune.planner.estimate.workload import AttentionKind, Workload
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
-from finetune.planner.shapes import published
 from finetune.planner.shapes.architecture import Architecture
-from finetune.planner.shapes.config_files import config_paths
-from finetune.planner.shapes.read_config import read
+from finetune.planner.shapes.config_files import Source, model_source
 from finetune.recipe import Model, Recipe
 from finetune.recipe.references import second_model
 
 LOSSES_OF_HEADS = {"chunked": CHUNKED, "whole": OURS, "labelled": LABELLED, "scores": SCORES}
 """Memory model of the loss, by the value of the kernel option `head`."""
-HUB_SECONDS = 5
-"""Timeout of a request to the hub, in seconds."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The shape of a recipe's model, and where it was read from."""
-
-    shape: Architecture
-    where: str
-
-
-def model_source(recipe: Recipe) -> Source:
-    """The shape of a recipe's model.
-
-    It is read from the recipe's config, a folder, the hub cache, `shapes.published`, or the hub.
-
-    Raises:
-        FinetuneError: none of them has it, or the architecture is unknown.
-    """
-    config, where = config_of(recipe)
-    shape = read(config, where)
-    if recipe.model.add_tokens:
-        shape = dataclasses.replace(shape, vocab=max(shape.vocab, _rows_with_added(recipe, shape)))
-    if recipe.scores is not None:  # without the head that predicts tokens
-        shape = dataclasses.replace(shape, tied=True, scores=len(recipe.scores.names))
-    return Source(shape, where)
-
-
-def _rows_with_added(recipe: Recipe, shape: Architecture) -> int:
-    """Embedding rows with `model.add_tokens`, as in `finetune.models.vocabulary`.
-
-    A model often has more rows than its tokenizer has tokens, so that no rows are added. If the
-    tokenizer is not on this machine, each token is counted as an additional row, an upper bound.
-    """
-    model = recipe.model
-    name = model.tokenizer or model.name
-    for config in config_paths(name, model.revision) if name else ():
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            file = config.with_name("tokenizer.json")
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            known = {**stored["model"]["vocab"]}
-            known |= {each["content"]: each["id"] for each in stored["added_tokens"]}
-            return max(known.values()) + 1 + len(set(model.add_tokens) - known.keys())
-    return shape.vocab + len(model.add_tokens)
-
-
-def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
-    """The fields of a recipe's `config.json`, and where they were read from.
-
-    Raises:
-        FinetuneError: it is not on this machine, and the hub does not provide it.
-    """
-    model = recipe.model
-    if model.config is not None:
-        return model.config, "model.config"
-    if model.name is None:
-        raise FinetuneError("model: give model.name or model.config: its shape is not known")
-    for path in config_paths(model.name, model.revision):
-        if path.is_file():
-            return _config(path), str(path)
-    known = published.find(model.name)
-    if known is not None:
-        return known, published.source(model.name)
-    return _download(model.name, model.revision), "the hub"
-
-
-def _download(name: str, revision: str | None) -> Any:
-    """Download only the config.json of a model from the hub, in a single request.
-
-    `hf_hub_download` (huggingface_hub 1.x) retries six times, which takes 24 s without a network.
-
-    Raises:
-        FinetuneError: there is no such file, or no network.
-    """
-    # The import takes a third of a second and is only needed for names not found elsewhere.
-    from huggingface_hub import constants, get_token, hf_hub_url
-    from huggingface_hub.utils import validate_repo_id
-
-    given = "give a folder with config.json, or a hub id"
-    with reading(f"model.name: no such folder: {name}; {given}"):
-        validate_repo_id(name)
-    with reading(
-        f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, it "
-        "is not in the built-in table, and the hub did not provide it",
-        "name a local folder that has one, or give model.config",
-    ):
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        url = hf_hub_url(name, "config.json", revision=revision)
-        request = urllib.request.Request(url)
-        if token := get_token():  # not sent to a redirect target
-            request.add_unredirected_header("Authorization", f"Bearer {token}")
-        with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
-            return json.loads(answer.read())
-
-
-def _config(path: Path) -> Any:
-    with reading(f"{path}: cannot be read"):
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise FinetuneError(f"{path}: got a {type(found).__name__}, expected an object with fields")
-    return cast("dict[str, Any]", found)
 
 
 def workload_of(plan: Plan, shape: Architecture) -> Workload:
@@ -179,15 +69,6 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
         compiled=recipe.kernels.blocks == "compiled",
     )
-
-
-def _with_completions(plan: Plan, workload: Workload) -> Workload:
-    """The workload with the memory of the completions that a divided model samples at once."""
-    width = 2 if plan.backend.precision == "bf16" else 4
-    sampled = sampling(plan.recipe, workload.shape, plan.processes, width)
-    if sampled is None or not workload.layout.axes.any:
-        return workload
-    return dataclasses.replace(workload, completions=sampled.memory)
 
 
 def _shape_of(recipe: Recipe, model: Model | None) -> Architecture | None:
@@ -317,7 +198,7 @@ class Prediction:
         """Plain values, in bytes and seconds, for JSON."""
         times, volume = self.times, self.volume
         return {
-            "machine": _machine_summary(self.machine),
+            "machine": dataclasses.asdict(self.machine),
             "model": {
                 "source": self.source.where,
                 "parameters": self.source.shape.parameters,
@@ -354,12 +235,6 @@ class Prediction:
         }
 
 
-def _machine_summary(machine: hardware.Machine) -> dict[str, Any]:
-    fields = dataclasses.asdict(machine)
-    fields["gpu"] = dataclasses.asdict(machine.gpu)
-    return fields
-
-
 def predict(
     plan: Plan,
     machine: hardware.Machine,
@@ -381,11 +256,16 @@ def predict(
             f"--gpus {machine.count}: the plan runs {plan.processes} processes, one per GPU"
         )
     source = model_source(plan.recipe)
-    machine = leaving_room(machine, plan.recipe, lambda recipe: model_source(recipe).shape)
-    workload = _with_completions(plan, workload_of(plan, source.shape))
+    machine = leaving_room(machine, plan.recipe)
+    workload = workload_of(plan, source.shape)
+    # Completions that a divided model samples at once are next to complete weights.
+    if workload.layout.axes.any and (sampled := sampling(plan, source.shape)) is not None:
+        workload = dataclasses.replace(workload, completions=sampled.memory)
     option = advice.option(workload, machine)
     stages = memory.by_stage(workload)
     timeline = max(stages, key=lambda found: found.peak.total)
+    on_disk = workload.layout.device == "nvme"
+    disk = Swapped(workload).disk * machine.per_node if on_disk else 0.0
     return Prediction(
         plan,
         machine,
@@ -396,7 +276,7 @@ def predict(
         option.usable,
         option.status,
         option.host,
-        nvme.disk(workload) * machine.per_node,
+        disk,
         option.moved,
         option.times,
         steps_of(plan, rows, row_tokens),

@@ -11,8 +11,8 @@ import math
 from finetune.planner.estimate import part
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.workload import Workload
+from finetune.planner.plan import Plan
 from finetune.planner.shapes.architecture import Architecture
-from finetune.recipe import Recipe
 
 OF_LOGITS = 4 + 4
 """Bytes per vocabulary item for logits and logits divided by the temperature."""
@@ -55,29 +55,26 @@ class Sampling:
 
 
 def sampling(
-    recipe: Recipe,
+    plan: Plan,
     shape: Architecture,
-    processes: int,
-    width: int,
     machine: Machine | None = None,
     tokens: int | None = None,
     weights: float = 0.0,
 ) -> Sampling | None:
-    """Memory and time of sampling for a recipe; None if this process does not sample.
+    """Memory and time of sampling for a plan; None if its processes do not sample.
 
     Args:
-        recipe: the recipe, which sets the number and length of completions.
+        plan: its recipe sets the number and length of completions, which its processes share.
         shape: shape of the model.
-        processes: processes, which share the completions.
-        width: bytes per element of the compute data type.
         machine: machine for the prediction of time; None for memory only.
         tokens: length of the longest prompt with its completion; by default the maximum.
         weights: bytes of weights that are gathered (`gathered_weights`).
     """
+    recipe, width = plan.recipe, 2 if plan.backend.precision == "bf16" else 4
     if recipe.sampled is None or recipe.samples_elsewhere:
         return None
     count, at_once, longest = recipe.sampled
-    mine = math.ceil(count / processes)
+    mine = math.ceil(count / plan.processes)
     rows, tokens = min(mine, at_once), tokens or recipe.encoded_length + longest
     places = tokens - longest + (longest // (ROOM + 1) + 1) * (ROOM + 1)
     of_layer = 2 * shape.key * width * rows * places

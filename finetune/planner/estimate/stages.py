@@ -39,8 +39,7 @@ class _Stage:
         self.tied = workload.tied
         self.run = traces(here)
         tape, source, result = Layer(here).build()
-        self.checkpointed = here.checkpointing in ("full", "attention")
-        self.again = trace(tape, source, result, self.checkpointed, accumulated=True)
+        self.again = trace(tape, source, result, here.recomputes, accumulated=True)
         self.stream = float(here.tokens * here.shape.hidden * here.residual)
         self.sharded = layout.group > 1
         self.flight: dict[tuple[int, int], float] = {}
@@ -53,7 +52,15 @@ class _Stage:
         """Number of layers of each part whose weights are gathered."""
         self.moments: dict[str, Moment] = {}
         self.largest: dict[str, float] = {}
-        self.base = {**state(here), "hand-overs": self._receive_buffers(), "casts": self._casts()}
+        # Receive buffers for all micro-batches, from the previous and next stages.
+        received = [n > 0 and n - 1 not in self.parts for n in self.parts]
+        received += [n < self.last and n + 1 not in self.parts for n in self.parts]
+        self.base = {**state(here), "hand-overs": 0.0, "casts": 0.0}
+        self.base["hand-overs"] = sum(received) * here.accumulation * self.stream
+        if here.autocast and here.recomputes:
+            # Weights in 16 bits, which autocast keeps until the last micro-batch has passed.
+            head = here.shape.head_weights * (self.last in self.parts and here.adapter is None)
+            self.base["casts"] = 2.0 * (cast_weights(here) + head)
         if here.teacher_shape is not None and self.last in self.parts:
             # The teacher's hidden states of all micro-batches.
             states = float(here.tokens * here.teacher_shape.hidden * here.compute)
@@ -74,23 +81,6 @@ class _Stage:
         self.ways = 1 if self.sharded and self.workload.compute != 4 else shape.ways
         self.table = shape.embedding * self.ways * width if here.trains("embedding") else 0.0
         self.head_gradient = shape.head_weights * width if here.trains("head") else 0.0
-
-    def _casts(self) -> float:
-        """Weights in 16 bits, which autocast keeps until the last micro-batch has passed."""
-        here = self.workload
-        if not (here.autocast and self.checkpointed):
-            return 0.0
-        head = here.shape.head_weights * (self.last in self.parts and here.adapter is None)
-        return 2.0 * (cast_weights(here) + head)
-
-    def _receive_buffers(self) -> float:
-        """Bytes of receive buffers from the previous and next stages, for all micro-batches."""
-        count = 0
-        for number in self.parts:
-            alone = set(self.parts)
-            count += number > self.first and number - 1 not in alone
-            count += number < self.last and number + 1 not in alone
-        return count * self.workload.accumulation * self.stream
 
     # Memory in use -------------------------------------------------------------------------------
 
@@ -140,7 +130,7 @@ class _Stage:
 
     def _forward(self, task: Task) -> None:
         layers, run = self.parts[task.part], self.run
-        inside = run.layer.passing if self.checkpointed else run.layer.forward
+        inside = run.layer.passing if self.workload.recomputes else run.layer.forward
         received = self.stream if task.part > self.first else 0.0
         unit = self.workload.unit_bytes if self.sharded else 0.0
         self.open[task.part] = 0
@@ -170,10 +160,10 @@ class _Stage:
             )
         for index in range(layers):
             self.open[task.part] = max(self.open[task.part], index + 1)
-            below = self.run.kept_by(layers - index - (0 if self.checkpointed else 1))
+            below = self.run.kept_by(layers - index - (0 if self.workload.recomputes else 1))
             layer = self.again if again else run.layer
             transient = layer.backward
-            if self.checkpointed:
+            if self.workload.recomputes:
                 transient = max(transient, layer.forward + self.stream)
             early = 0.0
             if not again:

@@ -62,8 +62,7 @@ def forward_share(workload: Workload) -> float:
 
 def _passes(workload: Workload) -> int:
     """Computation of a step including gradients, in forward passes."""
-    recomputes = workload.checkpointing in ("full", "attention")
-    return (2 if workload.adapter is not None else 3) + recomputes
+    return (2 if workload.adapter is not None else 3) + workload.recomputes
 
 
 def step_flops(
@@ -121,25 +120,23 @@ def attained(machine: Machine, workload: Workload) -> float:
     return gpu.flops * gpu.mfu * (1.0 if workload.fp16 else gpu.half)
 
 
-def communication_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
-    """Seconds per step of communication on its links."""
+def communication_seconds(
+    moved: Volume, machine: Machine, workload: Workload
+) -> tuple[float, float]:
+    """Seconds per step of communication on its links, and of what blocks computation.
+
+    Between layers or stages of a divided model computation waits.
+    """
     if workload.layout.axes.any:
-        return sum(link.seconds for link in traffic.links(moved, workload, machine))
-    group = workload.layout.group
-    across = machine.nodes > 1 and group > machine.per_node
+        links = traffic.links(moved, workload, machine)
+        blocking = sum(link.seconds for link in links if link.axis in moved.axes)
+        return sum(link.seconds for link in links), blocking
+    across = machine.nodes > 1 and workload.layout.group > machine.per_node
     inside = min(machine.link, machine.network) if across else machine.link
     seconds = moved.inside / (inside * EFFICIENCY) if moved.inside else 0.0
     if moved.between:
         seconds += moved.between / ((machine.network or machine.link) * EFFICIENCY)
-    return seconds
-
-
-def blocking_seconds(moved: Volume, machine: Machine, workload: Workload) -> float:
-    """Seconds per step of communication that blocks computation, between layers or stages."""
-    if not workload.layout.axes.any:
-        return 0.0
-    links = traffic.links(moved, workload, machine)
-    return sum(link.seconds for link in links if link.axis in moved.axes)
+    return seconds, 0.0
 
 
 def offload_seconds(workload: Workload, machine: Machine) -> float:
@@ -154,7 +151,10 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
         return waiting
     seconds += workload.trained / layout.group * CPU_ADAM_BYTES * machine.per_node / HOST_BANDWIDTH
     if layout.device == "nvme":
-        seconds += _disk_seconds(workload, NVME_BANDWIDTH / machine.per_node)
+        # Weights, states and gradients are read and written on the process's share of the disk.
+        states = 2 * nvme.STATE_BUFFERS * nvme.STATE_WIDTH * workload.trained / layout.group
+        weights = 2 * workload.accumulation * nvme.Swapped(workload).waiting_weights
+        seconds += (states + weights) / (NVME_BANDWIDTH / machine.per_node)
     return waiting + seconds
 
 
@@ -170,25 +170,6 @@ def copy_seconds(workload: Workload, machine: Machine) -> float:
     return moved / layout.group / (machine.gpu.pcie * PCIE_EFFICIENCY)
 
 
-def _disk_seconds(workload: Workload, lane: float) -> float:
-    """Seconds per step of reading and writing weights, states and gradients on disk.
-
-    Args:
-        lane: bytes per second of the process's share of the disk.
-    """
-    states = 2 * nvme.STATE_BUFFERS * nvme.STATE_WIDTH * workload.trained / workload.layout.group
-    weights = 2 * workload.accumulation * nvme.waiting_weights(workload)
-    return (states + weights) / lane
-
-
-def moving_seconds(workload: Workload, machine: Machine, tokens: float) -> float:
-    """Seconds per step of operations other than products on a GPU, the same for every engine."""
-    narrow = workload if workload.scheme == "fp32" else dataclasses.replace(workload, scheme="fsdp")
-    rest = operations(part.here(narrow) if narrow.layout.axes.any else narrow, tokens)
-    factor = LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER
-    return (factor * rest.layers + LOSS * rest.loss) / machine.gpu.bandwidth
-
-
 def times(
     workload: Workload, machine: Machine, moved: Volume, slots: float | None = None,
     length: float | None = None,
@@ -201,7 +182,7 @@ def times(
     """
     per_token = flops_per_token(
         workload.shape, length or workload.length, True, workload.adapter is not None,
-        workload.checkpointing in ("full", "attention"),
+        workload.recomputes,
     )  # fmt: skip
     layout = workload.layout
     if slots is None:  # processes that train on the same rows divide the work
@@ -219,10 +200,15 @@ def times(
         moves = (rest.layers + rest.loss + rest.updates) / machine.gpu.bandwidth
         here = compute + launches + moves
     else:
-        moves = moving_seconds(workload, machine, tokens) / (1 - waits)
+        # Operations other than products, the same for every engine.
+        narrow = workload
+        if workload.scheme != "fp32":
+            narrow = dataclasses.replace(workload, scheme="fsdp")
+        others = operations(part.here(narrow) if layout.axes.any else narrow, tokens)
+        factor = LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER
+        moves = (factor * others.layers + LOSS * others.loss) / machine.gpu.bandwidth / (1 - waits)
         here = max(compute, launches, compute * machine.gpu.mfu / PRODUCTS + moves)
-    links = communication_seconds(moved, machine, workload)
-    blocked = blocking_seconds(moved, machine, workload)
+    links, blocked = communication_seconds(moved, machine, workload)
     offload = offload_seconds(workload, machine)
     overlap = OVERLAP_FAST if machine.fast else OVERLAP_SLOW
     moving = links - blocked + offload

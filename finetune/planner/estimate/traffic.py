@@ -81,7 +81,7 @@ def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, floa
     rows = [name for name in part.ROWS if name in names]
     columns = [name for name in COLUMNS if name in names]
     forward, narrow = float(len(rows)), sum(ranks.get(name, 0) for name in rows)
-    checkpointed = workload.checkpointing in ("full", "attention")
+    checkpointed = workload.recomputes
     if checkpointed:
         # A sum that neither a norm nor an adapter follows, only the residual stream, is not
         # computed again.
@@ -113,7 +113,7 @@ def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
     backward pass with their gradients in fp32.
     """
     shape, axes = here.shape, workload.layout.axes
-    again = workload.checkpointing in ("full", "attention")
+    again = workload.recomputes
     if axes.ring > 1:
         own = here.tokens * 2.0 * shape.key * shape.layers * workload.accumulation
         width = (2 + again) * here.compute + 4
@@ -134,7 +134,7 @@ def _experts(workload: Workload, here: Workload) -> dict[str, float]:
     """
     shape = here.shape
     assert shape.experts is not None
-    again = workload.checkpointing in ("full", "attention")
+    again = workload.recomputes
     chosen = here.tokens * shape.experts.active / shape.ways
     each = 2.0 * chosen * shape.hidden * here.residual
     return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}

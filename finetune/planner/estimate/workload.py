@@ -1,21 +1,14 @@
 """The workload of one process: model, batch, numerics, adapter, loss and layout."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from finetune.planner.engines import Scheme
-from finetune.planner.estimate.adapters import (
-    adapted,
-    adapter_size,
-    expert_adapter_size,
-    outer,
-)
+from finetune.planner.estimate.adapters import NO_ADAPTER, Adapter
 from finetune.planner.estimate.head_losses import HF, Loss
 from finetune.planner.estimate.layout import Layout
-from finetune.planner.estimate.states import adam_moments, nf4_bytes
 from finetune.planner.families import family_of
-from finetune.planner.shapes.architecture import Architecture, Matrix
+from finetune.planner.shapes.architecture import Architecture
 
 AttentionKind = Literal["flash", "masked", "eager"]
 """Attention implementations. `flash`: no mask; groups of heads share keys. `masked`: SDPA with a
@@ -24,37 +17,29 @@ probabilities."""
 Checkpointing = Literal["none", "full", "attention", "selective"]
 """What layers recompute: nothing, all, all but attention, or every second matrix product."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """LoRA on selected matrices."""
-
-    ranks: Mapping[str, int]
-    """Rank by the last part of the matrix's name, for the tape of one layer."""
-    parameters: int
-    width: int = 2
-    """Bytes per adapter weight."""
-    dropout: bool = False
-    """Whether the adapter has dropout on its input."""
-    dora: bool = False
-    """Whether weights are decomposed: a norm of each complete matrix, and an additional product."""
-    saved: frozenset[str] = frozenset()
-    """Which of `embedding` and `head` are trained in full (`modules_to_save`): an fp32 copy next to
-    the frozen original, which stays in memory."""
-    whole: int = 0
-    """Parameters of the modules in `saved`, which are included in `parameters`."""
-    experts: int = 0
-    """Rank on experts; 0 if they have no adapter."""
-    rows: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
-    """Parameters by the first dimension of their tensor, along which FSDP2 shards it."""
-
-    def padded(self, group: int) -> int:
-        """Parameters in `group` shards, each padded to as many rows as the largest shard."""
-        return self.parameters + sum(n // rows * (-rows % group) for rows, n in self.rows.items())
+# NF4 (arXiv:2305.14314): 4 bits per weight, one fp32 maximum per block of 64. Double quantization
+# stores the maxima in 8 bits, with one fp32 maximum per 256 of them: 4 + 8/64 + 32/(64 x 256) bits.
+NF4_BLOCK = 64
+NF4_SECOND_BLOCK = 256
+# bitsandbytes 8-bit optimizers (arXiv:2110.02861): two moments, each with one byte per element and
+# one fp32 maximum per 256 elements; smaller tensors than 4096 keep fp32 moments (min_8bit_size).
+ADAM8_BLOCK = 256
 
 
-NO_ADAPTER = Adapter({}, 0)
-"""Adapts nothing: the workload of a frozen model has it."""
+def nf4_bits(double_quantised: bool = True, block: int = NF4_BLOCK) -> float:
+    """Bits per weight in NF4, including scales."""
+    if not double_quantised:
+        return 4 + 32 / block
+    return 4 + 8 / block + 32 / (block * NF4_SECOND_BLOCK)
+
+
+def nf4_bytes(weights: float, double_quantised: bool = True) -> float:
+    return weights * nf4_bits(double_quantised) / 8
+
+
+def adam_moments(width: float, eight_bit: bool) -> float:
+    """Bytes per parameter of the two AdamW moments, stored in `width` bytes or in 8 bits."""
+    return 2 * (1 + 4 / ADAM8_BLOCK) if eight_bit else 2 * width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +231,11 @@ class Workload:
         return self.trained_width
 
     @property
+    def recomputes(self) -> bool:
+        """Whether a layer's forward pass runs again in the backward pass, from its kept input."""
+        return self.checkpointing in ("full", "attention")
+
+    @property
     def trains_all(self) -> bool:
         """Whether the layer's own weights get gradients."""
         return self.adapter is None
@@ -397,43 +387,3 @@ class Workload:
         if self.adapter is None:
             return self.shape.outer_parameters * self.compute
         return self.frozen_outer_bytes
-
-
-def lora(
-    shape: Architecture,
-    rank: int,
-    targets: str | tuple[str, ...] = "all-linear",
-    width: int = 4,
-    dropout: bool = False,
-    dora: bool = False,
-    excluded: str | tuple[str, ...] = (),
-    only_layers: tuple[int, ...] = (),
-    rank_pattern: Mapping[str, int] | None = None,
-    saved: Iterable[str] = (),
-) -> Adapter:
-    """The adapter with these settings; `saved` are the names of `modules_to_save`."""
-    chosen = adapted(shape, targets, excluded, only_layers)
-    patterns = rank_pattern or {}
-
-    def rank_of(matrix: Matrix) -> int:
-        return next((r for name, r in patterns.items() if matrix.name.endswith(name)), rank)
-
-    outside = [] if only_layers else outer(shape, targets, excluded)
-    wrapped = [*(matrix for _, matrix in chosen), *outside]
-    parameters = sum(adapter_size(matrix, rank_of(matrix), dora) for matrix in wrapped)
-    rows: dict[int, int] = {}
-    for matrix in wrapped:
-        r = rank_of(matrix)
-        rows[r] = rows.get(r, 0) + r * matrix.inputs
-        rows[matrix.outputs] = rows.get(matrix.outputs, 0) + r * matrix.outputs
-    ranks = {matrix.leaf: rank_of(matrix) for _, matrix in chosen}
-    experts = rank if targets == "all-linear" and shape.experts is not None else 0
-    layers = len({layer for layer, _ in chosen})
-    parameters += layers * expert_adapter_size(shape, experts)
-    names = frozenset(name.rsplit(".", 1)[-1] for name in saved)
-    tables = {shape.table: "embedding", shape.head: "head"}
-    parts = frozenset(part for name, part in tables.items() if name in names)
-    fully_trained = shape.embedding * len(parts)
-    return Adapter(
-        ranks, parameters + fully_trained, width, dropout, dora, parts, fully_trained, experts, rows
-    )

@@ -90,8 +90,16 @@ class Architecture:
     head: str = "lm_head"
     scores: int = 0
     """Outputs of a score head that replaces the logits; 0 for a language model."""
+    # The part of a model on one process of a mesh: its layers, heads, inner width, vocabulary and
+    # experts are counted per process; norms are not divided.
     ways: int = 1
-    """Processes that split each matrix; this shape is the part of one of them."""
+    """Processes that split each matrix."""
+    first: bool = True
+    """Whether this part has the embedding."""
+    last: bool = True
+    """Whether this part has the final norm and the head."""
+    expert_groups: int = 1
+    """Number of groups with different experts among the processes that shard a layer."""
 
     @property
     def query(self) -> int:
@@ -136,13 +144,19 @@ class Architecture:
     @property
     def outer_parameters(self) -> int:
         """Parameters outside the layers: embedding, positions, final norm, untied head."""
+        found = self.first * (self.embedding + self.positions * self.hidden)
+        if not self.last:
+            return found
         head = 0 if self.tied and not self.scores else self.head_weights
-        return self.embedding + self.positions * self.hidden + self.norm_size + head
+        return found + self.norm_size + head
 
     @property
     def held_layer(self) -> int:
         """Parameters of a layer, summed over the processes that shard it."""
-        return self.layer_parameters
+        if self.experts is None:
+            return self.layer_parameters
+        each = self.experts.count * self.experts.weights(self.hidden)
+        return self.layer_parameters + (self.expert_groups - 1) * each
 
     @property
     def parameters(self) -> int:
@@ -164,12 +178,3 @@ class Architecture:
             visited = self.experts.active * self.experts.weights(self.hidden)
             experts = visited + self.experts.count * self.hidden
         return self.layers * (self.linear_weights + experts) + self.head_weights
-
-    @property
-    def tensors(self) -> int:
-        """Number of parameter tensors."""
-        inner = sum(2 if matrix.bias else 1 for matrix in self.matrices)
-        inner += self.norms * (2 if self.norm == "layer" else 1) + (2 if self.qk_norm else 0)
-        inner += 3 if self.experts is not None else 0
-        outer = 2 + (0 if self.tied and not self.scores else 1) + (1 if self.positions else 0)
-        return self.layers * inner + outer + (1 if self.norm == "layer" else 0)

@@ -1,15 +1,23 @@
-"""A model's `config.json`: where it may be on this machine, and what it says of the head."""
+"""A model's `config.json`: where it is, its shape, and what it says of the head."""
 
+import contextlib
+import dataclasses
 import json
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from finetune.cache import hub_cache
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.planner.families import family_of
 from finetune.planner.shapes import published
-from finetune.recipe import Recipe, Scores
+from finetune.planner.shapes.architecture import Architecture
+from finetune.planner.shapes.read_config import read
+from finetune.recipe import Model, Recipe, Scores
+
+HUB_SECONDS = 5
+"""Timeout of a request to the hub, in seconds."""
 
 
 def config_paths(name: str, revision: str | None) -> list[Path]:
@@ -21,21 +29,22 @@ def config_paths(name: str, revision: str | None) -> list[Path]:
     return [Path(name) / "config.json", folder / "snapshots" / commit / "config.json"]
 
 
+def _path_of(model: Model) -> Path | None:
+    """The config.json of a named model, if it is on this machine."""
+    paths = config_paths(model.name, model.revision) if model.name else []
+    return next((path for path in paths if path.is_file()), None)
+
+
 def model_fields(recipe: Recipe) -> dict[str, Any]:
     """The config of a recipe's model; empty if it is not on this machine."""
     model = recipe.model
     if model.config is not None:
         return dict(model.config)
-    if model.name is None:
-        return {}
-    for path in config_paths(model.name, model.revision):
-        if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError):
-                return {}  # loading the model reports the error
-            return cast(dict[str, Any], found) if isinstance(found, dict) else {}
-    return {}
+    path = _path_of(model)
+    try:
+        return {} if path is None else _config(path)
+    except FinetuneError:
+        return {}  # loading the model reports the error
 
 
 def fields_of(recipe: Recipe) -> Mapping[str, Any]:
@@ -49,6 +58,107 @@ def known_fields(recipe: Recipe) -> Mapping[str, Any]:
     fields = fields_of(recipe)
     alone = family_of(fields).text_only and "text_config" in fields
     return fields["text_config"] if alone else fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The shape of a recipe's model, and where it was read from."""
+
+    shape: Architecture
+    where: str
+
+
+def model_source(recipe: Recipe) -> Source:
+    """The shape of a recipe's model.
+
+    It is read from the recipe's config, a folder, the hub cache, `shapes.published`, or the hub.
+
+    Raises:
+        FinetuneError: none of them has it, or the architecture is unknown.
+    """
+    config, where = config_of(recipe)
+    shape = read(config, where)
+    if recipe.model.add_tokens:
+        shape = dataclasses.replace(shape, vocab=max(shape.vocab, _rows_with_added(recipe, shape)))
+    if recipe.scores is not None:  # without the head that predicts tokens
+        shape = dataclasses.replace(shape, tied=True, scores=len(recipe.scores.names))
+    return Source(shape, where)
+
+
+def _rows_with_added(recipe: Recipe, shape: Architecture) -> int:
+    """Embedding rows with `model.add_tokens`, as in `finetune.models.vocabulary`.
+
+    A model often has more rows than its tokenizer has tokens, so that no rows are added. If the
+    tokenizer is not on this machine, each token is counted as an additional row, an upper bound.
+    """
+    model = recipe.model
+    name = model.tokenizer or model.name
+    for config in config_paths(name, model.revision) if name else ():
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            file = config.with_name("tokenizer.json")
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            known = {**stored["model"]["vocab"]}
+            known |= {each["content"]: each["id"] for each in stored["added_tokens"]}
+            return max(known.values()) + 1 + len(set(model.add_tokens) - known.keys())
+    return shape.vocab + len(model.add_tokens)
+
+
+def config_of(recipe: Recipe) -> tuple[Mapping[str, Any], str]:
+    """The fields of a recipe's `config.json`, and where they were read from.
+
+    Raises:
+        FinetuneError: it is not on this machine, and the hub does not provide it.
+    """
+    model = recipe.model
+    if model.config is not None:
+        return model.config, "model.config"
+    if model.name is None:
+        raise FinetuneError("model: give model.name or model.config: its shape is not known")
+    path = _path_of(model)
+    if path is not None:
+        return _config(path), str(path)
+    known = published.find(model.name)
+    if known is not None:
+        return known, published.source(model.name)
+    return _download(model.name, model.revision), "the hub"
+
+
+def _download(name: str, revision: str | None) -> Any:
+    """Download only the config.json of a model from the hub, in a single request.
+
+    `hf_hub_download` (huggingface_hub 1.x) retries six times, which takes 24 s without a network.
+
+    Raises:
+        FinetuneError: there is no such file, or no network.
+    """
+    # The import takes a third of a second and is only needed for names not found elsewhere.
+    from huggingface_hub import constants, get_token, hf_hub_url
+    from huggingface_hub.utils import validate_repo_id
+
+    given = "give a folder with config.json, or a hub id"
+    with reading(f"model.name: no such folder: {name}; {given}"):
+        validate_repo_id(name)
+    with reading(
+        f"model.name: no config.json of '{name}' in a folder of that name or in the hub cache, it "
+        "is not in the built-in table, and the hub did not provide it",
+        "name a local folder that has one, or give model.config",
+    ):
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = hf_hub_url(name, "config.json", revision=revision)
+        request = urllib.request.Request(url)
+        if token := get_token():  # not sent to a redirect target
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:
+            return json.loads(answer.read())
+
+
+def _config(path: Path) -> Any:
+    with reading(f"{path}: cannot be read"):
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise FinetuneError(f"{path}: got a {type(found).__name__}, expected an object with fields")
+    return cast("dict[str, Any]", found)
 
 
 def has_score_head(fields: Mapping[str, Any]) -> bool:

@@ -87,7 +87,7 @@ def problems(name: str, fields: Mapping[str, Any], asked: str, backend: Backend)
         yield f"{have}, which cannot be trained here; {unquantised}"
 
 
-def prequantised(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
+def prequantised(recipe: Recipe, backend: Backend) -> Iterator[str]:
     """`problems` for the model of a recipe, if its `config.json` is on this machine."""
     name = recipe.model.name
     if name is not None:

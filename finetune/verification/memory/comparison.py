@@ -9,9 +9,9 @@ from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, communication, memory, page
 from finetune.planner.estimate.layout import Layout
-from finetune.planner.estimate.predict import config_of
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
+from finetune.planner.shapes.config_files import config_of
 
 TOLERANCE = 0.05
 """Maximum relative difference of a component, the same bound as for published peaks."""

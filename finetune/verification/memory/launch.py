@@ -9,8 +9,8 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
-from finetune.planner.estimate.predict import config_of
 from finetune.planner.estimate.workload import Workload
+from finetune.planner.shapes.config_files import config_of
 from finetune.process import interpreter
 from finetune.process.progress import progress
 from finetune.process.quiet import OF_A_LAUNCH

@@ -3,7 +3,7 @@
 import dataclasses
 
 from finetune.planner.estimate.autograd.layer import Layer
-from finetune.planner.estimate.autograd.tape import Tape, Trace, Value, trace
+from finetune.planner.estimate.autograd.tape import Tape, Trace, Value, parameter, trace
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.kernels import (
     CHUNK_ENTRIES,
@@ -36,11 +36,26 @@ class Head:
 
 def head(workload: Workload) -> Head:
     """Final norm, head and loss of a workload."""
-    if workload.shape.scores:
-        return _scores(workload)
-    if workload.loss.selected:
-        return _labelled(workload)
-    return _chunked(workload) if workload.loss.chunked else _whole(workload)
+    shape, builder = workload.shape, Layer(workload)
+    source = Value(float(workload.tokens * shape.hidden * workload.residual))
+    normed = builder.norm(source)
+    of_norm = len(builder.tape.nodes)
+    projected = None
+    if shape.scores:
+        result, entering = _scores(workload, builder.tape, normed)
+    elif workload.loss.selected:
+        result, entering, projected = _labelled(workload, builder, source, normed)
+    elif workload.loss.chunked:
+        result, entering = _chunked(workload, builder.tape, normed)
+    else:
+        entering = normed.size
+        result, projected = _whole(workload, builder, source, normed)
+    found = trace(builder.tape, source, result)
+    projected = found.forward if projected is None else projected
+    if workload.loss.chunked and not shape.scores:
+        # Its gradients are computed in the forward pass, and only they are kept from then on.
+        found = dataclasses.replace(found, forward=found.saved)
+    return Head(found, entering, projected, max(found.backwards[of_norm:]))
 
 
 def _width(workload: Workload) -> int:
@@ -51,54 +66,52 @@ def _width(workload: Workload) -> int:
     return workload.stored_width
 
 
-def _whole(workload: Workload) -> Head:
-    shape, builder = workload.shape, Layer(workload)
-    tape: Tape = builder.tape
-    source = Value(workload.tokens * shape.hidden * workload.residual)
-    normed = builder.norm(source)
-    of_norm = len(tape.nodes)
-    width, trained = _width(workload), workload.trains("head")
-    weight = Value(shape.embedding * width, grad=trained, leaf=True)
-    given, entries = normed, workload.tokens * shape.vocab
+def _weight(workload: Workload, tape: Tape) -> Value:
+    """The head's weight as its product reads it: autocast casts another data type."""
+    width, entries = _width(workload), workload.shape.embedding
+    weight = parameter(float(entries * width), workload.trains("head"))
+    if workload.autocast and width != workload.compute:
+        weight = tape.run(float(entries * workload.compute), (weight,))
+    return weight
+
+
+def _saved(workload: Workload, given: Value, weight: Value) -> list[Value]:
+    """What the product of the head saves: its input for a trained weight, and a cast weight."""
+    return ([given] if workload.trains("head") else []) + ([] if weight.leaf else [weight])
+
+
+def _whole(workload: Workload, builder: Layer, source: Value, normed: Value) -> tuple[Value, float]:
+    """All logits and their loss, and the peak before the loss."""
+    shape, tape, given = workload.shape, builder.tape, normed
+    entries = workload.tokens * shape.vocab
     inner = workload.tokens * shape.hidden * workload.compute
     if workload.autocast and normed.size != inner:
         given = tape.run(inner, (normed,))
-    if workload.autocast and width != workload.compute:
-        weight = tape.run(shape.embedding * workload.compute, (weight,))
-    keeps = ([given] if trained else []) + ([] if weight.leaf else [weight])
-    loss = workload.loss
-    size = entries * workload.compute if loss.logits else 0.0
-    logits = tape.run(size, (given, weight), keeps)
+    weight = _weight(workload, tape)
+    size = entries * workload.compute if workload.loss.logits else 0.0
+    logits = tape.run(size, (given, weight), _saved(workload, given, weight))
     if shape.capped_logits:
         logits = builder.capped(logits)
     projected = trace(tape, source, logits).forward
-    found = trace(tape, source, _loss(workload, tape, logits, entries))
-    return Head(found, normed.size, projected, max(found.backwards[of_norm:]))
+    return _loss(workload, tape, logits, entries), projected
 
 
-def _labelled(workload: Workload) -> Head:
+def _labelled(
+    workload: Workload, builder: Layer, source: Value, normed: Value
+) -> tuple[Value, float, float]:
     """`_whole` with only the hidden states of labelled tokens as input of the head.
 
     The logits of a head that tensor parallelism splits are gathered: first concatenated, then put
-    in the order of the vocabulary.
+    in the order of the vocabulary. Also returns the bytes of its input.
     """
-    shape, builder = workload.shape, Layer(workload)
-    tape = builder.tape
-    source = Value(float(workload.tokens * shape.hidden * workload.residual))
-    normed = builder.norm(source)
-    of_norm = len(tape.nodes)
+    shape, tape, compute = workload.shape, builder.tape, workload.compute
     picked = tape.run(normed.size * workload.labelled, (normed,))
-    width, trained = _width(workload), workload.trains("head")
-    weight = Value(float(shape.embedding * width), grad=trained, leaf=True)
-    given, compute = picked, workload.compute
+    given, held = picked, (normed, picked)
     if workload.autocast and picked.size != workload.labelled_tokens * shape.hidden * compute:
         given = tape.run(picked.size / 2, (picked,), holds=(normed,))
-    if workload.autocast and width != compute:
-        weight = tape.run(float(shape.embedding * compute), (weight,))
-    keeps = ([given] if trained else []) + ([] if weight.leaf else [weight])
+    weight = _weight(workload, tape)
     own = float(workload.labelled_tokens * shape.vocab * compute)
-    logits = tape.run(own, (given, weight), keeps, holds=(normed, picked))
-    held = (normed, picked)
+    logits = tape.run(own, (given, weight), _saved(workload, given, weight), holds=held)
     if shape.ways > 1:
         beside = tape.run(own * shape.ways, (logits,))
         logits = tape.run(own * shape.ways, (beside,), holds=(*held, logits))
@@ -112,11 +125,9 @@ def _labelled(workload: Workload) -> Head:
         within = 4.0 * entries * (TAUGHT - KEPT)
         loss = tape.run(4, (wide,), (kept,), forward=within, backward=within, holds=(wide, *held))
     else:
-        shares = tape.run(4 * entries, (wide,), holds=(wide, *held))
-        tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(shares,))
+        shares = tape.run(4 * entries, (wide,), holds=(wide, *held), keeps_result=True)
         loss = tape.run(4, (shares,), holds=(wide, *held))
-    found = trace(tape, source, loss)
-    return Head(found, normed.size + picked.size, projected, max(found.backwards[of_norm:]))
+    return loss, normed.size + picked.size, projected
 
 
 def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
@@ -128,9 +139,7 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
         given = tape.run(logits.size, (logits,)) if loss.picked else logits
         wide = given if given.size == 4 * entries else tape.run(4 * entries, (given,), holds=held)
         held = (logits, wide) if loss.picked else ()
-        shares = tape.run(4 * entries, (wide,), holds=held)
-        last = tape.nodes[-1]
-        tape.nodes[-1] = dataclasses.replace(last, keeps=(shares,))
+        shares = tape.run(4 * entries, (wide,), holds=held, keeps_result=True)
         return tape.run(4, (shares,))
     kept = Value(loss.saved * entries, grad=False)
     scratch = max(0.0, loss.backward - loss.saved) * entries - logits.size
@@ -139,23 +148,17 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
     )
 
 
-def _chunked(workload: Workload) -> Head:
-    """Norm, head and loss with `kernels.head=chunked`.
+def _chunked(workload: Workload, tape: Tape, normed: Value) -> tuple[Value, float]:
+    """Head and loss with `kernels.head=chunked`, and the bytes of their input.
 
     Gradients are computed in the forward pass, so the saved values are gradients: of the labelled
-    hidden states and, if it is trained, of the head. `forward` of the returned trace is the memory
-    in use once the loss is computed.
+    hidden states and, if it is trained, of the head.
     """
-    shape, builder = workload.shape, Layer(workload)
-    tape, stream = builder.tape, float(workload.tokens * shape.hidden)
-    source = Value(stream * workload.residual)
-    normed = builder.norm(source)
-    of_norm = len(tape.nodes)
     picked = tape.run(normed.size * workload.labelled, (normed,))
     trained = workload.trains("head")
-    weight = Value(float(shape.embedding * _width(workload)), grad=trained, leaf=True)
+    weight = parameter(float(workload.shape.embedding * _width(workload)), trained)
     kept = picked.size + (weight.size if trained else 0.0)
-    tape.run(
+    result = tape.run(
         4,
         (picked, weight),
         (Value(kept, grad=False),),
@@ -163,23 +166,14 @@ def _chunked(workload: Workload) -> Head:
         backward=-kept,  # the gradients are returned
         holds=(normed,),  # by the caller
     )
-    found = trace(tape, source, tape.nodes[-1].outputs[0])
-    entering = normed.size + picked.size
-    waiting = dataclasses.replace(found, forward=found.saved)
-    return Head(waiting, entering, found.forward, max(found.backwards[of_norm:]))
+    return result, normed.size + picked.size
 
 
-def _scores(workload: Workload) -> Head:
-    """Final norm and a score head, which reads one token per row and computes in fp32."""
-    shape, builder = workload.shape, Layer(workload)
-    tape = builder.tape
-    source = Value(float(workload.tokens * shape.hidden * workload.residual))
-    normed = builder.norm(source)
-    of_norm = len(tape.nodes)
-    picked = tape.run(4.0 * workload.rows * shape.hidden, (normed,))
-    scores = tape.run(4.0 * workload.rows * shape.scores, (picked,), [picked])
-    found = trace(tape, source, scores)
-    return Head(found, normed.size, found.forward, max(found.backwards[of_norm:]))
+def _scores(workload: Workload, tape: Tape, normed: Value) -> tuple[Value, float]:
+    """A score head, which reads one token per row and computes in fp32."""
+    picked = tape.run(4.0 * workload.rows * workload.shape.hidden, (normed,))
+    scores = tape.run(4.0 * workload.rows * workload.shape.scores, (picked,), [picked])
+    return scores, normed.size
 
 
 def _taught(workload: Workload, hidden: float, weight: float) -> float:

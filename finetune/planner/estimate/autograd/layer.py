@@ -4,12 +4,11 @@ Sizes are bytes for T tokens. Each operation was compared with a FakeTensor trac
 (torch 2.13, transformers 5.23, peft 0.21); `tests/test_planner_memory.py` checks the totals.
 """
 
-import dataclasses
-
+from finetune.planner.estimate.adapters import NO_ADAPTER
 from finetune.planner.estimate.autograd.products import Products
 from finetune.planner.estimate.autograd.ring import ring_attention
 from finetune.planner.estimate.autograd.tape import Tape, Value, parameter
-from finetune.planner.estimate.workload import NO_ADAPTER, Workload
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.kernels import score_block
 
 
@@ -242,9 +241,7 @@ class Layer:
             scaled = self.capped(scaled)
         masked = tape.run(c * scores, (scaled,), passes=True)
         wide = masked if c == width else tape.run(width * scores, (masked,))
-        weights = tape.run(width * scores, (wide,))
-        last = tape.nodes[-1]
-        tape.nodes[-1] = dataclasses.replace(last, keeps=(weights,))
+        weights = tape.run(width * scores, (wide,), keeps_result=True)
         if c != width:  # the variable refers to the scores until it is reassigned
             weights = tape.run(c * scores, (weights,), holds=(masked,))
         mixed = float(self.tokens * self.shape.query * c)
@@ -253,8 +250,7 @@ class Layer:
     def capped(self, value: Value) -> Value:
         """Soft-capping, cap x tanh(value / cap); saves the tanh."""
         size, tape = value.size, self.tape
-        tanh = tape.run(size, (tape.run(size, (value,)),))
-        tape.nodes[-1] = dataclasses.replace(tape.nodes[-1], keeps=(tanh,))
+        tanh = tape.run(size, (tape.run(size, (value,)),), keeps_result=True)
         return tape.run(size, (tanh,))
 
     def _scores(self) -> float:
@@ -277,10 +273,7 @@ class Layer:
 
         Flash attention also keeps its inputs and one statistic per row and head.
         """
-        node = self.tape.run(size, inputs, keeps, backward=backward)
-        last = self.tape.nodes[-1]
-        self.tape.nodes[-1] = dataclasses.replace(last, keeps=(*last.keeps, node))
-        return node
+        return self.tape.run(size, inputs, keeps, backward=backward, keeps_result=True)
 
     def kept_selectively(self) -> float:
         """Bytes per layer that selective activation checkpointing (per operator) keeps.
@@ -329,9 +322,7 @@ class Layer:
         half = tape.run(size, (value,))
         cube = tape.run(size, (value,), (value,), backward=3 * size)
         inner = tape.run(size, (tape.run(size, (value, tape.run(size, (cube,)))),))
-        tanh = tape.run(size, (inner,))
-        last = tape.nodes[-1]
-        tape.nodes[-1] = dataclasses.replace(last, keeps=(tanh,))
+        tanh = tape.run(size, (inner,), keeps_result=True)
         shifted = tape.run(size, (tanh,), passes=True)
         return tape.run(size, (half, shifted), (half, shifted))
 
@@ -367,9 +358,7 @@ class Layer:
         count, active = self.tokens * shape.experts.count, self.tokens * shape.experts.active
         given = (value, parameter(0, n.trains_all))
         logits = tape.run(count * n.compute, given, (value,) if n.trains_all else ())
-        probabilities = tape.run(4.0 * count, (logits,))
-        last = tape.nodes[-1]
-        tape.nodes[-1] = dataclasses.replace(last, keeps=(probabilities,))
+        probabilities = tape.run(4.0 * count, (logits,), keeps_result=True)
         indices = Value(4 * 8.0 * active, grad=False)
         return tape.run(4.0 * active, (probabilities,), (indices,))
 

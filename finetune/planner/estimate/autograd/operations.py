@@ -29,7 +29,7 @@ class Operations:
 
 def operations(workload: Workload, tokens: float) -> Operations:
     """Operations of a step of one process, and the bytes they move for `tokens` tokens."""
-    passes = 3 + (workload.checkpointing in ("full", "attention"))
+    passes = 3 + workload.recomputes
     layers, steps = workload.shape.layers, workload.accumulation
     started = steps * (passes * layers * _layer_operations(workload) + 3 * HEAD)
     layer = _bytes(Layer(workload)) / workload.tokens

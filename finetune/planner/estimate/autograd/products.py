@@ -1,7 +1,8 @@
 """Matrix products of a layer with adapters: one by one as in PEFT, or in groups."""
 
+from finetune.planner.estimate.adapters import NO_ADAPTER
 from finetune.planner.estimate.autograd.tape import Tape, Value, parameter
-from finetune.planner.estimate.workload import NO_ADAPTER, Workload
+from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Matrix
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

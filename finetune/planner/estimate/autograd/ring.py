@@ -1,7 +1,5 @@
 """Memory of ring attention in one layer (`distributed.ring`)."""
 
-import dataclasses
-
 from finetune.planner.estimate.autograd.tape import Tape, Value
 from finetune.planner.estimate.workload import Workload
 
@@ -38,7 +36,4 @@ def ring_attention(
     else:
         backward = wide + both * min(ways - 2, 2) + part + 2 * exact
     inputs, keeps = (query, own), (query, own, logs)
-    result = tape.run(mixed, inputs, keeps, forward, backward, holds=(key, values))
-    last = tape.nodes[-1]
-    tape.nodes[-1] = dataclasses.replace(last, keeps=(*last.keeps, result))
-    return result
+    return tape.run(mixed, inputs, keeps, forward, backward, holds=(key, values), keeps_result=True)

@@ -75,12 +75,13 @@ class Tape:
         backward: float = 0.0,
         passes: bool = False,
         holds: Iterable[Value] = (),
+        keeps_result: bool = False,
     ) -> Value:
         """Record an operation; returns its output, which needs a gradient if an input does."""
         taken = tuple(inputs)
         output = Value(size, any(value.grad for value in taken))
-        node = Node(taken, (output,), tuple(keeps), forward, backward, passes, tuple(holds))
-        self.nodes.append(node)
+        saved = (*keeps, output) if keeps_result else tuple(keeps)
+        self.nodes.append(Node(taken, (output,), saved, forward, backward, passes, tuple(holds)))
         return output
 
     def halves(self, value: Value) -> tuple[Value, Value]:

@@ -25,7 +25,7 @@ class Traces:
 
 
 def traces(workload: Workload) -> Traces:
-    held = workload.checkpointing in ("full", "attention")
+    held = workload.recomputes
     layer = _layer_trace(workload, held, enters=True)
     # Frozen embeddings have no gradient, but checkpointing requires one for its input.
     enters = workload.adapter is None or held

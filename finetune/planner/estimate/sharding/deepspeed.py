@@ -22,94 +22,45 @@ REDUCE_BUCKET = 500_000_000
 SUB_GROUP = 1_000_000_000
 
 
-def accumulates(workload: Workload) -> bool:
-    """Whether this module applies: bf16, and an engine that sets `data_types.grad_accum_dtype`."""
-    return workload.wide_gradients and workload.scheme == "deepspeed"
+class Gradients:
+    """Bytes of the gradients of one process, for each part of a step."""
 
-
-def _share(workload: Workload) -> float:
-    return workload.trained / workload.layout.group
-
-
-def standing(workload: Workload) -> float:
-    """Bytes of gradients that are always allocated."""
-    unsharded = {"optimizer": 4.0 * workload.trained, "params": 4.0 * _share(workload)}
-    found = unsharded.get(workload.layout.shard, 0.0) + _passing(workload)
-    return found + _on_host(workload) if workload.cpu else found  # host memory is counted
-
-
-def leave(workload: Workload) -> bool:
-    """Whether reduced gradients are moved to the host, outside the device's memory."""
-    offloaded = workload.layout.offload != "none" and not workload.cpu
-    return offloaded and not (accumulates(workload) and workload.layout.shard == "grads")
-
-
-def _on_host(workload: Workload) -> float:
-    """Bytes that offloading keeps on the host in addition to the optimizer states."""
-    if workload.layout.offload == "none" or workload.layout.device == "nvme":
-        return 0.0
-    written = 2.0 * _share(workload) if workload.layout.shard == "grads" else 0.0
-    return 4.0 * _share(workload) + written + _passing(workload)
-
-
-def _passing(workload: Workload) -> float:
-    """Bytes of ZeRO-2's buffer for the transfer of a gradient; negligible for adapters.
-
-    The buffer exists on the device and on the host.
-    """
-    passes = workload.layout.offload != "none" and workload.layout.shard == "grads"
-    return 2.0 * workload.shape.embedding if passes and workload.adapter is None else 0.0
-
-
-def reduced(workload: Workload) -> float:
-    """Bytes of gradients after a backward pass, in addition to those always allocated."""
-    unsharded = {"optimizer": 2.0 * workload.trained, "grads": 4.0 * _share(workload)}
-    return unsharded.get(workload.layout.shard, 0.0)
-
-
-def overflows(workload: Workload) -> bool:
-    """Whether a bucket fills up before the end of the backward pass."""
-    return workload.layout.shard != "optimizer" and workload.trained > REDUCE_BUCKET
-
-
-def _bucket(workload: Workload) -> float:
-    """Bytes of a bucket."""
-    return 2.0 * min(REDUCE_BUCKET, workload.trained)
-
-
-def _overlaps(workload: Workload) -> bool:
-    """Whether ZeRO-2 fills a second bucket while the first one is reduced, as it does on GPUs."""
-    layout = workload.layout
-    return layout.offload == "none" and not workload.cpu and layout.processes > 1
-
-
-def resident_bucket(workload: Workload) -> float:
-    """Bytes of the bucket that ZeRO-3 allocates at the start."""
-    return _bucket(workload) if workload.layout.shard == "params" else 0.0
-
-
-def filling(workload: Workload) -> float:
-    """Bytes of buckets from the first gradient of a backward pass until its end."""
-    if workload.layout.shard == "grads":
-        return _bucket(workload) * (2 if _overlaps(workload) else 1)
-    return resident_bucket(workload)
-
-
-def reducing(workload: Workload) -> float:
-    """Bytes of copies during the reduction of gradients, in addition to the bucket."""
-    trained, bucket = workload.trained, _bucket(workload)
-    match workload.layout.shard:
-        case "optimizer":
-            # Matrices and vectors are concatenated if both fit in a bucket; all are sent as bf16.
-            joined = workload.adapter is None and trained <= REDUCE_BUCKET
-            return 2.0 * trained + (4.0 * trained if joined else 0.0)
-        case "params":
-            return bucket + 2.0 * bucket / workload.layout.group
-        case _:
-            return bucket
-
-
-def updating(workload: Workload) -> float:
-    """Bytes of fp32 gradients copied by the optimizer step: ZeRO-3 concatenates a sub-group."""
-    whole = workload.layout.shard == "params" and workload.layout.offload == "none"
-    return 4.0 * min(SUB_GROUP, _share(workload)) if whole else 0.0
+    def __init__(self, workload: Workload) -> None:
+        layout, shard, trained = workload.layout, workload.layout.shard, workload.trained
+        share, offloads = trained / layout.group, layout.offload != "none"
+        self.accumulates = workload.wide_gradients and workload.scheme == "deepspeed"
+        """Whether this applies: bf16, and an engine that sets `data_types.grad_accum_dtype`."""
+        self.leave = offloads and not (workload.cpu or (self.accumulates and shard == "grads"))
+        """Whether reduced gradients are moved to the host, outside the device's memory."""
+        # ZeRO-2's buffer for the transfer of a gradient, on the device and on the host; negligible
+        # for adapters.
+        full = workload.adapter is None
+        passing = 2.0 * workload.shape.embedding * (offloads and shard == "grads" and full)
+        unsharded = {"optimizer": 4.0 * trained, "params": 4.0 * share}
+        self.standing = unsharded.get(shard, 0.0) + passing
+        """Always allocated."""
+        if workload.cpu and offloads and layout.device != "nvme":
+            # Host memory is counted, with what offloading keeps there beside the optimizer states.
+            self.standing += 4.0 * share + (2.0 * share if shard == "grads" else 0.0) + passing
+        self.reduced = {"optimizer": 2.0 * trained, "grads": 4.0 * share}.get(shard, 0.0)
+        """After a backward pass, in addition to those always allocated."""
+        self.overflows = shard != "optimizer" and trained > REDUCE_BUCKET
+        """Whether a bucket fills up before the end of the backward pass."""
+        bucket = 2.0 * min(REDUCE_BUCKET, trained)
+        self.resident_bucket = bucket if shard == "params" else 0.0
+        """The bucket that ZeRO-3 allocates at the start."""
+        # On GPUs ZeRO-2 fills a second bucket while the first one is reduced.
+        overlaps = not offloads and not workload.cpu and layout.processes > 1
+        self.filling = bucket * (1 + overlaps) if shard == "grads" else self.resident_bucket
+        """Buckets from the first gradient of a backward pass until its end."""
+        # Matrices and vectors are concatenated if both fit in a bucket; all are sent as bf16.
+        joined = full and trained <= REDUCE_BUCKET
+        copies = {
+            "optimizer": 2.0 * trained + (4.0 * trained if joined else 0.0),
+            "params": bucket + 2.0 * bucket / layout.group,
+        }
+        self.reducing = copies.get(shard, bucket)
+        """Copies during the reduction of gradients, in addition to the bucket."""
+        whole = shard == "params" and not offloads
+        self.updating = 4.0 * min(SUB_GROUP, share) if whole else 0.0
+        """fp32 gradients copied by the optimizer step: ZeRO-3 concatenates a sub-group."""

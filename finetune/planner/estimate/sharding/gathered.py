@@ -11,77 +11,52 @@ class Gathered:
     """Bytes of gathered weights, for each moment of a step."""
 
     def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-
-    @property
-    def fsdp(self) -> bool:
+        self.workload, shape, layout = workload, workload.shape, workload.layout
+        self.layers, unit = shape.layers, float(workload.unit_bytes)
+        self.fsdp = layout.traits.shards_all and layout.group > 1
         """Whether FSDP shards over several processes."""
-        return self.workload.layout.traits.shards_all and self.workload.layout.group > 1
-
-    @property
-    def _layers(self) -> int:
-        return self.workload.shape.layers
-
-    @property
-    def _table(self) -> float:
-        """Bytes of the gathered embedding or head."""
-        return float(self.workload.shape.embedding * self.workload.outer_width)
-
-    @property
-    def _head(self) -> float:
-        """Bytes of the gathered head."""
-        return float(self.workload.shape.head_weights * self.workload.outer_width)
-
-    @property
-    def apart(self) -> bool:
-        """Whether FSDP gathers embedding and head as two units."""
-        return self.fsdp and not (self.workload.root_unit or self._one_table)
-
-    @property
-    def _one_table(self) -> bool:
+        self.one_table = shape.tied and not shape.scores
         """Whether embedding and head are one tensor."""
-        return self.workload.shape.tied and not self.workload.shape.scores
-
-    @property
-    def _everything(self) -> float:
-        """Bytes of all weights, gathered."""
-        return self._layers * self.workload.unit_bytes + self.workload.outer_bytes
+        self.apart = self.fsdp and not (workload.root_unit or self.one_table)
+        """Whether FSDP gathers embedding and head as two units."""
+        self.gathers_head = self.apart and not shape.scores
+        """Whether FSDP gathers the head after the last layer."""
+        streams = layout.group > 1 or layout.offload == "all"
+        self.gathers = streams and (layout.traits.shards_all or layout.shard == "params")
+        """Whether weights are fetched from other processes or the host when they are needed."""
+        self.stays_gathered = layout.traits.shards_all and layout.shard == "grads"
+        """Whether FSDP keeps units gathered from the forward to the backward pass."""
+        self.frees_head = self.gathers and self.apart and not self.stays_gathered
+        """Whether the head is a separate unit that is freed after its backward pass."""
+        # Bytes of gathered weights: of the embedding, the head, and the whole model.
+        self.table = float(shape.embedding * workload.outer_width)
+        self.head = float(shape.head_weights * workload.outer_width)
+        self.everything = self.layers * workload.unit_bytes + workload.outer_bytes
+        self.experts = workload.divided_experts * workload.frozen_width
+        """Bytes of a layer's gathered experts if they are a separate unit."""
+        self.buffer = self.experts if layout.expert_shards > 1 else 0.0
+        """Bytes of the buffer from which a layer's experts are copied, if they are gathered."""
+        self.ahead = unit - self.experts
+        """Weights of a layer, prefetched for its backward pass, before those of its experts."""
+        # Weights that ZeRO-3 keeps gathered from the forward to the backward pass (the last).
+        reused = min(self.everything, 2.0 * LIVE_PARAMETERS / 2)
+        self.reused = reused if layout.traits.keeps_reused else 0.0
 
     def at_head(self) -> float:
         """Weights gathered during the backward pass of the loss."""
         workload = self.workload
-        if not self._gathers:
+        if not self.gathers:
             return 0.0
-        if self._stays_gathered:
-            return self._everything
+        if self.stays_gathered:
+            return self.everything
         if not self.fsdp:
-            return max(self._table, self._reused())
-        held = workload.outer_bytes if workload.root_unit else self._head
+            return max(self.table, self.reused)
+        held = workload.outer_bytes if workload.root_unit else self.head
         return held + self.ahead
-
-    @property
-    def ahead(self) -> float:
-        """Weights of a layer, prefetched for its backward pass, before those of divided experts."""
-        return float(self.workload.unit_bytes) - self._experts
-
-    @property
-    def _experts(self) -> float:
-        """Bytes of a layer's gathered experts if they are a separate unit."""
-        return self.workload.divided_experts * self.workload.frozen_width
-
-    @property
-    def _buffer(self) -> float:
-        """Bytes of the buffer from which a layer's experts are copied, if they are gathered."""
-        return self._experts if self.workload.layout.expert_shards > 1 else 0.0
 
     def experts_arriving(self) -> float:
         """Weights gathered while those of divided experts are copied out of their buffer."""
-        return self.workload.outer_bytes + self.workload.unit_bytes + self._buffer
-
-    @property
-    def frees_head(self) -> bool:
-        """Whether the head is a separate unit that is freed after its backward pass."""
-        return self._gathers and self.apart and not self._stays_gathered
+        return self.workload.outer_bytes + self.workload.unit_bytes + self.buffer
 
     def at_loss(self) -> float:
         """Weights gathered while the loss is computed.
@@ -93,46 +68,29 @@ class Gathered:
         workload = self.workload
         if not self.fsdp:
             return self.at_head()
-        if self._stays_gathered:
-            units = self._everything
+        if self.stays_gathered:
+            units = self.everything
         else:
-            units = workload.outer_bytes if workload.root_unit else self._head
+            units = workload.outer_bytes if workload.root_unit else self.head
         if workload.root_unit:
             # Nothing is gathered after the last layer, so the buffer of its all-gather stays.
-            return units + (self._buffer if self._experts else workload.unit_bytes)
-        return units + (self._table if self._gathers_head else workload.unit_bytes)
+            return units + (self.buffer if self.experts else workload.unit_bytes)
+        return units + (self.table if self.gathers_head else workload.unit_bytes)
 
     def arriving(self) -> float:
         """Weights gathered while those of the head are copied out of their buffer.
 
         The buffer of the last layer is freed only afterwards.
         """
-        return self.at_loss() + (self.workload.unit_bytes if self._gathers_head else 0.0)
-
-    @property
-    def _gathers_head(self) -> bool:
-        """Whether FSDP gathers the head after the last layer."""
-        return self.apart and not self.workload.shape.scores
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether weights are fetched from other processes or the host when they are needed."""
-        layout = self.workload.layout
-        streams = layout.group > 1 or layout.offload == "all"
-        return streams and (layout.traits.shards_all or layout.shard == "params")
-
-    @property
-    def _stays_gathered(self) -> bool:
-        """Whether FSDP keeps units gathered from the forward to the backward pass."""
-        return self.workload.layout.traits.shards_all and self.workload.layout.shard == "grads"
+        return self.at_loss() + (self.workload.unit_bytes if self.gathers_head else 0.0)
 
     def forward(self) -> float:
         """Weights gathered during the forward pass of the last layer, which exists twice."""
-        if self._gathers and self._experts:
+        if self.gathers and self.experts:
             return self.experts_arriving()
-        if not (self._gathers and self._stays_gathered):
+        if not (self.gathers and self.stays_gathered):
             return self.backward(0)
-        return (self._layers + 1) * self.workload.unit_bytes + self._table
+        return (self.layers + 1) * self.workload.unit_bytes + self.table
 
     def backward(self, index: int) -> float:
         """Weights gathered during the backward pass of a layer: its own, and the prefetched next.
@@ -142,28 +100,22 @@ class Gathered:
         """
         workload = self.workload
         layout = workload.layout
-        if not self._gathers:
+        if not self.gathers:
             return 0.0
         apart = self.fsdp and not workload.root_unit
-        if self._stays_gathered:
-            outer = self._table if apart else workload.outer_bytes
-            return (self._layers - index) * workload.unit_bytes + outer
-        if self.apart and index and index == self._layers - 1:
-            return workload.unit_bytes + self._table
+        if self.stays_gathered:
+            outer = self.table if apart else workload.outer_bytes
+            return (self.layers - index) * workload.unit_bytes + outer
+        if self.apart and index and index == self.layers - 1:
+            return workload.unit_bytes + self.table
         outer = workload.outer_bytes if layout.traits.shards_all and workload.root_unit else 0.0
-        if apart and self._one_table:
-            outer = self._table  # one unit with the head, which stays from forward to backward
-        last = index == self._layers - 1 and workload.root_unit
-        ahead = workload.unit_bytes + (self.ahead if self._layers > 1 and not last else 0.0)
+        if apart and self.one_table:
+            outer = self.table  # one unit with the head, which stays from forward to backward
+        last = index == self.layers - 1 and workload.root_unit
+        ahead = workload.unit_bytes + (self.ahead if self.layers > 1 and not last else 0.0)
         if layout.traits.shards_all:
             return outer + ahead
-        return max(min(ahead, 2.0 * LIVE_PARAMETERS), self._reused() - index * workload.unit_bytes)
-
-    def _reused(self) -> float:
-        """Weights that ZeRO-3 keeps gathered from the forward to the backward pass (the last)."""
-        if not self.workload.layout.traits.keeps_reused:
-            return 0.0
-        return min(self._everything, 2.0 * LIVE_PARAMETERS / 2)
+        return max(min(ahead, 2.0 * LIVE_PARAMETERS), self.reused - index * workload.unit_bytes)
 
     def at_embedding(self) -> float:
         """Weights gathered during the backward pass of the embedding.
@@ -173,10 +125,10 @@ class Gathered:
         """
         workload = self.workload
         if self.fsdp and not workload.root_unit:
-            if self._one_table:
-                return self._table
+            if self.one_table:
+                return self.table
             enters = workload.trains("embedding") or workload.checkpointing == "full"
-            return 2 * self._table if enters else self.backward(self._layers - 1)
-        if workload.root_unit and not self._experts:
+            return 2 * self.table if enters else self.backward(self.layers - 1)
+        if workload.root_unit and not self.experts:
             return self.at_loss()
         return self.at_head()

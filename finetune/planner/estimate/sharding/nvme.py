@@ -27,68 +27,31 @@ SWAPPABLE = 1 << 20
 STATE_WIDTH = 4
 
 
-def largest(workload: Workload) -> int:
-    """Elements of one process's shard of the largest tensor."""
-    return -(-max(_tensors(workload)) // workload.layout.group)
+class Swapped:
+    """Bytes of one process on disk and in its host memory."""
 
-
-def _tensors(workload: Workload) -> dict[int, int]:
-    """Number of tensors of the base by their number of elements, without vectors (never moved)."""
-    shape = workload.shape
-    sizes = [matrix.weights for matrix in shape.matrices] * shape.layers
-    sizes += [shape.embedding] * (1 if shape.tied else 2)
-    if shape.experts is not None:
-        expert = shape.experts.count * shape.hidden * shape.experts.width
-        sizes += [2 * expert, expert] * shape.layers  # gate and up are one tensor
-    return {size: sizes.count(size) for size in set(sizes)}
-
-
-def _swapped(workload: Workload) -> float:
-    """Bytes of one process's shards of the base that are moved to disk."""
-    shares = {-(-size // workload.layout.group): n for size, n in _tensors(workload).items()}
-    width = workload.compute
-    return sum(float(n * size * width) for size, n in shares.items() if size * width >= SWAPPABLE)
-
-
-def _share(workload: Workload) -> float:
-    return workload.trained / workload.layout.group
-
-
-def disk(workload: Workload) -> float:
-    """Bytes of one process on disk."""
-    if workload.layout.device != "nvme":
-        return 0.0
-    states = STATE_BUFFERS * STATE_WIDTH * _share(workload)
-    return _swapped(workload) + (states if states >= SWAPPABLE else 0.0)
-
-
-def weights(workload: Workload) -> float:
-    """Bytes of weights that stay in one process's host memory."""
-    held = min(HELD, _share(workload)) * workload.compute
-    if workload.adapter is None:
-        return held
-    return held + workload.frozen_bytes / workload.layout.group - _swapped(workload)
-
-
-def waiting_weights(workload: Workload) -> float:
-    """Bytes of weights that a process reads from disk in each pass."""
-    if workload.adapter is not None:
-        return _swapped(workload)
-    return max(0.0, _share(workload) - HELD) * workload.compute
-
-
-def buffers(workload: Workload) -> float:
-    """Bytes of one process's host memory for weights in transfer."""
-    return float(WEIGHT_BUFFERS * largest(workload) * workload.compute)
-
-
-def states(workload: Workload) -> float:
-    """Bytes of one process's host memory for optimizer states during their update."""
-    updated = min(_share(workload), SUB_GROUP + largest(workload))
-    return STATE_BUFFERS * STATE_WIDTH * updated
-
-
-def host(workload: Workload) -> float:
-    """Total bytes of host memory of one process."""
-    gradients = STATE_WIDTH * _share(workload)
-    return weights(workload) + buffers(workload) + states(workload) + gradients
+    def __init__(self, workload: Workload) -> None:
+        shape, group, width = workload.shape, workload.layout.group, workload.compute
+        # Elements of the base's tensors, without vectors (never moved).
+        sizes = [matrix.weights for matrix in shape.matrices] * shape.layers
+        sizes += [shape.embedding] * (1 if shape.tied else 2)
+        if shape.experts is not None:
+            expert = shape.experts.count * shape.hidden * shape.experts.width
+            sizes += [2 * expert, expert] * shape.layers  # gate and up are one tensor
+        shares = [-(-size // group) for size in sizes]
+        swapped = sum(float(n * width) for n in shares if n * width >= SWAPPABLE)
+        full, share = workload.adapter is None, workload.trained / group
+        kept = STATE_BUFFERS * STATE_WIDTH * share
+        self.disk = swapped + (kept if kept >= SWAPPABLE else 0.0)
+        """On disk."""
+        self.weights = min(HELD, share) * width
+        """Weights that stay in host memory."""
+        self.waiting_weights = max(0.0, share - HELD) * width if full else swapped
+        """Weights that are read from disk in each pass."""
+        if not full:
+            self.weights += workload.frozen_bytes / group - swapped
+        self.buffers = float(WEIGHT_BUFFERS * max(shares) * width)
+        """Host memory for weights in transfer."""
+        self.states = STATE_BUFFERS * STATE_WIDTH * min(share, SUB_GROUP + max(shares))
+        """Host memory for optimizer states during their update."""
+        self.host = self.weights + self.buffers + self.states + STATE_WIDTH * share

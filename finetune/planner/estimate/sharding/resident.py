@@ -1,7 +1,7 @@
 """Memory that stays allocated between steps, on the device and on the host."""
 
-from finetune.planner.estimate.sharding import deepspeed, nvme
-from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
+from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET, Gradients
+from finetune.planner.estimate.sharding.nvme import Swapped
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.kernels import SCORE_BLOCK
 
@@ -27,9 +27,10 @@ def state(workload: Workload) -> dict[str, float]:
     parts["optimizer"] = 0.0 if elsewhere and not workload.cpu else moments
     parts["buckets"] = _buckets(workload)
     if layout.device == "nvme" and workload.cpu:  # host memory is counted
-        parts["weights"], parts["adapters"] = nvme.weights(workload), 0.0
-        parts["optimizer"] = nvme.states(workload)
-        parts["buckets"] += nvme.buffers(workload)
+        swapped = Swapped(workload)
+        parts["weights"], parts["adapters"] = swapped.weights, 0.0
+        parts["optimizer"] = swapped.states
+        parts["buckets"] += swapped.buffers
     parts["inputs"] = _inputs(workload)
     if workload.teacher_shape is not None:
         parts["teacher"] = workload.teacher_bytes
@@ -43,8 +44,9 @@ def _buckets(workload: Workload) -> float:
     layout, trained = workload.layout, workload.trained
     if layout.traits.copies_gradients and layout.processes > 1:
         return trained * float(workload.trained_width)  # DDP copies gradients into buckets
-    if deepspeed.accumulates(workload):
-        return deepspeed.resident_bucket(workload)
+    gradients = Gradients(workload)
+    if gradients.accumulates:
+        return gradients.resident_bucket
     if layout.traits.masters and layout.shard != "optimizer":
         return 2.0 * min(REDUCE_BUCKET, trained) * workload.compute
     return 0.0
@@ -129,7 +131,7 @@ def offloaded(workload: Workload) -> float:
     if layout.offload == "none":
         return waiting
     if layout.device == "nvme":
-        return waiting + nvme.host(workload)
+        return waiting + Swapped(workload).host
     trained, group = workload.trained, layout.group
     frozen = 0.0
     if layout.offload == "all":
