@@ -59,6 +59,7 @@ from finetune.data.values import (
     is_given,
     kind_of,
     list_of,
+    number_in,
     shown,
     text_if_given,
     text_of,
@@ -326,9 +327,7 @@ def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
 
 def _rank(reply: Raw) -> float:
     rank = reply.get("rank")
-    if rank is not None and not isinstance(rank, int | float):
-        raise RowProblem(f"rank is {kind_of(rank)}, expected a number")
-    return float("inf") if rank is None else rank
+    return float("inf") if rank is None else number_in(rank, "rank")
 
 
 PAIR = ("chosen", "rejected")
