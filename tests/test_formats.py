@@ -18,7 +18,7 @@ from finetune.data.formats import (
     advice,
     read_row,
 )
-from finetune.data.samples import Conversations, Judged, Labelled, Pairs, Preference, Prompt
+from finetune.data.samples import Judged, Labelled, Preference, Prompt, Several
 
 
 def speaker(role: str) -> Callable[..., dict[str, Any]]:
@@ -58,9 +58,9 @@ def pair(prompt: tuple[Message, ...], chosen: str, rejected: str) -> Preference:
     return Preference(*both)
 
 
-def pairs_of(*answers: tuple[str, str]) -> Pairs:
+def pairs_of(*answers: tuple[str, str]) -> Several:
     each = ((Completion("2+2=", chosen), Completion("2+2=", worse)) for chosen, worse in answers)
-    return Pairs(tuple(Preference(*two) for two in each))
+    return Several(tuple(Preference(*two) for two in each))
 
 
 PART = {"type": "text", "text": "Hi"}
@@ -147,7 +147,7 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
     "self_instruct with two instances": ("self_instruct",
         {"instruction": "Add", "instances": [{"input": "2 2", "output": "4"}, {"output": "5"}],
             "system": "Be brief"},
-        Conversations((talk(BRIEF, user("Add\n\n2 2"), assistant("4")),
+        Several((talk(BRIEF, user("Add\n\n2 2"), assistant("4")),
             talk(BRIEF, user("Add"), assistant("5"))))),
     "self_instruct without an instance":
         ("self_instruct", {"instruction": "Add", "instances": []}, None),

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from finetune.data.encode import Encoded
 from finetune.data.formats import advice
 from finetune.data.store import Rows, digest, documents_of_rows
 from finetune.data.tally import COUNTED, Tally
@@ -22,33 +22,23 @@ MOSTLY_LONGER = 0.65
 MEANT = "if this is intended, set data_checks=report"
 
 
+@dataclass(frozen=True)
 class Facts:
-    """A few values per document, collected during encoding."""
+    """A few values per document."""
 
-    def __init__(self) -> None:
-        self._trained: list[np.ndarray] = []
-        self._ended: list[np.ndarray] = []
-        self._digests: list[np.ndarray] = []
+    trained: np.ndarray  # (documents,) int64: trained tokens
+    ended: np.ndarray  # (documents,) bool: whether the last trained token ends a turn or a text
+    digests: np.ndarray  # (documents,) uint64: hashes
 
-    def append(self, encoded: Encoded) -> None:
-        self._trained.append(encoded.trained_tokens)
-        self._ended.append(encoded.ended)
-        self._digests.append(encoded.digests)
-
-    @property
-    def trained(self) -> np.ndarray:
-        """Trained tokens of each document.  # (documents,) int64"""
-        return np.concatenate([np.empty(0, np.int64), *self._trained])
-
-    @property
-    def ended(self) -> np.ndarray:
-        """Whether the last trained token ends a turn or a text.  # (documents,) bool"""
-        return np.concatenate([np.empty(0, bool), *self._ended])
-
-    @property
-    def digests(self) -> np.ndarray:
-        """Hashes of the documents.  # (documents,) uint64"""
-        return np.concatenate([np.empty(0, np.uint64), *self._digests])
+    @classmethod
+    def joined(cls, parts: Iterable["Facts"]) -> "Facts":
+        """The facts of all documents, from those of parts of them in order."""
+        parts = [cls(np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.uint64)), *parts]
+        return cls(
+            np.concatenate([part.trained for part in parts]),
+            np.concatenate([part.ended for part in parts]),
+            np.concatenate([part.digests for part in parts]),
+        )
 
 
 def count_rows(

@@ -40,11 +40,11 @@ from finetune.data.samples import (
     READ_AS,
     Completion,
     Conversation,
-    Conversations,
     Judged,
     Labelled,
     Plain,
     Sample,
+    Several,
     Text,
     answers,
     conversation_of,
@@ -245,7 +245,7 @@ def read_text(row: Raw) -> Text:
     return Text(text_of(row, "text"))
 
 
-def read_self_instruct(row: Raw) -> Conversation | Conversations | None:
+def read_self_instruct(row: Raw) -> Conversation | Several | None:
     """Read each instance of a task; None (the row is skipped) without instances."""
     found, instruction = list[Conversation](), text_of(row, "instruction")
     for index, each in enumerate(list_of(row["instances"], "instances")):
@@ -256,7 +256,7 @@ def read_self_instruct(row: Raw) -> Conversation | Conversations | None:
         prompt = instruction_of(instruction, given)
         found.append(_exchange(row, prompt, text_of(each, "output", place)))
     if len(found) > 1:
-        return Conversations(tuple(found))
+        return Several(tuple(found))
     return found[0] if found else None
 
 

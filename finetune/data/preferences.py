@@ -16,8 +16,8 @@ from finetune.data.chat.messages import (
 from finetune.data.samples import (
     Completion,
     Conversation,
-    Pairs,
     Preference,
+    Several,
     answers,
     conversation_of,
     instruction_of,
@@ -126,13 +126,13 @@ def read_ranked(row: Raw) -> Preference | None:
     return _pair(row, answers[0][1], answers[-1][1])
 
 
-def read_ranked_best(row: Raw) -> Pairs | None:
+def read_ranked_best(row: Raw) -> Several | None:
     """Read pairs of the best of several answers and each that is worse; None without any."""
     answers = _best_first(row)
     return _pairs(row, [(answers[0][1], each[1]) for each in answers if each[0] > answers[0][0]])
 
 
-def read_ranked_all(row: Raw) -> Pairs | None:
+def read_ranked_all(row: Raw) -> Several | None:
     """Read pairs of each of several answers and each that is worse; None without any."""
     ranked = itertools.combinations(_best_first(row), 2)
     return _pairs(row, [(first[1], second[1]) for first, second in ranked if second[0] > first[0]])
@@ -154,8 +154,8 @@ def _pair(row: Raw, chosen: Any, rejected: Any) -> Preference:
     return read_preference({**row, "chosen": chosen, "rejected": rejected})
 
 
-def _pairs(row: Raw, answers: list[tuple[Any, Any]]) -> Pairs | None:
-    return Pairs(tuple(_pair(row, *each) for each in answers)) if answers else None
+def _pairs(row: Raw, answers: list[tuple[Any, Any]]) -> Several | None:
+    return Several(tuple(_pair(row, *each) for each in answers)) if answers else None
 
 
 def _dialogue(text: str, where: str) -> Turns:

@@ -260,7 +260,7 @@ def _encode(
     folder: Path, encoder: Encoder, sections: list[_Section]
 ) -> tuple[Documents, Facts, list[str]]:
     """Encode every source into a folder; returns the documents, facts about them, and the files."""
-    writer, problems, facts = DocumentWriter(folder), Problems(), Facts()
+    writer, problems, facts = DocumentWriter(folder), Problems(), list[Facts]()
     files: dict[str, int] = {}
     members: list[list[np.ndarray]] = [[] for _ in sections]
     written = 0
@@ -278,7 +278,7 @@ def _encode(
         writer.append(
             encoded.ids, encoded.trained, encoded.lengths, origins, encoded.columns, encoded.beside
         )
-        facts.append(encoded)
+        facts.append(Facts(encoded.trained_tokens, encoded.ended, encoded.digests))
         members[encoded.section].append(np.arange(written, written + count))
         written += count
     for section, parts in zip(sections, members, strict=True):
@@ -289,7 +289,7 @@ def _encode(
             problems.add_all(check_source(section.source.data, section.tally, rows, encoder.recipe))
     documents = writer.close()
     problems.raise_any()
-    return documents, facts, list(files)
+    return documents, Facts.joined(facts), list(files)
 
 
 def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
