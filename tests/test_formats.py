@@ -447,10 +447,6 @@ PROBLEMS: list[tuple[str, Any, str]] = [
         "\"instruction\", \"instruction\": null}"),
     ("messages", {"instruction": "What is this?", "output": "A cat", "images": ["a.png"]},
         "format 'messages' needs 'messages', the row has 'instruction', 'output', 'images'"),
-    ("prompt_completion",
-        {"prompt": [user("Hi"), assistant("Go", weight=1)], "completion": [assistant("a")]},
-        "prompt[1] is marked as trained (weight or train), but a prompt is context; leave the "
-        "key out"),
     ("alpaca", {"instruction": "Sum up", "context": "A, B", "response": "B"},
         "format 'alpaca' needs 'instruction' + 'output', the row has 'instruction', 'context', "
         "'response'; format 'alpaca' would fit with columns={\"response\": \"output\", "

@@ -1,7 +1,7 @@
 """Compute statistics of a data set, and detect likely mistakes."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,16 +240,20 @@ def describe(counts: dict[str, Any]) -> list[str]:
     lines += [DATED] if counts.get("fixed_date") else []
     for name, words in FILES.items():
         files = counts.get(name) or ()
-        more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
-        lines += [f"{words}: {', '.join(files[:3])}{more}"] if files else []
+        lines += [f"{words}: {_some(files, 3)}"] if files else []
     return lines
+
+
+def _some(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _named_labels(counts: dict[str, Any]) -> str:
     """Label frequencies, after a colon; empty if the labels have no names."""
     found = [f"{_shown(name)} {count:,}" for name, count in counts["labels"].items()]
-    more = f" and {len(found) - 12:,} more" if len(found) > 12 else ""
-    return f": {', '.join(found[:12])}{more}" if found else ""
+    return f": {_some(found, 12)}" if found else ""
 
 
 def _of_pairs(counts: dict[str, Any]) -> Iterator[str]:
@@ -267,8 +271,7 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
     columns = counts.get("columns_unread") or {}
     if columns:
         named = [f"{_shown(n)} ({rows:,} row{'s' * (rows != 1)})" for n, rows in columns.items()]
-        more = f" and {len(named) - 12:,} more" if len(named) > 12 else ""
-        yield f"columns that the format does not read: {', '.join(named[:12])}{more}"
+        yield f"columns that the format does not read: {_some(named, 12)}"
     for each in counts.get("by_source", ()):
         instead = advice("text", dict.fromkeys(["text", *each.get("columns_unread", ())], "x"))
         if each["format"] == "text" and '"text"' in instead:

@@ -81,17 +81,8 @@ def read_json(path: Path) -> Iterator[NumberedRow]:
     except BrokenJSON as problem:
         raise FinetuneError(f"{path}: {problem}") from None
     if not isinstance(value, list):
-        raise FinetuneError(
-            f"{path}: it contains one JSON value, expected a list of rows{_list_inside(value)}"
-        )
+        raise FinetuneError(f"{path}: it contains one JSON value, expected a list of rows")
     yield from enumerate(value, 1)
-
-
-def _list_inside(value: Any) -> str:
-    """A hint where the rows of a JSON object are, if it has exactly one list."""
-    inside = value.items() if isinstance(value, dict) else ()
-    lists = [name for name, held in inside if isinstance(held, list) and len(held) > 1]
-    return f"; extract the list '{lists[0]}' (jq .{lists[0]})" if len(lists) == 1 else ""
 
 
 JOINED = (

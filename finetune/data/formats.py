@@ -32,7 +32,6 @@ from finetune.data.preferences import (
     read_ranked_all,
     read_ranked_best,
     read_sharegpt_preference,
-    refuse_trained_prompt,
 )
 from finetune.data.prompts import read_prompt
 from finetune.data.samples import (
@@ -234,7 +233,6 @@ def read_prompt_completion(row: Raw) -> Conversation | Completion:
             "expected two texts or two lists of messages"
         )
     given = messages_of(prompt, "prompt")
-    refuse_trained_prompt(given)
     answer = messages_of(completion, "completion")
     messages = with_call_ids([*given.messages, *answer.messages])
     untrained = frozenset(number + len(given.messages) for number in answer.untrained)

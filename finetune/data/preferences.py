@@ -57,9 +57,7 @@ def read_preference(row: Raw) -> Preference:
         return _of_texts(row)
     answers = _alternatives(row, messages_of)
     if isinstance(prompt, list):
-        given = messages_of(prompt, "prompt")
-        refuse_trained_prompt(given)
-        return _joined(row, given, answers)
+        return _joined(row, messages_of(prompt, "prompt"), answers)
     shared = _shared(answers)
     if isinstance(prompt, str) and not any(each["content"] == prompt for each in shared):
         raise RowProblem(
@@ -250,14 +248,6 @@ def _refuse_wrong_roles(
         raise RowProblem(
             f"{name}[{skipped}] is from '{end[0]['role']}', expected the assistant: the prompt is "
             "not the beginning of both chosen and rejected"
-        )
-
-
-def refuse_trained_prompt(given: Turns) -> None:
-    if given.wanted:
-        raise RowProblem(
-            f"prompt[{min(given.wanted)}] is marked as trained (weight or train), but a prompt is "
-            "context; leave the key out"
         )
 
 

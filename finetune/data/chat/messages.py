@@ -65,8 +65,6 @@ class Turns(NamedTuple):
     messages: tuple[Message, ...]
     untrained: frozenset[int] = frozenset()
     """Indices of assistant messages that are flagged as context only."""
-    wanted: frozenset[int] = frozenset()
-    """Indices of assistant messages that are flagged as trained."""
 
 
 def messages_of(value: Any, where: str) -> Turns:
@@ -90,10 +88,9 @@ def _turns(values: list[Any], where: str, read: Any) -> Turns:
         else:
             messages.append(message)
             places.append(place)
-    read_flags = map(_is_trained, messages, places)
-    flags = {n: trained for n, trained in enumerate(read_flags) if trained is not None}
-    wanted = frozenset(index for index, trained in flags.items() if trained)
-    return Turns(with_call_ids(messages), frozenset(flags) - wanted, wanted)
+    flags = list(map(_is_trained, messages, places))
+    untrained = frozenset(n for n, trained in enumerate(flags) if trained is False)
+    return Turns(with_call_ids(messages), untrained)
 
 
 def _joined(before: Message, calls: Message, where: str) -> Message:
