@@ -9,7 +9,7 @@ import numpy as np
 
 from finetune.data.formats import advice
 from finetune.data.store import Rows, digest, documents_of_rows
-from finetune.data.tally import COUNTED, Tally
+from finetune.data.tally import COUNTED, UNUSUAL, Tally
 from finetune.errors import one_of
 from finetune.recipe import Data, Recipe
 
@@ -65,7 +65,7 @@ def count_rows(
     roles = sum((tally.roles for tally in tallies), Counter[str]())
     columns = sum((tally.columns for tally in tallies), Counter[str]())
     return {
-        **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNTED},
+        **{name: sum(tally.counts[name] for tally in tallies) for name in COUNTED},
         "first": _first_unended(rows, facts, files)
         | {n: tally.first[n] for tally in reversed(tallies) for n in tally.first},
         "rows": len(rows),
@@ -92,14 +92,14 @@ def count_rows(
                 "source": data.source,
                 "revision": data.revision,
                 "format": data.format,
-                "samples": tally.samples,
+                "samples": tally.counts["samples"],
                 "rows": len(members) // each,
                 "tokens": int(rows.documents.lengths[members].sum()),
                 "trained_tokens": int(facts.trained[members].sum()),
-                "truncated": tally.truncated,
-                "eaten": tally.eaten,
+                "truncated": tally.counts["truncated"],
+                "eaten": tally.counts["eaten"],
                 "unended": int(np.count_nonzero(~facts.ended[members])),
-                "bad": tally.bad,
+                "bad": tally.counts["bad"],
                 "columns_unread": dict(tally.columns.most_common()),
             }
             for data, tally, members in shares
@@ -283,33 +283,6 @@ def _shown(name: str) -> str:
     name = name if len(name) <= 60 else f"{name[:57]}..."
     return name if name.strip() and name.isprintable() else ascii(name)
 
-
-UNUSUAL = {
-    "bad": "bad rows dropped",
-    "also_trained": "also in the training data",
-    "passed_over": "skipped by their format",
-    "empty": "with only empty answers",
-    "empty_turns": "with an empty answer among others",
-    "untrained": "without a trained token",
-    "dropped": "dropped because of their length",
-    "left_out": "left out by the weights of the mixture",
-    "truncated": "truncated",
-    "eaten": "without an answer after truncation",
-    "tied": "pairs with two equal answers, dropped",
-    "split": "split",
-    "unended": "whose end is not trained",
-    "duplicates": "duplicates",
-    "history_thoughts": "with thoughts in earlier turns that the template leaves out",
-    "tool_details": "with descriptions or values of tool parameters that the template leaves out",
-    "unserved": "with an answer that does not begin with the full generation prompt",
-    "call_ids": "with tool call ids that the template refuses, replaced",
-    "markup_asked": "with special tokens of the template in the text of their prompts",
-    "markup_said": "with special tokens of the template in the text of their answers",
-    "no_bos": "without the BOS or prefix that the tokenizer adds",
-    "two_bos": "that begin with two BOS",
-    "unasked": "with an empty prompt and no BOS: the first token of the answer is not trained",
-}
-"""Counts that are shown if they are not zero."""
 
 DATED = (
     "the chat template writes the current date: all rows are rendered with 26 July 2024, so that "

@@ -104,7 +104,7 @@ class Encoder:
             for number, value, sample in read:
                 place = f"{chunk.file} row {number}"
                 own = Tally() if chunk.drops_bad_rows else tally
-                tally.samples += 1
+                tally.counts["samples"] += 1
                 try:
                     if isinstance(sample, RowProblem):
                         raise sample
@@ -336,7 +336,7 @@ def _note_length(tally: Tally, batch: Batch, length: int, place: str) -> bool:
     """Record a sample's length; returns whether it is too long."""
     if length > tally.longest_sample:
         tally.longest_sample, tally.longest_place = length, place
-    tally.overlong += length > batch.max_length
+    tally.counts["overlong"] += length > batch.max_length
     return length > batch.max_length
 
 

@@ -29,7 +29,6 @@ from finetune.data.chat.render import Chat
 from finetune.data.encode import (
     BadRow,
     Chunk,
-    Encoded,
     Encoder,
 )
 from finetune.data.encode_pool import encode
@@ -55,7 +54,7 @@ from finetune.data.tally import Tally
 from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError, reading
 from finetune.process.progress import counted
-from finetune.recipe import Data, Recipe
+from finetune.recipe import Recipe
 from finetune.runs.manifest import differing, sealed, sha256
 
 CHUNK = 256
@@ -175,18 +174,15 @@ def _write(
         with scratch_for(folder) as scratch:
             _fill(scratch, recipe, chat, sources, eval_sources)
             if fingerprint(recipe, chat, [*sources, *eval_sources]) != folder.name:
+                names = dict.fromkeys(each.data.source for each in [*sources, *eval_sources])
                 raise FinetuneError(
-                    f"data: {', '.join(_changing(sources + eval_sources))}: changed while it was "
-                    "read; start again when no process writes to it"
+                    f"data: {', '.join(names)}: changed while it was read; start again when no "
+                    "process writes to it"
                 )
             scratch.rename(folder)
     except OSError as error:
         if not (folder / COUNTS).is_file():  # else another process was faster
             raise FinetuneError(f"{folder}: cannot write the prepared data: {error}") from None
-
-
-def _changing(sources: list[Source]) -> list[str]:
-    return list(dict.fromkeys(str(source.data.source) for source in sources))
 
 
 def _fill(
@@ -202,7 +198,7 @@ def _fill(
     counts: dict[str, Any] = {}
     members: dict[str, np.ndarray] = {}
     for name, parts, besides in (("train", train, kept[:0]), ("eval", held_out, kept)):
-        mixed = mix([each.members for each in parts], _data(parts), recipe.seed)
+        mixed = mix([each.members for each in parts], [p.source.data for p in parts], recipe.seed)
         rows = _rows(documents, np.concatenate([besides, *mixed]), recipe)
         save_rows(rows, folder / name)
         members[name] = np.unique(rows.members)
@@ -274,7 +270,7 @@ def _encode(
             break
         count = len(encoded.lengths) // encoder.recipe.documents_per_row
         file = files.setdefault(encoded.file, len(files))
-        origins = _origins(file, encoded)
+        origins = np.stack([np.full_like(encoded.numbers, file), encoded.numbers], axis=1)
         writer.append(
             encoded.ids, encoded.trained, encoded.lengths, origins, encoded.columns, encoded.beside
         )
@@ -306,10 +302,6 @@ def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
             file.write(json_text(line) + "\n")
 
 
-def _origins(file: int, encoded: Encoded) -> np.ndarray:
-    return np.stack([np.full_like(encoded.numbers, file), encoded.numbers], axis=1)
-
-
 def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
     """Yield the rows of all sources in chunks of one file; a source ends at a read error."""
     for number, section in enumerate(sections):
@@ -328,10 +320,6 @@ def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
             continue
         if rows:
             yield Chunk(number, data.format, file, rows, drops_bad_rows=drops)
-
-
-def _data(sections: list[_Section]) -> list[Data]:
-    return [section.source.data for section in sections]
 
 
 def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:
