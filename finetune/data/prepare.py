@@ -85,11 +85,7 @@ class Prepared:
 
         `shared` is whether concatenated rows share a prompt that they start with.
         """
-        train, held_out = (
-            dataclasses.replace(rows, padding_free=free, share_prompts=shared)
-            for rows in (self.train, self.eval)
-        )
-        return dataclasses.replace(self, train=train, eval=held_out)
+        return self._with_both(padding_free=free, share_prompts=shared)
 
     def with_columns(
         self,
@@ -98,17 +94,17 @@ class Prepared:
         eval_reference: np.ndarray | None = None,
     ) -> "Prepared":
         """The same rows with values for each document, and for each step (`step_reference`)."""
-        train, held_out = (
-            dataclasses.replace(rows, columns=columns, step_reference=reference)
-            for rows, reference in ((self.train, train_reference), (self.eval, eval_reference))
-        )
-        return dataclasses.replace(self, train=train, eval=held_out)
+        both = self._with_both(columns=columns)
+        train = dataclasses.replace(both.train, step_reference=train_reference)
+        held_out = dataclasses.replace(both.eval, step_reference=eval_reference)
+        return dataclasses.replace(both, train=train, eval=held_out)
 
     def with_token_columns(self, columns: dict[str, TokenColumn]) -> "Prepared":
         """The same rows with values for each label, by name."""
-        train, held_out = (
-            dataclasses.replace(rows, token_columns=columns) for rows in (self.train, self.eval)
-        )
+        return self._with_both(token_columns=columns)
+
+    def _with_both(self, **changes: Any) -> "Prepared":
+        train, held_out = (dataclasses.replace(rows, **changes) for rows in (self.train, self.eval))
         return dataclasses.replace(self, train=train, eval=held_out)
 
     def place(self, document: int) -> str:
