@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 import finetune as ft
 from finetune import catalog
-from finetune.data.filling import filling_notes, real_share
+from finetune.data.pack_statistics import filling_notes, real_share
 from finetune.data.store import single_rows
 from finetune.planner.padding import padding as layout_of
 

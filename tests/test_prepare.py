@@ -609,9 +609,6 @@ BROKEN: list[tuple[str, bytes, str]] = [
         "{path}: broken JSON at line 2 column 15: Expecting value near "
         '\'"a"}},\\n {{"question": }}]\''),
     ("a.json", b'{"a": 1}', "{path}: it contains one JSON value, expected a list of rows"),
-    ("a.json", b'{"version": 1, "data": [{"question": "a"}, {"question": "b"}]}',
-        "{path}: it contains one JSON value, expected a list of rows; extract the list 'data' "
-        "(jq .data)"),
     ("a.tsv", b'question\tanswer\n"a\nb"\t2\n"Hello\tworld\nHi\tthere\nBye"\tsee you\n',
         "{path} row 2: a quote at the start of a cell joins 3 lines, each of which is a row of its "
         "own by its tabs; write a quote that belongs to the text twice within quotes: "

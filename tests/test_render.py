@@ -375,7 +375,7 @@ def test_a_template_whose_tokens_are_not_there_is_refused(tmp_path):
     )
     (tmp_path / "latin.jinja").write_bytes(b"{# caf\xe9 #}")
     told = load_error(small_tokenizer(), str(tmp_path / "latin.jinja"))
-    assert "latin.jinja is not UTF-8 (byte 6)" in told
+    assert "latin.jinja cannot be read: 'utf-8' codec can't decode byte 0xe9" in told
 
 
 def test_a_template_is_a_built_in_one_or_comes_from_a_file_or_from_the_tokenizer(tmp_path):

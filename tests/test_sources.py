@@ -18,7 +18,7 @@ from small_tokenizer import small_tokenizer
 
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.lines import raw_lines
+from finetune.data.files import raw_lines
 from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT

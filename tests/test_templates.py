@@ -469,7 +469,7 @@ def counted(chat: Chat, *samples: dict[str, Any], data_format: str = "messages")
     rows = list(enumerate(samples, 1))
     tally = Encoder(SFT(), chat)(Chunk(0, data_format, "rows.jsonl", rows)).tally
     return {
-        name: f"{getattr(tally, name)} {place.rpartition(' ')[2]}"
+        name: f"{tally.counts[name]} {place.rpartition(' ')[2]}"
         for name, place in tally.first.items()
     }
 

@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from finetune.importers import command
+    from finetune import importers
 
-    return command.run(arguments.file, arguments.output, arguments.processes)
+    return importers.run(arguments.file, arguments.output, arguments.processes)

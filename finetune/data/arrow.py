@@ -119,12 +119,12 @@ def _restorer(kind: Any, feature: Any, is_decoded: bool) -> Restore | None:
         return partial(_restored_struct, inner)
     if types.is_map(kind):
         inside = _restorer(kind.item_type, None, is_decoded)
-        return None if inside is None else partial(_restored_map, inside)
+        return None if inside is None else partial(_restored_inside, inside)
     if types.is_nested(kind) and not types.is_union(kind):  # any kind of list
         first = feature[0] if isinstance(feature, list) and feature else None
         own = feature.get("feature") if isinstance(feature, Mapping) else first
         inside = _restorer(kind.value_type, own, is_decoded)
-        return None if inside is None else partial(_restored_list, inside)
+        return None if inside is None else partial(_restored_inside, inside)
     return None
 
 
@@ -146,11 +146,10 @@ def _restored_struct(inner: Mapping[str, Restore | None], value: Any) -> Any:
     }
 
 
-def _restored_map(inner: Restore, value: Any) -> Any:
-    return value if value is None else {name: inner(each) for name, each in value.items()}
-
-
-def _restored_list(inner: Restore, value: Any) -> Any:
+def _restored_inside(inner: Restore, value: Any) -> Any:
+    """Restore the values of a map or a list."""
+    if isinstance(value, Mapping):
+        return {name: inner(each) for name, each in value.items()}
     return value if value is None else [inner(each) for each in value]
 
 

@@ -1,15 +1,15 @@
 """Compute statistics of a data set, and detect likely mistakes."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from finetune.data.encode import Encoded
 from finetune.data.formats import advice
 from finetune.data.store import Rows, digest, documents_of_rows
-from finetune.data.tally import COUNTED, Tally
+from finetune.data.tally import COUNTED, UNUSUAL, Tally
 from finetune.errors import one_of
 from finetune.recipe import Data, Recipe
 
@@ -22,33 +22,23 @@ MOSTLY_LONGER = 0.65
 MEANT = "if this is intended, set data_checks=report"
 
 
+@dataclass(frozen=True)
 class Facts:
-    """A few values per document, collected during encoding."""
+    """A few values per document."""
 
-    def __init__(self) -> None:
-        self._trained: list[np.ndarray] = []
-        self._ended: list[np.ndarray] = []
-        self._digests: list[np.ndarray] = []
+    trained: np.ndarray  # (documents,) int64: trained tokens
+    ended: np.ndarray  # (documents,) bool: whether the last trained token ends a turn or a text
+    digests: np.ndarray  # (documents,) uint64: hashes
 
-    def append(self, encoded: Encoded) -> None:
-        self._trained.append(encoded.trained_tokens)
-        self._ended.append(encoded.ended)
-        self._digests.append(encoded.digests)
-
-    @property
-    def trained(self) -> np.ndarray:
-        """Trained tokens of each document.  # (documents,) int64"""
-        return np.concatenate([np.empty(0, np.int64), *self._trained])
-
-    @property
-    def ended(self) -> np.ndarray:
-        """Whether the last trained token ends a turn or a text.  # (documents,) bool"""
-        return np.concatenate([np.empty(0, bool), *self._ended])
-
-    @property
-    def digests(self) -> np.ndarray:
-        """Hashes of the documents.  # (documents,) uint64"""
-        return np.concatenate([np.empty(0, np.uint64), *self._digests])
+    @classmethod
+    def joined(cls, parts: Iterable["Facts"]) -> "Facts":
+        """The facts of all documents, from those of parts of them in order."""
+        parts = [cls(np.empty(0, np.int64), np.empty(0, bool), np.empty(0, np.uint64)), *parts]
+        return cls(
+            np.concatenate([part.trained for part in parts]),
+            np.concatenate([part.ended for part in parts]),
+            np.concatenate([part.digests for part in parts]),
+        )
 
 
 def count_rows(
@@ -75,7 +65,7 @@ def count_rows(
     roles = sum((tally.roles for tally in tallies), Counter[str]())
     columns = sum((tally.columns for tally in tallies), Counter[str]())
     return {
-        **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNTED},
+        **{name: sum(tally.counts[name] for tally in tallies) for name in COUNTED},
         "first": _first_unended(rows, facts, files)
         | {n: tally.first[n] for tally in reversed(tallies) for n in tally.first},
         "rows": len(rows),
@@ -102,14 +92,14 @@ def count_rows(
                 "source": data.source,
                 "revision": data.revision,
                 "format": data.format,
-                "samples": tally.samples,
+                "samples": tally.counts["samples"],
                 "rows": len(members) // each,
                 "tokens": int(rows.documents.lengths[members].sum()),
                 "trained_tokens": int(facts.trained[members].sum()),
-                "truncated": tally.truncated,
-                "eaten": tally.eaten,
+                "truncated": tally.counts["truncated"],
+                "eaten": tally.counts["eaten"],
                 "unended": int(np.count_nonzero(~facts.ended[members])),
-                "bad": tally.bad,
+                "bad": tally.counts["bad"],
                 "columns_unread": dict(tally.columns.most_common()),
             }
             for data, tally, members in shares
@@ -250,16 +240,20 @@ def describe(counts: dict[str, Any]) -> list[str]:
     lines += [DATED] if counts.get("fixed_date") else []
     for name, words in FILES.items():
         files = counts.get(name) or ()
-        more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
-        lines += [f"{words}: {', '.join(files[:3])}{more}"] if files else []
+        lines += [f"{words}: {_some(files, 3)}"] if files else []
     return lines
+
+
+def _some(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _named_labels(counts: dict[str, Any]) -> str:
     """Label frequencies, after a colon; empty if the labels have no names."""
     found = [f"{_shown(name)} {count:,}" for name, count in counts["labels"].items()]
-    more = f" and {len(found) - 12:,} more" if len(found) > 12 else ""
-    return f": {', '.join(found[:12])}{more}" if found else ""
+    return f": {_some(found, 12)}" if found else ""
 
 
 def _of_pairs(counts: dict[str, Any]) -> Iterator[str]:
@@ -277,8 +271,7 @@ def _unread(counts: dict[str, Any]) -> Iterator[str]:
     columns = counts.get("columns_unread") or {}
     if columns:
         named = [f"{_shown(n)} ({rows:,} row{'s' * (rows != 1)})" for n, rows in columns.items()]
-        more = f" and {len(named) - 12:,} more" if len(named) > 12 else ""
-        yield f"columns that the format does not read: {', '.join(named[:12])}{more}"
+        yield f"columns that the format does not read: {_some(named, 12)}"
     for each in counts.get("by_source", ()):
         instead = advice("text", dict.fromkeys(["text", *each.get("columns_unread", ())], "x"))
         if each["format"] == "text" and '"text"' in instead:
@@ -290,33 +283,6 @@ def _shown(name: str) -> str:
     name = name if len(name) <= 60 else f"{name[:57]}..."
     return name if name.strip() and name.isprintable() else ascii(name)
 
-
-UNUSUAL = {
-    "bad": "bad rows dropped",
-    "also_trained": "also in the training data",
-    "passed_over": "skipped by their format",
-    "empty": "with only empty answers",
-    "empty_turns": "with an empty answer among others",
-    "untrained": "without a trained token",
-    "dropped": "dropped because of their length",
-    "left_out": "left out by the weights of the mixture",
-    "truncated": "truncated",
-    "eaten": "without an answer after truncation",
-    "tied": "pairs with two equal answers, dropped",
-    "split": "split",
-    "unended": "whose end is not trained",
-    "duplicates": "duplicates",
-    "history_thoughts": "with thoughts in earlier turns that the template leaves out",
-    "tool_details": "with descriptions or values of tool parameters that the template leaves out",
-    "unserved": "with an answer that does not begin with the full generation prompt",
-    "call_ids": "with tool call ids that the template refuses, replaced",
-    "markup_asked": "with special tokens of the template in the text of their prompts",
-    "markup_said": "with special tokens of the template in the text of their answers",
-    "no_bos": "without the BOS or prefix that the tokenizer adds",
-    "two_bos": "that begin with two BOS",
-    "unasked": "with an empty prompt and no BOS: the first token of the answer is not trained",
-}
-"""Counts that are shown if they are not zero."""
 
 DATED = (
     "the chat template writes the current date: all rows are rendered with 26 July 2024, so that "

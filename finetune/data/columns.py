@@ -50,43 +50,34 @@ def _is_partial_weight(value: Any) -> bool:
         return False
 
 
-MEANING: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(NOT_TEXT, (is_given, "only text is trained")),
-    **dict.fromkeys(
-        PREFERENCES,
-        (is_given, "it belongs to a pair of answers, which methods such as 'dpo' learn from"),
-    ),
-    **dict.fromkeys(
-        ("label", "kto_tag"),
-        (lambda value: verdict(value) is not None, "unwanted answers would be trained too"),
-    ),
-    "history": (is_given, "earlier turns would be lost"),
-    "system": (is_given, "the system prompt would be lost"),
-    "system_prompt": (is_given, 'use columns={"system_prompt": "system"}'),
-    "system_message": (is_given, 'use columns={"system_message": "system"}'),
-    "tools": (is_given, "the functions would be lost"),
-    "functions": (is_given, "the functions would be lost"),
-    "chat_template_kwargs": (is_given, "the template's variables would be lost"),
-    **dict.fromkeys(
-        ("reasoning_content", "thinking"),
-        (
-            lambda value: isinstance(value, str) and bool(value.strip()),
-            "the reasoning would be lost; format 'messages' reads it in a message",
-        ),
-    ),
-    **dict.fromkeys(
-        ("weight", "loss_weight", "sample_weight"),
-        (_is_partial_weight, "every row has the same weight; a source has `repeat` and `weight`"),
-    ),
-    **dict.fromkeys(
-        ("train", "trainable", "train_turn"),
-        (
-            lambda value: verdict(value) is False or str(value).strip().lower() == "no",
-            "rows with false would be trained too",
-        ),
-    ),
-}
+def _has_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_false(value: Any) -> bool:
+    return verdict(value) is False or str(value).strip().lower() == "no"
+
+
+IGNORED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (NOT_TEXT, is_given, "only text is trained"),
+    (PREFERENCES, is_given,
+        "it belongs to a pair of answers, which methods such as 'dpo' learn from"),
+    (("label", "kto_tag"), lambda value: verdict(value) is not None,
+        "unwanted answers would be trained too"),
+    (("history",), is_given, "earlier turns would be lost"),
+    (("system",), is_given, "the system prompt would be lost"),
+    (("system_prompt",), is_given, 'use columns={"system_prompt": "system"}'),
+    (("system_message",), is_given, 'use columns={"system_message": "system"}'),
+    (("tools", "functions"), is_given, "the functions would be lost"),
+    (("chat_template_kwargs",), is_given, "the template's variables would be lost"),
+    (("reasoning_content", "thinking"), _has_text,
+        "the reasoning would be lost; format 'messages' reads it in a message"),
+    (("weight", "loss_weight", "sample_weight"), _is_partial_weight,
+        "every row has the same weight; a source has `repeat` and `weight`"),
+    (("train", "trainable", "train_turn"), _is_false, "rows with false would be trained too"),
+)  # fmt: skip
 """Columns that change the meaning of a row: a check of the value, and what ignoring it would do."""
+MEANING = {name: (check, why) for names, check, why in IGNORED for name in names}
 
 
 def ignored_meaning(name: str, row: Raw, read: frozenset[str]) -> str | None:

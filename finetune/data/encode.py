@@ -2,16 +2,14 @@
 
 import dataclasses
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeGuard
 
 import numpy as np
 
 from finetune.data.chat.chat_templates import fewest_tokens
-from finetune.data.chat.messages import LOST, OF_CALLS, further_keys
+from finetune.data.chat.messages import LOST, further_keys
 from finetune.data.chat.render import Chat
 from finetune.data.example import Example
 from finetune.data.formats import read_row, unread_columns
@@ -106,7 +104,7 @@ class Encoder:
             for number, value, sample in read:
                 place = f"{chunk.file} row {number}"
                 own = Tally() if chunk.drops_bad_rows else tally
-                tally.samples += 1
+                tally.counts["samples"] += 1
                 try:
                     if isinstance(sample, RowProblem):
                         raise sample
@@ -185,7 +183,7 @@ class Encoder:
             (number, key)
             for number, message in enumerate(sample.messages)
             for key in further_keys(message)
-            if not self._is_read(sample, number, key)
+            if not self.chat.reads_key(sample, number, key)
         ]
         for number, key in unread:
             if key in LOST:
@@ -194,13 +192,6 @@ class Encoder:
                     f"{LOST[key]}"
                 )
         return {f"messages[].{key}" for _, key in unread}
-
-    def _is_read(self, sample: Conversation, number: int, key: str) -> bool:
-        """Whether the template reads one of the further keys of a message."""
-        templates = (self.chat.template, self.chat.tool_template)
-        # Templates write a complete call without a mention of its keys.
-        mentioned = key.startswith(OF_CALLS) or any(_mentions(each, key) for each in templates)
-        return mentioned and self.chat.reads_key(sample, number, key)
 
     def _is_ended(self, ids: np.ndarray) -> bool:
         """Whether trained tokens end with an end token, and white space that a template adds."""
@@ -247,11 +238,6 @@ class Encoder:
             problems=problems,
             bad=bad,
         )
-
-
-@lru_cache(maxsize=1024)
-def _mentions(template: str | None, key: str) -> bool:
-    return template is not None and re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
 def _read(data_format: str, value: object) -> Sample | RowProblem | None:
@@ -350,7 +336,7 @@ def _note_length(tally: Tally, batch: Batch, length: int, place: str) -> bool:
     """Record a sample's length; returns whether it is too long."""
     if length > tally.longest_sample:
         tally.longest_sample, tally.longest_place = length, place
-    tally.overlong += length > batch.max_length
+    tally.counts["overlong"] += length > batch.max_length
     return length > batch.max_length
 
 

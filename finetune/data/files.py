@@ -1,17 +1,22 @@
 """Read rows of files, by their suffix. A reader yields (row number, row).
 
-A row that cannot be read is yielded as `Unreadable` if the rows after it are still readable.
+Text files are UTF-8, compressed or not. A row that cannot be read is yielded as `Unreadable` if the
+rows after it are still readable.
 """
 
+import codecs
 import csv
+import gzip
+import io
 import json
+import lzma
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from finetune.data.arrow import read_arrow, read_parquet
-from finetune.data.lines import ARCHIVES, COMPRESSED, NotUTF8, decode, lines, raw_lines
 from finetune.data.values import Unreadable, parse_json
 from finetune.errors import FinetuneError
 
@@ -23,8 +28,8 @@ EXCERPT = 2000
 NumberedRow = tuple[int, Any]
 
 
-class BrokenJSON(ValueError):
-    """Text is not valid JSON; the message has the position of the error."""
+class BrokenText(ValueError):
+    """A text is not UTF-8 or not JSON; the message has the position of the error."""
 
 
 def read_jsonl(path: Path) -> Iterator[NumberedRow]:
@@ -35,7 +40,7 @@ def read_jsonl(path: Path) -> Iterator[NumberedRow]:
             if not line:
                 continue
             row = _parse(line)
-        except (NotUTF8, BrokenJSON) as problem:
+        except BrokenText as problem:
             text = raw.decode("utf-8", "replace").strip()
             if is_first:
                 _check_shape(path, text)
@@ -78,20 +83,11 @@ def read_json(path: Path) -> Iterator[NumberedRow]:
             pass  # reported below
     try:
         value = _parse(text)
-    except BrokenJSON as problem:
+    except BrokenText as problem:
         raise FinetuneError(f"{path}: {problem}") from None
     if not isinstance(value, list):
-        raise FinetuneError(
-            f"{path}: it contains one JSON value, expected a list of rows{_list_inside(value)}"
-        )
+        raise FinetuneError(f"{path}: it contains one JSON value, expected a list of rows")
     yield from enumerate(value, 1)
-
-
-def _list_inside(value: Any) -> str:
-    """A hint where the rows of a JSON object are, if it has exactly one list."""
-    inside = value.items() if isinstance(value, dict) else ()
-    lists = [name for name, held in inside if isinstance(held, list) and len(held) > 1]
-    return f"; extract the list '{lists[0]}' (jq .{lists[0]})" if len(lists) == 1 else ""
 
 
 JOINED = (
@@ -217,16 +213,110 @@ def why_not_read(path: Path) -> str:
 
 
 def _parse(text: str) -> Any:
-    """Parse JSON; raises BrokenJSON."""
+    """Parse JSON; raises BrokenText."""
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if "\n" in text else ""
         near = text[max(0, error.pos - 20) : error.pos + 20]
-        raise BrokenJSON(
+        raise BrokenText(
             f"broken JSON at {line}column {error.colno}: {error.msg} near {near!r}"
         ) from None
     except ValueError as error:  # a repeated key, or a number with more digits than Python accepts
-        raise BrokenJSON(f"broken JSON: {error}") from None
+        raise BrokenText(f"broken JSON: {error}") from None
     except RecursionError:
-        raise BrokenJSON("JSON nested too deeply") from None
+        raise BrokenText("JSON nested too deeply") from None
+
+
+# Lines.
+
+
+def _open_with_arrow(path: Path, mode: str) -> IO[bytes]:
+    """Decompress bzip2 or zstandard; Python's bz2 ends silently at bytes that are no stream."""
+    import pyarrow  # slow to import
+
+    kind = {".bz2": "bz2", ".zst": "zstd"}[path.suffix.lower()]
+    raw: Any = pyarrow.input_stream(str(path), compression=kind)
+    return io.BufferedReader(raw)
+
+
+COMPRESSED: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".bz2": _open_with_arrow,
+    ".xz": lzma.open,
+    ".zst": _open_with_arrow,
+}
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
+"""Suffixes of archive files."""
+MAGIC = {
+    b"\x1f\x8b": "compressed with gzip; rename it to end in .gz",
+    b"BZh": "compressed with bzip2; rename it to end in .bz2",
+    b"\xfd7zXZ\x00": "compressed with xz; rename it to end in .xz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstandard; rename it to end in .zst",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"PAR1": "a Parquet file; rename it to end in .parquet",
+    b"ARROW1": "an Arrow file; rename it to end in .arrow",
+}
+"""Magic bytes of other kinds of files."""
+
+
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """Yield lines with their line ends, split at newlines only.
+
+    Raises FinetuneError for a file that cannot be decompressed, is of another kind, or is encoded
+    in units of two or four bytes.
+    """
+    opener: Callable[..., Any] = COMPRESSED.get(path.suffix.lower(), open)
+    try:
+        with opener(path, "rb") as file:
+            for number, line in enumerate(file):
+                if number == 0:
+                    _check_kind(path, line)
+                yield line
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if opener is open:
+            raise
+        raise FinetuneError(f"{path}: it cannot be decompressed: {error}") from None
+
+
+def _check_kind(path: Path, line: bytes) -> None:
+    for magic, kind in MAGIC.items():
+        if line.startswith(magic):
+            raise FinetuneError(f"{path}: it is {kind}")
+    encoding = _wide_encoding(line)
+    if encoding is not None:
+        raise FinetuneError(
+            f"{path} row 1: not UTF-8 but {encoding}; convert it: iconv -f {encoding} -t UTF-8"
+        )
+
+
+def _wide_encoding(line: bytes) -> str | None:
+    """The encoding if it has units of two or four bytes, judged by the BOM or the zero bytes."""
+    if line.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "UTF-32"
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    zeros = line.count(0) / max(1, len(line))
+    if zeros < 0.4:
+        return None
+    return ("UTF-32" if zeros > 0.6 else "UTF-16") + ("BE" if line[0] == 0 else "LE")
+
+
+def decode(line: bytes, is_first: bool) -> str:
+    """Decode a line; drops a byte order mark from the first line. Raises BrokenText."""
+    try:
+        return line.decode("utf-8-sig" if is_first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise BrokenText(
+            f"not UTF-8 (byte {error.start} of the line is 0x{line[error.start]:02x}); convert it "
+            "from its encoding, as in iconv -f LATIN1 -t UTF-8"
+        ) from None
+
+
+def lines(path: Path) -> Iterator[str]:
+    """Yield lines with their line ends; raises FinetuneError at the first that is not UTF-8."""
+    for number, line in enumerate(raw_lines(path), 1):
+        try:
+            yield decode(line, number == 1)
+        except BrokenText as problem:
+            raise FinetuneError(f"{path} row {number}: {problem}") from None

@@ -32,7 +32,6 @@ from finetune.data.preferences import (
     read_ranked_all,
     read_ranked_best,
     read_sharegpt_preference,
-    refuse_trained_prompt,
 )
 from finetune.data.prompts import read_prompt
 from finetune.data.samples import (
@@ -40,11 +39,11 @@ from finetune.data.samples import (
     READ_AS,
     Completion,
     Conversation,
-    Conversations,
     Judged,
     Labelled,
     Plain,
     Sample,
+    Several,
     Text,
     answers,
     conversation_of,
@@ -59,6 +58,7 @@ from finetune.data.values import (
     is_given,
     kind_of,
     list_of,
+    number_in,
     shown,
     text_if_given,
     text_of,
@@ -252,7 +252,6 @@ def read_prompt_completion(row: Raw) -> Conversation | Completion:
             "expected two texts or two lists of messages"
         )
     given = messages_of(prompt, "prompt")
-    refuse_trained_prompt(given)
     answer = messages_of(completion, "completion")
     messages = with_call_ids([*given.messages, *answer.messages])
     untrained = frozenset(number + len(given.messages) for number in answer.untrained)
@@ -263,7 +262,7 @@ def read_text(row: Raw) -> Text:
     return Text(text_of(row, "text"))
 
 
-def read_self_instruct(row: Raw) -> Conversation | Conversations | None:
+def read_self_instruct(row: Raw) -> Conversation | Several | None:
     """Read each instance of a task; None (the row is skipped) without instances."""
     found, instruction = list[Conversation](), text_of(row, "instruction")
     for index, each in enumerate(list_of(row["instances"], "instances")):
@@ -274,7 +273,7 @@ def read_self_instruct(row: Raw) -> Conversation | Conversations | None:
         prompt = instruction_of(instruction, given)
         found.append(_exchange(row, prompt, text_of(each, "output", place)))
     if len(found) > 1:
-        return Conversations(tuple(found))
+        return Several(tuple(found))
     return found[0] if found else None
 
 
@@ -345,9 +344,7 @@ def _exchange(row: Raw, prompt: str, answer: str) -> Conversation:
 
 def _rank(reply: Raw) -> float:
     rank = reply.get("rank")
-    if rank is not None and not isinstance(rank, int | float):
-        raise RowProblem(f"rank is {kind_of(rank)}, expected a number")
-    return float("inf") if rank is None else rank
+    return float("inf") if rank is None else number_in(rank, "rank")
 
 
 PAIR = ("chosen", "rejected")

@@ -1,10 +1,11 @@
 """Read labels: a class, several classes, or a number."""
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.data.values import RowProblem, finite, kind_of, list_of, shown
+from finetune.data.values import RowProblem, list_of, number_in, shown
 
 
 def class_of(value: Any, names: Sequence[str], where: str = "label") -> int:
@@ -55,13 +56,9 @@ def number_of(value: Any) -> float:
         RowProblem: the value is not a finite number.
     """
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            raise RowProblem(f"label is {value!r}, expected a number") from None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowProblem(f"label is {kind_of(value)}, expected a number")
-    return finite(value, "label")
+    return number_in(value, "label")
 
 
 def _number(text: str) -> float | None:

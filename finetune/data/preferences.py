@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any
 
 from finetune.data.chat.messages import (
@@ -17,8 +16,8 @@ from finetune.data.chat.messages import (
 from finetune.data.samples import (
     Completion,
     Conversation,
-    Pairs,
     Preference,
+    Several,
     answers,
     conversation_of,
     instruction_of,
@@ -27,10 +26,9 @@ from finetune.data.samples import (
 from finetune.data.values import (
     Raw,
     RowProblem,
-    finite,
     kind_of,
     list_of,
-    shown,
+    number_in,
     text_if_given,
     text_of,
 )
@@ -57,14 +55,9 @@ def read_preference(row: Raw) -> Preference:
         )
     if all(texts):
         return _of_texts(row)
-    answers = {
-        name: messages_of([row[name]] if isinstance(row[name], Mapping) else row[name], name)
-        for name in ("chosen", "rejected")
-    }
+    answers = _alternatives(row, messages_of)
     if isinstance(prompt, list):
-        given = messages_of(prompt, "prompt")
-        refuse_trained_prompt(given)
-        return _joined(row, given, answers)
+        return _joined(row, messages_of(prompt, "prompt"), answers)
     shared = _shared(answers)
     if isinstance(prompt, str) and not any(each["content"] == prompt for each in shared):
         raise RowProblem(
@@ -79,11 +72,15 @@ def read_preference(row: Raw) -> Preference:
 def read_sharegpt_preference(row: Raw) -> Preference:
     """Read a ShareGPT conversation with two alternative next turns, or lists of turns."""
     given = sharegpt_turns(row["conversations"], "conversations")
-    answers = {
-        name: sharegpt_turns([row[name]] if isinstance(row[name], Mapping) else row[name], name)
+    return _joined(row, given, _alternatives(row, sharegpt_turns))
+
+
+def _alternatives(row: Raw, read: Callable[[Any, str], Turns]) -> dict[str, Turns]:
+    """The messages of both answers; a single message counts as a list of one."""
+    return {
+        name: read([row[name]] if isinstance(row[name], Mapping) else row[name], name)
         for name in ("chosen", "rejected")
     }
-    return _joined(row, given, answers)
 
 
 def read_alpaca_preference(row: Raw) -> Preference:
@@ -112,10 +109,7 @@ def read_hh(row: Raw) -> Preference | None:
     if rejected[:-1] != shared or not shared or chosen[-1]["role"] != rejected[-1]["role"]:
         return None
     if chosen[-1]["role"] == "user":
-        raise RowProblem(
-            "chosen and rejected end with a turn of the Human, expected an answer: cut the text "
-            "behind the last turn of the Assistant, or remove the row"
-        )
+        raise RowProblem("chosen and rejected end with a turn of the Human, expected an answer")
     return _joined(row, Turns(shared), answers)
 
 
@@ -130,13 +124,13 @@ def read_ranked(row: Raw) -> Preference | None:
     return _pair(row, answers[0][1], answers[-1][1])
 
 
-def read_ranked_best(row: Raw) -> Pairs | None:
+def read_ranked_best(row: Raw) -> Several | None:
     """Read pairs of the best of several answers and each that is worse; None without any."""
     answers = _best_first(row)
     return _pairs(row, [(answers[0][1], each[1]) for each in answers if each[0] > answers[0][0]])
 
 
-def read_ranked_all(row: Raw) -> Pairs | None:
+def read_ranked_all(row: Raw) -> Several | None:
     """Read pairs of each of several answers and each that is worse; None without any."""
     ranked = itertools.combinations(_best_first(row), 2)
     return _pairs(row, [(first[1], second[1]) for first, second in ranked if second[0] > first[0]])
@@ -149,10 +143,8 @@ def _best_first(row: Raw) -> list[tuple[float, Any]]:
     values = list_of(row[name], name)
     if len(values) != len(answers):
         raise RowProblem(f"{name} has {len(values)} entries for {len(answers)} responses")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise RowProblem(f"{name} holds {value!r}, expected finite numbers")
-    places = [value if name == "ranks" else -value for value in values]
+    sign = 1 if name == "ranks" else -1
+    places = [sign * number_in(value, f"{name}[{n}]") for n, value in enumerate(values)]
     return sorted(zip(places, answers, strict=True), key=lambda each: each[0])
 
 
@@ -160,8 +152,8 @@ def _pair(row: Raw, chosen: Any, rejected: Any) -> Preference:
     return read_preference({**row, "chosen": chosen, "rejected": rejected})
 
 
-def _pairs(row: Raw, answers: list[tuple[Any, Any]]) -> Pairs | None:
-    return Pairs(tuple(_pair(row, *each) for each in answers)) if answers else None
+def _pairs(row: Raw, answers: list[tuple[Any, Any]]) -> Several | None:
+    return Several(tuple(_pair(row, *each) for each in answers)) if answers else None
 
 
 def _dialogue(text: str, where: str) -> Turns:
@@ -190,10 +182,8 @@ def _of_texts(row: Raw) -> Preference:
 def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
     """Append each answer to the prompt; both answers may themselves begin with the prompt."""
     prompt, number = given.messages, len(given.messages)
-    repeated = {
-        name: _bare(each.messages[:number]) == _bare(prompt) for name, each in answers.items()
-    }
-    skipped = number if all(repeated.values()) else 0
+    repeated = [_bare(each.messages[:number]) == _bare(prompt) for each in answers.values()]
+    skipped = number if all(repeated) else 0
     ends: dict[str, tuple[Message, ...]] = {}
     for name, turns in answers.items():
         ends[name] = turns.messages[skipped:]
@@ -208,11 +198,7 @@ def _joined(row: Raw, given: Turns, answers: Mapping[str, Turns]) -> Preference:
 def _margin(row: Raw) -> float:
     """The value of the column `margin`; 0 if it is null or missing."""
     margin = row.get("margin")
-    if margin is None:
-        return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise RowProblem(f"margin is {shown(margin)}, expected a finite number")
-    return finite(margin, "margin")
+    return 0.0 if margin is None else number_in(margin, "margin")
 
 
 def _conversation(
@@ -233,17 +219,14 @@ def _shared(answers: Mapping[str, Turns]) -> tuple[Message, ...]:
             break
         number += 1
     if not number:
-        raise RowProblem(
-            "there is no prompt: chosen and rejected begin with different messages; give it in a "
-            "column 'prompt'"
-        )
+        raise RowProblem("there is no prompt: chosen and rejected begin with different messages")
     if number == len(chosen) == len(rejected):
         raise RowProblem(EQUAL)
     speaker = (chosen[number:] or rejected[number:])[0]["role"]
     if speaker != "assistant":
         raise RowProblem(
-            f"chosen and rejected differ from message {number} on, which is from '{speaker}': they "
-            "need the same prompt, and may first differ in a message of the assistant"
+            f"chosen and rejected first differ in message {number}, which is from '{speaker}', not "
+            "from the assistant"
         )
     return chosen[:number]
 
@@ -257,8 +240,7 @@ def _refuse_wrong_roles(
     """Refuse a prompt that ends with an assistant turn, or an answer that begins with another."""
     if prompt[-1]["role"] == "assistant":
         raise RowProblem(
-            "the prompt ends with a message of the assistant, but an answer must follow a message "
-            "of the user; put that message into chosen and rejected"
+            "the prompt ends with a message of the assistant; put it into chosen and rejected"
         )
     if not end:
         raise RowProblem(f"{name} is empty: no message follows the prompt")
@@ -266,14 +248,6 @@ def _refuse_wrong_roles(
         raise RowProblem(
             f"{name}[{skipped}] is from '{end[0]['role']}', expected the assistant: the prompt is "
             "not the beginning of both chosen and rejected"
-        )
-
-
-def refuse_trained_prompt(given: Turns) -> None:
-    if given.wanted:
-        raise RowProblem(
-            f"prompt[{min(given.wanted)}] is marked as trained (weight or train), but a prompt is "
-            "context; leave the key out"
         )
 
 

@@ -29,7 +29,6 @@ from finetune.data.chat.render import Chat
 from finetune.data.encode import (
     BadRow,
     Chunk,
-    Encoded,
     Encoder,
 )
 from finetune.data.encode_pool import encode
@@ -55,7 +54,7 @@ from finetune.data.tally import Tally
 from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError, reading
 from finetune.process.progress import counted
-from finetune.recipe import Data, Recipe
+from finetune.recipe import Recipe
 from finetune.runs.manifest import differing, sealed, sha256
 
 CHUNK = 256
@@ -86,11 +85,7 @@ class Prepared:
 
         `shared` is whether concatenated rows share a prompt that they start with.
         """
-        train, held_out = (
-            dataclasses.replace(rows, padding_free=free, share_prompts=shared)
-            for rows in (self.train, self.eval)
-        )
-        return dataclasses.replace(self, train=train, eval=held_out)
+        return self._with_both(padding_free=free, share_prompts=shared)
 
     def with_columns(
         self,
@@ -111,9 +106,10 @@ class Prepared:
 
     def with_token_columns(self, columns: dict[str, TokenColumn]) -> "Prepared":
         """The same rows with values for each label, by name."""
-        train, held_out = (
-            dataclasses.replace(rows, token_columns=columns) for rows in (self.train, self.eval)
-        )
+        return self._with_both(token_columns=columns)
+
+    def _with_both(self, **changes: Any) -> "Prepared":
+        train, held_out = (dataclasses.replace(rows, **changes) for rows in (self.train, self.eval))
         return dataclasses.replace(self, train=train, eval=held_out)
 
     def place(self, document: int) -> str:
@@ -179,18 +175,15 @@ def _write(
         with scratch_for(folder) as scratch:
             _fill(scratch, recipe, chat, sources, eval_sources)
             if fingerprint(recipe, chat, [*sources, *eval_sources]) != folder.name:
+                names = dict.fromkeys(each.data.source for each in [*sources, *eval_sources])
                 raise FinetuneError(
-                    f"data: {', '.join(_changing(sources + eval_sources))}: changed while it was "
-                    "read; start again when no process writes to it"
+                    f"data: {', '.join(names)}: changed while it was read; start again when no "
+                    "process writes to it"
                 )
             scratch.rename(folder)
     except OSError as error:
         if not (folder / COUNTS).is_file():  # else another process was faster
             raise FinetuneError(f"{folder}: cannot write the prepared data: {error}") from None
-
-
-def _changing(sources: list[Source]) -> list[str]:
-    return list(dict.fromkeys(str(source.data.source) for source in sources))
 
 
 def _fill(
@@ -206,7 +199,7 @@ def _fill(
     counts: dict[str, Any] = {}
     members: dict[str, np.ndarray] = {}
     for name, parts, besides in (("train", train, kept[:0]), ("eval", held_out, kept)):
-        mixed = mix([each.members for each in parts], _data(parts), recipe.seed)
+        mixed = mix([each.members for each in parts], [p.source.data for p in parts], recipe.seed)
         rows = _rows(documents, np.concatenate([besides, *mixed]), recipe)
         save_rows(rows, folder / name)
         members[name] = np.unique(rows.members)
@@ -264,7 +257,7 @@ def _encode(
     folder: Path, encoder: Encoder, sections: list[_Section]
 ) -> tuple[Documents, Facts, list[str]]:
     """Encode every source into a folder; returns the documents, facts about them, and the files."""
-    writer, problems, facts = DocumentWriter(folder), Problems(), Facts()
+    writer, problems, facts = DocumentWriter(folder), Problems(), list[Facts]()
     files: dict[str, int] = {}
     members: list[list[np.ndarray]] = [[] for _ in sections]
     written = 0
@@ -278,11 +271,11 @@ def _encode(
             break
         count = len(encoded.lengths) // encoder.recipe.documents_per_row
         file = files.setdefault(encoded.file, len(files))
-        origins = _origins(file, encoded)
+        origins = np.stack([np.full_like(encoded.numbers, file), encoded.numbers], axis=1)
         writer.append(
             encoded.ids, encoded.trained, encoded.lengths, origins, encoded.columns, encoded.beside
         )
-        facts.append(encoded)
+        facts.append(Facts(encoded.trained_tokens, encoded.ended, encoded.digests))
         members[encoded.section].append(np.arange(written, written + count))
         written += count
     for section, parts in zip(sections, members, strict=True):
@@ -293,7 +286,7 @@ def _encode(
             problems.add_all(check_source(section.source.data, section.tally, rows, encoder.recipe))
     documents = writer.close()
     problems.raise_any()
-    return documents, facts, list(files)
+    return documents, Facts.joined(facts), list(files)
 
 
 def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
@@ -308,10 +301,6 @@ def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
                 value = value.text
             line = {"file": each.file, "row": each.number, "problem": each.problem, "value": value}
             file.write(json_text(line) + "\n")
-
-
-def _origins(file: int, encoded: Encoded) -> np.ndarray:
-    return np.stack([np.full_like(encoded.numbers, file), encoded.numbers], axis=1)
 
 
 def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
@@ -332,10 +321,6 @@ def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
             continue
         if rows:
             yield Chunk(number, data.format, file, rows, drops_bad_rows=drops)
-
-
-def _data(sections: list[_Section]) -> list[Data]:
-    return [section.source.data for section in sections]
 
 
 def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:

@@ -66,24 +66,28 @@ def _kind(problem: str) -> str:
 def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterator[str]:
     """Yield problems of a complete source, of which `rows` rows are left to train on."""
     source, longest, batch = data.source, tally.longest_sample, recipe.batch
+    counts = tally.counts
     answer = recipe.completion_length
     less = f" minus {answer} for the completion" if answer else ""
-    if not tally.samples:
+    if not counts["samples"]:
         yield f"{source}: it has no rows"
-    elif batch.overlong == "error" and tally.overlong:
+    elif batch.overlong == "error" and counts["overlong"]:
         yield (
-            f"{source}: {tally.overlong} of {tally.samples} rows are longer than "
+            f"{source}: {counts['overlong']} of {counts['samples']} rows are longer than "
             f"batch.max_length={batch.max_length} tokens{less}, the longest {longest} "
             f"({tally.longest_place}); set batch.max_length={longest + answer}, or batch.overlong "
             f"to {one_of(recipe.fits_rows_by)}"
         )
     elif not rows:
-        bad = f", {tally.bad} dropped as bad rows, the first: {tally.first.get('bad')}"
-        eaten = f", {tally.eaten} of them because truncation removed their answer"
-        why = f": {SKIPPED[data.format]}" if tally.passed_over and data.format in SKIPPED else ""
+        after = {
+            "eaten": f", {counts['eaten']} of them because truncation removed their answer",
+            "passed_over": f": {SKIPPED[data.format]}" if data.format in SKIPPED else "",
+            "bad": f", {counts['bad']} dropped as bad rows, the first: {tally.first.get('bad')}",
+        }
+        eaten, why, bad = (words if counts[name] else "" for name, words in after.items())
         yield (
-            f"{source}: none of its {tally.samples} rows is left to train on "
-            f"({tally.untrained} without a trained token{eaten if tally.eaten else ''}, "
-            f"{tally.dropped} longer than batch.max_length={batch.max_length}, "
-            f"{tally.passed_over} skipped by format '{data.format}'{why}{bad if tally.bad else ''})"
+            f"{source}: none of its {counts['samples']} rows is left to train on "
+            f"({counts['untrained']} without a trained token{eaten}, {counts['dropped']} longer "
+            f"than batch.max_length={batch.max_length}, {counts['passed_over']} skipped by format "
+            f"'{data.format}'{why}{bad})"
         )

@@ -97,16 +97,14 @@ def columns_as_json(sample: Prompt) -> str:
     """
     asked = sample.asked
     prompt: Any = asked.prompt if isinstance(asked, Completion) else list(asked.messages)
-    try:
-        found = {"prompt": prompt, **context_columns(asked), **sample.columns}
-        return json.dumps(found, ensure_ascii=False)
-    except (TypeError, ValueError):
-        wrong = [name for name, value in sample.columns.items() if not is_json(value)]
-        kinds = ", ".join(f"'{name}' ({kind_of(sample.columns[name])})" for name in wrong)
+    found = {"prompt": prompt, **context_columns(asked), **sample.columns}
+    wrong = next((name for name, value in found.items() if not is_json(value)), None)
+    if wrong is not None:
         raise RowProblem(
-            f"column {kinds}: rewards accept only JSON values; leave it out: "
-            f'columns={{"{wrong[0] if wrong else "NAME"}": null}}'
-        ) from None
+            f"column '{wrong}' ({kind_of(found[wrong])}): rewards accept only JSON values; leave "
+            f'it out: columns={{"{wrong}": null}}'
+        )
+    return json.dumps(found, ensure_ascii=False)
 
 
 def is_json(value: Any) -> bool:

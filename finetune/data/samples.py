@@ -52,13 +52,6 @@ Plain = Conversation | Completion | Text
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """Several conversations of one row."""
-
-    conversations: tuple[Conversation, ...]
-
-
-@dataclass(frozen=True)
 class Preference:
     """One prompt with two answers, as two sequences that both begin with the prompt."""
 
@@ -71,10 +64,10 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Several pairs of one row, which has more than two answers."""
+class Several:
+    """Several samples of one row: pairs of more than two answers, or the instances of a task."""
 
-    pairs: tuple[Preference, ...]
+    samples: tuple[Preference | Conversation, ...]
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class Prompt:
     """The row's other columns; those with JSON types are passed to the reward."""
 
 
-Sample = Plain | Conversations | Preference | Pairs | Judged | Labelled | Prompt
+Sample = Plain | Preference | Several | Judged | Labelled | Prompt
 
 READ_AS: dict[Kind, tuple[Kind, ...]] = {
     "text": ("text", "judged"),
@@ -126,13 +119,13 @@ def as_kind(sample: Sample, kind: Kind) -> tuple[Sample, ...]:
             others, for a method that judges each answer alone.
     """
     match sample:
-        case Pairs() if kind == "judged":
+        case Several() if kind == "judged":
             raise RowProblem(
                 "its answers are compared with each other, and the method needs each to be wanted "
                 "or not; use format 'ranked', which takes the best and the worst"
             )
-        case Pairs() | Conversations():
-            return samples_of(sample)
+        case Several():
+            return sample.samples
         case Judged() if kind == "text":
             return (sample.answer,) if sample.wanted else ()
         case Preference() if kind == "judged":
@@ -143,13 +136,7 @@ def as_kind(sample: Sample, kind: Kind) -> tuple[Sample, ...]:
 
 def samples_of(sample: Sample) -> tuple[Sample, ...]:
     """The samples that one row gave: several pairs or conversations, or one of any kind."""
-    match sample:
-        case Pairs():
-            return sample.pairs
-        case Conversations():
-            return sample.conversations
-        case _:
-            return (sample,)
+    return sample.samples if isinstance(sample, Several) else (sample,)
 
 
 def sequences_of(sample: Sample) -> tuple[Plain, ...]:
@@ -157,10 +144,8 @@ def sequences_of(sample: Sample) -> tuple[Plain, ...]:
     match sample:
         case Preference():
             return sample.chosen, sample.rejected
-        case Pairs():
-            return tuple(each for pair in sample.pairs for each in (pair.chosen, pair.rejected))
-        case Conversations():
-            return sample.conversations
+        case Several():
+            return tuple(each for part in sample.samples for each in sequences_of(part))
         case Judged():
             return (sample.answer,)
         case Labelled():

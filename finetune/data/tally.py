@@ -1,55 +1,47 @@
-"""Count what happened to the rows of a source."""
+"""Count what happened to the rows of a source, with the words for each count."""
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+
+UNUSUAL = {
+    "bad": "bad rows dropped",
+    "also_trained": "also in the training data",
+    "passed_over": "skipped by their format",
+    "empty": "with only empty answers",  # the model would learn to stop at once
+    "empty_turns": "with an empty answer among others",
+    "untrained": "without a trained token",
+    "dropped": "dropped because of their length",
+    "left_out": "left out by the weights of the mixture",
+    "truncated": "truncated",
+    "eaten": "without an answer after truncation",  # in one of their sequences
+    "tied": "pairs with two equal answers, dropped",  # equal tokens, maybe only after truncation
+    "split": "split",
+    "unended": "whose end is not trained",
+    "duplicates": "duplicates",
+    "history_thoughts": "with thoughts in earlier turns that the template leaves out",
+    "tool_details": "with descriptions or values of tool parameters that the template leaves out",
+    "unserved": "with an answer that does not begin with the full generation prompt",
+    "call_ids": "with tool call ids that the template refuses, replaced",
+    "markup_asked": "with special tokens of the template in the text of their prompts",
+    "markup_said": "with special tokens of the template in the text of their answers",
+    "no_bos": "without the BOS or prefix that the tokenizer adds",
+    "two_bos": "that begin with two BOS",
+    "unasked": "with an empty prompt and no BOS: the first token of the answer is not trained",
+}
+"""Counts that are shown if they are not zero, with the words behind the number."""
+OF_ROWS = ("also_trained", "left_out", "unended", "duplicates")
+"""Counts of prepared rows, which are not in a tally."""
+COUNTED = ("samples", "overlong", *(name for name in UNUSUAL if name not in OF_ROWS))
+"""Counts of a tally, which are summed over all sources."""
 
 
 @dataclass
 class Tally:
     """Counts of what happened to the samples of a source."""
 
-    samples: int = 0
-    """Rows that were read."""
-    passed_over: int = 0
-    """Samples that the format skips."""
-    untrained: int = 0
-    """Rows dropped because they have no trained token."""
-    dropped: int = 0
-    """Samples dropped because they are too long."""
-    truncated: int = 0
-    """Truncated samples."""
-    eaten: int = 0
-    """Truncated samples with a sequence that lost all of its trained tokens."""
-    tied: int = 0
-    """Pairs dropped because both answers are the same tokens, possibly only after truncation."""
-    split: int = 0
-    """Samples split into several rows."""
-    empty: int = 0
-    """Samples with a sequence of only empty answers: the model would learn to stop at once."""
-    bad: int = 0
-    """Rows dropped because they could not be read or rendered."""
-    empty_turns: int = 0
-    """Samples with both empty and non-empty answers."""
-    history_thoughts: int = 0
-    """Samples with thoughts in earlier turns, which the template leaves out."""
-    tool_details: int = 0
-    """Samples with tools of whose parameters the template leaves out descriptions or values."""
-    unserved: int = 0
-    """Samples with an answer that does not begin with the full generation prompt of serving."""
-    call_ids: int = 0
-    """Samples whose tool call ids the template rejects, so they were replaced."""
-    markup_asked: int = 0
-    """Samples with special tokens, or a turn's header, in the text of a prompt."""
-    markup_said: int = 0
-    """Samples with special tokens, or a turn's header, in the text of an answer."""
-    no_bos: int = 0
-    """Samples without the BOS that the tokenizer adds to a text."""
-    two_bos: int = 0
-    """Samples that begin with two BOS."""
-    unasked: int = 0
-    """Answers to an empty prompt, whose first token nothing predicts."""
-    overlong: int = 0
-    """Samples longer than the maximum length, however they were handled."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Samples by the names in `COUNTED`: `samples` counts the rows that were read, and `overlong`
+    samples longer than the maximum length, however they were handled."""
     longest_sample: int = 0
     """Tokens of the longest sample, before truncation."""
     longest_place: str = ""
@@ -64,20 +56,13 @@ class Tally:
     def note(self, name: str, place: str, times: int = 1) -> None:
         """Add to the count of a name; `place` is the sample's file and row."""
         if times:
-            setattr(self, name, getattr(self, name) + times)
+            self.counts[name] += times
             self.first.setdefault(name, place)
 
     def add(self, other: "Tally") -> None:
-        for name in COUNTED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.counts.update(other.counts)
         self.first = other.first | self.first
         if other.longest_sample > self.longest_sample:
             self.longest_sample, self.longest_place = other.longest_sample, other.longest_place
         self.roles.update(other.roles)
         self.columns.update(other.columns)
-
-
-COUNTED = [
-    each.name for each in fields(Tally) if each.default == 0 and each.name != "longest_sample"
-]
-"""Fields of a tally that are summed over all sources."""

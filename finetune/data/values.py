@@ -92,10 +92,11 @@ def list_of(value: Any, where: str) -> list[Any]:
     return value
 
 
-def finite(value: float, where: str) -> float:
-    """A number that fp32 can hold; raises RowProblem for others."""
-    if not abs(value) <= LARGEST:  # also NaN
-        raise RowProblem(f"{where} is {value}, expected a finite number (fp32)")
+def number_in(value: Any, where: str) -> float:
+    """A number that fp32 can hold; raises RowProblem for other values."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= LARGEST:  # also NaN
+        raise RowProblem(f"{where} is {shown(value)}, expected a finite number")
     return float(value)
 
 

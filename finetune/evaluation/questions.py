@@ -17,10 +17,10 @@ from finetune.data.samples import (
     Completion,
     Conversation,
     Labelled,
-    Pairs,
     Preference,
     Prompt,
     Sample,
+    Several,
     Text,
     as_kind,
 )
@@ -206,7 +206,7 @@ def _read(data: Data, row: SourceRow) -> list[Asked]:
     if sample is None:
         return []
     samples = as_kind(sample, "text")  # only desirable answers
-    if isinstance(sample, Pairs):
+    if isinstance(sample, Several) and isinstance(sample.samples[0], Preference):
         samples = samples[:1]
     found = [Asked(each, data.source, row.place, row.value) for each in samples]
     for asked in found:

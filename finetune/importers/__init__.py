@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.importers import axolotl, llamafactory
+from finetune.importers import axolotl, llamafactory, recipe_file
 from finetune.importers.translation import Outcome, Translation
 from finetune.process.yaml_text import read_yaml
 from finetune.recipe import Recipe
@@ -63,3 +63,15 @@ def explain(job: Translation) -> list[str]:
         width = max((len(key) for key in found), default=0)
         lines += [f"{outcome:<14}  {key:<{width}}  {reason}" for key, reason in found.items()]
     return lines + [f"{'assumed':<14}  {reason}" for reason in job.assumed]
+
+
+def run(file: Path, output: str | None, processes: int) -> int:
+    """`finetune import`: write the recipe of a file, and print the outcome of each of its keys."""
+    name = output or file.stem
+    path = recipe_file.path_of(name)
+    recipe, job, toolkit = import_recipe(file, processes)
+    lines = explain(job)
+    recipe_file.write(path, recipe, f"{path.stem}, from {file.name} of {toolkit}.", lines)
+    print("\n".join(lines))
+    print(f"wrote {path}; run `finetune plan {name}` to check it")
+    return 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.importers import preferences, trainer
-from finetune.importers.translation import Translation, listed, mapping, shown, text
+from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
 from finetune.recipe.sections import PART
 
 ATTENTION = {
@@ -72,6 +72,15 @@ NOT_NEEDED = {
     "experts run as grouped products": "experts_implementation use_scattermoe use_sonicmoe",
     "every key is always checked": "strict",
 }  # fmt: skip
+
+
+TYPES: dict[str, tuple[Outcome, str]] = {
+    "sharegpt": ("translated", "format=sharegpt"),
+    "alpaca": ("differs",
+        "format=alpaca: the chat template renders the prompt, not '### Instruction:'"),
+    "oasst": ("differs", "format=oasst: the best-ranked path down each tree"),
+}  # fmt: skip
+"""Types of a source whose format has the same name, with their outcome."""
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -325,12 +334,6 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
     if word == "chat_template":
         _conversation(job, at, values, data)
         job.say(key, "translated", f"format={data['format']}")
-    elif word == "sharegpt":
-        data["format"] = "sharegpt"
-        job.say(key, "translated", "format=sharegpt")
-        if "conversation" in values:
-            reason = "the tokenizer's own template; or name one in model.chat_template"
-            job.say(f"{at}.conversation", "differs", reason)
     elif word in ("completion", "pretrain"):
         data["format"] = "text"
         job.set("train_on", "all")
@@ -341,13 +344,12 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         for inner in ("field", "text_column"):
             if inner in values:
                 job.say(f"{at}.{inner}", "translated", f"columns={data.get('columns', {})}")
-    elif word == "alpaca":
-        data["format"] = "alpaca"
-        reason = "format=alpaca: the chat template renders the prompt, not '### Instruction:'"
-        job.say(key, "differs", reason)
-    elif word == "oasst":
-        data["format"] = "oasst"
-        job.say(key, "differs", "format=oasst: the best-ranked path down each tree")
+    elif word in TYPES:
+        data["format"] = word
+        job.say(key, *TYPES[word])
+        if word == "sharegpt" and "conversation" in values:
+            reason = "the tokenizer's own template; or name one in model.chat_template"
+            job.say(f"{at}.conversation", "differs", reason)
     else:
         data["format"] = text(kind)
         reason = f"{shown(kind)}: unknown format; `finetune plan` lists the formats"

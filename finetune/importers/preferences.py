@@ -41,6 +41,17 @@ FIELDS = {
 ADDED = ("pref_ftx", "rpo_alpha", "cpo_alpha")
 """Keys that add a cross-entropy to the loss."""
 
+REFUSED = {
+    "loss_type=sigmoid_norm is normalized by length": "dpo_norm_loss",
+    "all pairs have equal weight": "dpo_use_weighting",
+    "logits are computed where they are needed": "dpo_use_logits_to_keep",
+    "reference=start is the model before training": "ref_model ref_model_adapters",
+}
+NOT_NEEDED = {
+    "log-probabilities of the reference are computed once, before the first step":
+        "precompute_ref_log_probs ref_model_quantization_bit",
+}  # fmt: skip
+
 PAIR_TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "ultra": ("preference", {}),
     "argilla_chat": ("preference", {}),
@@ -93,14 +104,8 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
                 job.assumed.append(f"{field}={value}: the other toolkit's default")
     if "orpo_alpha" in job.source:
         job.say("rl_beta", "not needed", "orpo_alpha replaces it")
-    job.refuse_flag("dpo_norm_loss", "loss_type=sigmoid_norm is normalized by length")
-    job.refuse_flag("dpo_use_weighting", "all pairs have equal weight")
-    job.refuse_flag("dpo_use_logits_to_keep", "logits are computed where they are needed")
-    job.refuse_flag("ref_model", "reference=start is the model before training")
-    job.refuse_flag("ref_model_adapters", "reference=start is the model before training")
-    reason = "log-probabilities of the reference are computed once, before the first step"
-    for theirs in ("precompute_ref_log_probs", "ref_model_quantization_bit"):
-        job.say(theirs, "not needed", reason)
+    job.refuse_flags(REFUSED)
+    job.say_all("not needed", NOT_NEEDED)
 
 
 def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:

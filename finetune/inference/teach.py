@@ -16,7 +16,7 @@ from finetune.data.collate import collate
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.scratch import scratch_for
 from finetune.data.store import single_rows
-from finetune.data.taught import ABOUT, IDS, LOGPS, hash_of_rows, label_offsets
+from finetune.data.teacher_store import ABOUT, IDS, LOGPS, hash_of_rows, label_offsets
 from finetune.errors import FinetuneError
 from finetune.inference.load import load_weights
 from finetune.kernels.divergence import LEAST

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.data import taught
+from finetune.data import teacher_store
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError, is_of_library, reading
@@ -98,7 +98,7 @@ def ready(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, data: Prepared) ->
         compare_tokenizer(tokenizer, recipe.taught_by)
         refuse_tokens_without_rows(recipe.taught_by, data)
         return data
-    return data.with_token_columns(taught.read(recipe, data, rows_needed(tokenizer)))
+    return data.with_token_columns(teacher_store.read(recipe, data, rows_needed(tokenizer)))
 
 
 def compare_tokenizer(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.data.audit import UNUSUAL
+from finetune.data.tally import UNUSUAL
 from finetune.reports.tables import Table, cell_of, is_plain, tables, words
 
 NAMES: Mapping[str, str] = {

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from finetune.data.collate import MicroBatch, collate
-from finetune.data.mismatched import mismatched
+from finetune.data.kl_pairs import mismatched
 from finetune.data.order import of_rank, split_rows
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine

@@ -11,8 +11,8 @@ import torch
 
 from finetune import catalog
 from finetune.checkpoints.checkpoint import Progress
-from finetune.data.filling import filling_notes
 from finetune.data.order import rows_of_step, split_rows
+from finetune.data.pack_statistics import filling_notes
 from finetune.data.prepare import Prepared
 from finetune.data.shared_prompts import computed_lengths
 from finetune.data.store import Rows

@@ -129,21 +129,15 @@ def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
 
 def _template_file(name: str, named: list[str]) -> str:
     """Read a template file, without a byte order mark."""
-    try:
-        return Path(name).read_text(encoding="utf-8-sig")
-    except (FileNotFoundError, IsADirectoryError):
-        of_tokenizer = f", nor one of the tokenizer's ({_listed(named)})" if named else ""
-        raise FinetuneError(
-            f"model.chat_template: '{name}' is neither a file nor a built-in template"
-            f"{of_tokenizer}{did_you_mean(name, (*BUILT_IN, *named))} "
-            f"(built in: {', '.join(BUILT_IN)})"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise FinetuneError(
-            f"model.chat_template: {name} is not UTF-8 (byte {error.start})"
-        ) from None
-    except OSError as error:
-        raise FinetuneError(f"model.chat_template: {name}: {error.strerror}") from None
+    with reading(f"model.chat_template: {name} cannot be read"):
+        if Path(name).is_file():
+            return Path(name).read_text(encoding="utf-8-sig")
+    of_tokenizer = f", nor one of the tokenizer's ({_listed(named)})" if named else ""
+    raise FinetuneError(
+        f"model.chat_template: '{name}' is neither a file nor a built-in template"
+        f"{of_tokenizer}{did_you_mean(name, (*BUILT_IN, *named))} "
+        f"(built in: {', '.join(BUILT_IN)})"
+    )
 
 
 def _listed(names: Mapping[str, str] | list[str]) -> str:

@@ -65,8 +65,6 @@ class Turns(NamedTuple):
     messages: tuple[Message, ...]
     untrained: frozenset[int] = frozenset()
     """Indices of assistant messages that are flagged as context only."""
-    wanted: frozenset[int] = frozenset()
-    """Indices of assistant messages that are flagged as trained."""
 
 
 def messages_of(value: Any, where: str) -> Turns:
@@ -90,10 +88,9 @@ def _turns(values: list[Any], where: str, read: Any) -> Turns:
         else:
             messages.append(message)
             places.append(place)
-    read_flags = map(_is_trained, messages, places)
-    flags = {n: trained for n, trained in enumerate(read_flags) if trained is not None}
-    wanted = frozenset(index for index, trained in flags.items() if trained)
-    return Turns(with_call_ids(messages), frozenset(flags) - wanted, wanted)
+    flags = list(map(_is_trained, messages, places))
+    untrained = frozenset(n for n, trained in enumerate(flags) if trained is False)
+    return Turns(with_call_ids(messages), untrained)
 
 
 def _joined(before: Message, calls: Message, where: str) -> Message:
@@ -239,13 +236,18 @@ def _part(part: Any, where: str, role: str) -> str:
             f"{where}.content holds {kind_of(part)} among its parts, expected objects such as "
             '{"type": "text", "text": "..."}'
         )
+    own = (None, role == "assistant")
+    flag = next((key for key in FLAGS if part.get(key) not in own), None)
+    if flag is not None:
+        raise RowProblem(
+            f"{where} ({role}) has a part with {flag} {part[flag]!r}; a turn of the assistant is "
+            "trained as a whole or not at all: set weight: 0 or 1 on the message"
+        )
     kind = part.get("type", "text")
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        held = next((key for key in NOT_TEXT if part.get(key)), None)
-        _check_flags(part, where, role)
-        if held is None:
+        kind = next((key for key in NOT_TEXT if part.get(key)), None)
+        if kind is None:
             return part["text"]
-        kind = held
     raise RowProblem(f"{where} has a part that is not text: {kind}")
 
 
@@ -257,18 +259,6 @@ def unread_part_keys(turns: list[Any]) -> Iterator[str]:
             for key in part.keys() - PART_KEYS if isinstance(part, Mapping) else ():
                 if is_given(part[key]):
                     yield f"messages[].content[].{key}"
-
-
-def _check_flags(part: Mapping[str, Any], where: str, role: str) -> None:
-    """Refuse a part that is flagged as context in a turn of the assistant, or trained elsewhere."""
-    for key in FLAGS:
-        value = part.get(key)
-        if value is not None and _flag(value, f"{where}.content[].{key}") != (role == "assistant"):
-            raise RowProblem(
-                f"{where} ({role}) has a part with {key} {value!r}, but a turn of the assistant is "
-                "trained as a whole or not at all, and other turns are not; set weight: 0 or 1 on "
-                "the message"
-            )
 
 
 def with_call_ids(messages: Iterable[Message]) -> tuple[Message, ...]:
@@ -314,10 +304,7 @@ def _sharegpt_message(turn: Any, where: str) -> Message:
         close = did_you_mean(speaker, list(SHAREGPT_ROLES)[:5])
         raise RowProblem(f"{where} is from '{speaker}'{close} (known: {', '.join(SHAREGPT_ROLES)})")
     message = {"role": SHAREGPT_ROLES[speaker], "content": text_of(turn, "value", where)}
-    for key, theirs in (("role", "from"), ("content", "value")):
-        if others.pop(key, message[key]) not in (message[key], turn[theirs]):
-            raise RowProblem(f"{where} has '{theirs}' and another '{key}'; keep one of them")
-    return _message({**message, **others}, where)
+    return _message({**others, **message}, where)
 
 
 def history_of(row: Mapping[str, Any]) -> list[Message]:

@@ -52,7 +52,7 @@ class Row:
     ids: list[int]
     trained: list[bool]
     notes: frozenset[str] = frozenset()
-    """Unusual properties, as field names of `finetune.data.tally.Tally`."""
+    """Unusual properties, by the names in `finetune.data.tally.COUNTED`."""
 
 
 @dataclass(frozen=True)

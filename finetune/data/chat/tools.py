@@ -9,11 +9,10 @@ from finetune.data.values import (
     json_of,
     kind_of,
     list_of,
-    shown,
 )
 
-OTHER_NAMES = ("args", "parameters", "params", "kwargs", "input", "inputs", "arguments")
-"""Keys in which data of other APIs has the arguments of a call."""
+ARGUMENTS = ("arguments", "args", "parameters", "params", "kwargs", "input", "inputs")
+"""Keys of the arguments of a call: ours, and those of other APIs."""
 CALL_KEYS = frozenset(("id", "type", "index", "function"))
 """Keys of a tool call that are normalized."""
 FUNCTION_KEYS = frozenset(("name", "arguments"))
@@ -44,29 +43,24 @@ def calls_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if calls and call:
         raise RowProblem(f"{where} has both tool_calls and function_call; keep one of them")
     if call:
-        return [tool_call(call, f"{where}.function_call", 0)]
+        return [tool_call(call, f"{where}.function_call")]
     if isinstance(calls, str) and calls.lstrip().startswith("["):
         calls = json_of(calls, f"{where}.tool_calls")
     if not calls:
         return []
     return [
-        tool_call(each, f"{where}.tool_calls[{position}]", position)
-        for position, each in enumerate(list_of(calls, f"{where}.tool_calls"))
+        tool_call(each, f"{where}.tool_calls[{number}]")
+        for number, each in enumerate(list_of(calls, f"{where}.tool_calls"))
     ]
 
 
-def tool_call(raw: Any, where: str, position: int) -> dict[str, Any]:
-    """Normalize a call.
-
-    Raises RowProblem if it has another `index` than its position: calls are then missing, or in
-    another order.
-    """
-    _check_index(raw, where, position)
+def tool_call(raw: Any, where: str) -> dict[str, Any]:
+    """Normalize a call."""
     function = raw.get("function", raw) if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RowProblem(f"{where} has no function name")
-    _check_arguments(raw, function, where)
-    arguments = written = function.get("arguments")
+    key, written = _arguments(raw, function)
+    arguments = written
     if isinstance(written, str):
         arguments = json_of(written, f"{where}.arguments") if written.strip() else {}
         if isinstance(arguments, dict):
@@ -77,34 +71,20 @@ def tool_call(raw: Any, where: str, position: int) -> dict[str, Any]:
         raise RowProblem(f"{where}.arguments is {kind_of(arguments)}, expected an object")
     check_plain(arguments, f"{where}.arguments")
     own = CALL_KEYS if function is raw else frozenset[str]()
-    called = _others(function, FUNCTION_KEYS | own)
-    around = {} if function is raw else _others(raw, CALL_KEYS)
+    called = _others(function, FUNCTION_KEYS | own | {key})
+    around = {} if function is raw else _others(raw, CALL_KEYS | {key})
     named = {"name": function["name"], "arguments": arguments, **called}
     call = {"type": "function", "function": named, **around}
     return {"id": raw["id"], **call} if raw.get("id") else call
 
 
-def _check_index(raw: Any, where: str, position: int) -> None:
-    index = raw.get("index") if isinstance(raw, Mapping) else None
-    if index is not None and (isinstance(index, bool) or index != position):
-        raise RowProblem(
-            f"{where}.index is {shown(index)}, expected {position}, its position in the list; put "
-            "the calls in the order of their index, each once, or leave index out"
-        )
-
-
-def _check_arguments(raw: Mapping[str, Any], function: Mapping[str, Any], where: str) -> None:
-    """Refuse a call whose arguments have another name or another place."""
-    if is_given(function.get("arguments")):
-        return
-    there = [each for each in (function, raw) for name in OTHER_NAMES if is_given(each.get(name))]
-    if there:
-        name = next(name for name in OTHER_NAMES if is_given(there[0].get(name)))
-        place = "" if there[0] is function else " next to its function"
-        raise RowProblem(
-            f"{where} has '{name}'{place} and no arguments; write them into 'arguments'"
-            + (" of the function" if place else "")
-        )
+def _arguments(raw: Mapping[str, Any], function: Mapping[str, Any]) -> tuple[str, Any]:
+    """The arguments of a call with their key, which may be that of another API."""
+    for each in (function, raw):
+        for key in ARGUMENTS:
+            if is_given(each.get(key)):
+                return key, each[key]
+    return "arguments", function.get("arguments")
 
 
 def _others(value: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
@@ -169,7 +149,7 @@ def calls_in(content: Any, where: str) -> list[dict[str, Any]]:
     """Calls that are the content of a message: one or a list, mostly as JSON text."""
     value = json_of(content, where) if isinstance(content, str) else content
     calls = value if isinstance(value, list) else [value]
-    return [tool_call(each, where, position) for position, each in enumerate(calls)]
+    return [tool_call(each, where) for each in calls]
 
 
 def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Rendered:
     """The conversation in the form that the template accepts (see `call_forms`)."""
     marked: Marked
     notes: set[str] = field(default_factory=set)
-    """Unusual properties of the row, as field names of `finetune.data.tally.Tally`."""
+    """Unusual properties of the row, by the names in `finetune.data.tally.COUNTED`."""
 
 
 @dataclass(frozen=True)
