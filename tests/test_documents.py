@@ -28,6 +28,7 @@ from conftest import (
     start,
     warm_python,
     write_recipe,
+    written,
 )
 
 import finetune as ft
@@ -38,6 +39,7 @@ from finetune.planner import plan
 from finetune.recipe import Recipe
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXTENDING = ROOT / "docs/extending.md"
 
 
 def blocks(document: Path) -> Iterator[tuple[str, str]]:
@@ -67,6 +69,11 @@ def folder(tmp_path_factory, tiny) -> Path:
         (folder / name).symlink_to(ROOT / name)
     (folder / "data.jsonl").symlink_to(tiny.data)
     (folder / "my-model").symlink_to(tiny.model)
+    rows = [{"ask": f"Say {word}. ", "say": word} for word in ("yes", "no", "maybe")]
+    written(folder / "asks.jsonl", rows)
+    for name, kind in (("my_tuning.py", "python"), ("my_backend.yaml", "yaml")):
+        texts = [text for language, text in blocks(EXTENDING) if language == kind]
+        (folder / name).write_text("\n".join(texts))
     return folder
 
 
@@ -74,13 +81,14 @@ Do = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
-def do(folder, finetune, session_cache) -> Do:
+def do(folder, finetune, session_cache) -> Iterator[Do]:
     """Run a command in that folder, each only once; those that compute are processes."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
     @functools.cache
     def do(*words: str) -> Finished:
         if words[0] not in ("list", "show", "plan", "init"):
-            return finetune(*words, cwd=folder)
+            return finetune(*words, cwd=folder, env=paths)
         if "--verify" in words:
             return run_command([warm_python(), "-m", "finetune", *words], session_cache, folder)
         out, err = io.StringIO(), io.StringIO()
@@ -89,7 +97,9 @@ def do(folder, finetune, session_cache) -> Do:
             status = main(list(words))
         return Finished(status, out.getvalue(), err.getvalue())
 
-    return do
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield do
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +368,7 @@ def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
 def test_no_block_of_python_is_left_out():
     counts = {path.name: len(python_blocks(str(path))) for path in DOCUMENTS}
     assert {name: n for name, n in counts.items() if n} == {
-        "README.md": 1, "data.md": 1, "extending.md": 1, "online.md": 1, "recipes.md": 1,
+        "README.md": 1, "data.md": 1, "extending.md": 8, "online.md": 1, "recipes.md": 1,
     }  # fmt: skip
 
 
