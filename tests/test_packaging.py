@@ -285,7 +285,7 @@ def test_the_documents_name_every_backend_format_and_method():
     named = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert [name for name in named if name not in METHODS] == BACKENDS
     assert sorted(BACKENDS) == backend.names()
-    formats = (ROOT / "docs/data.md").read_text()
+    formats = (ROOT / "docs/formats.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", formats, re.MULTILINE) == list(FORMATS)
     methods = (ROOT / "docs/methods.md").read_text()
     assert all(f"`{method}`" in methods for method in METHODS)
