@@ -181,7 +181,7 @@ def table() -> str:
 def general(reason: str, method: str) -> str:
     """A reason without its method, its backend and what to use instead."""
     short = reason.partition("; ")[0].removeprefix("method: ").removeprefix(f"{method} ")
-    short = re.sub(r" \((pipeline|tensor|sequence)[^)]*\)", "", short)
+    short = re.sub(r" \((backend|pipeline|tensor|sequence)[^)]*\)", "", short)
     backends = "|".join(sorted((b for g in GROUPS.values() for b in g), key=len, reverse=True))
     return re.sub(rf"\b(under|because) (?:{backends})\b", r"\1 such a backend", short)
 
