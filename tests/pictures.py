@@ -83,5 +83,5 @@ def _text(x: int, y: int, text: str, size: int, kind: str = "", weight: str = "n
 
 
 if __name__ == "__main__":
-    draw_rows(*sys.argv[1:3])
+    draw_rows(sys.argv[1], sys.argv[2])
     draw_report(Run(Path(sys.argv[3])))
