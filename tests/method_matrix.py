@@ -1,4 +1,4 @@
-"""Write the README's table of methods and backends from the planner's rules.
+"""Write the table of methods and backends in docs/backends.md from the planner's rules.
 
     python -m tests.method_matrix
 
@@ -19,7 +19,7 @@ from finetune.methods import METHODS
 from finetune.planner import plan
 from finetune.recipe import LoRA, Recipe
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs/backends.md"
 BEGIN, END = "<!-- table: python -m tests.method_matrix -->", "<!-- end of the table -->"
 GROUPS = {
     "one process": ("single",),
@@ -181,16 +181,16 @@ def table() -> str:
 def general(reason: str, method: str) -> str:
     """A reason without its method, its backend and what to use instead."""
     short = reason.partition("; ")[0].removeprefix("method: ").removeprefix(f"{method} ")
-    short = re.sub(r" \((pipeline|tensor|sequence)[^)]*\)", "", short)
+    short = re.sub(r" \((backend|pipeline|tensor|sequence)[^)]*\)", "", short)
     backends = "|".join(sorted((b for g in GROUPS.values() for b in g), key=len, reverse=True))
     return re.sub(rf"\b(under|because) (?:{backends})\b", r"\1 such a backend", short)
 
 
-def write(readme: Path = README) -> None:
+def write(page: Path = PAGE) -> None:
     """Put the table between its marks."""
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

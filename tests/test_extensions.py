@@ -19,8 +19,8 @@ PAGE = ROOT / "docs" / "extending.md"
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (folder / "toy_tuning.py").write_text(code)
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (folder / "my_tuning.py").write_text("\n".join(code))
     rows = [{"ask": f"Say {word}. ", "say": word} for word in ("yes", "no", "maybe", "always")]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -28,7 +28,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(toy: Path, tiny: Tiny, name: str, **sections: object) -> Path:
     fields = tiny.fields(adapter={"r": 2}, max_steps=2) | {
-        "data": [{"source": str(toy / "rows.jsonl"), "format": "toy_tuning:SHOUTED"}],
+        "data": [{"source": str(toy / "rows.jsonl"), "format": "my_tuning:ASKED"}],
         "eval_data": [], "evaluation": {}, **sections,
     }  # fmt: skip
     return write_recipe(toy / f"{name}.json", fields)
@@ -41,34 +41,29 @@ def test_extensions_outside_the_package_are_named_and_run(toy, tiny, finetune):
 
     losses = {}
     trained = "--precision fp32 --output"
-    for name, method in (("plain", "sft"), ("doubled", "toy_tuning:Doubled")):
+    for name, method in (("plain", "sft"), ("doubled", "my_tuning:Doubled")):
         recipe(toy, tiny, name, method=method)
-        done(f"launch {name}.json --launcher toy_tuning:start {trained} {name}")
+        done(f"launch {name}.json --launcher my_tuning:start {trained} {name}")
         run = Run(toy / name)
         assert run.root.with_suffix(".recipe.json").is_file()
         losses[name] = [record["loss"] for record in run.read_metrics("train")]
     assert losses["doubled"][0] == pytest.approx(2 * losses["plain"][0], rel=1e-6)
-    assert json.loads((toy / "doubled/recipe.json").read_text())["method"] == "toy_tuning:Doubled"
+    assert json.loads((toy / "doubled/recipe.json").read_text())["method"] == "my_tuning:Doubled"
     done(f"train doubled/recipe.json --resume max_steps=3 {trained} doubled")
     assert "MAYBE" in done("inspect plain.json")
-    done("export doubled --to out --format toy_tuning:names")
+    done("export doubled --to out --format my_tuning:names")
     assert (toy / "out/names.txt").read_text() == "doubled"
-    assert json.loads((toy / "out/export.json").read_text())["kind"] == "toy_tuning:names"
-    measured = done(
-        "eval doubled --data rows.jsonl --format toy_tuning:SHOUTED --metrics toy_tuning:POLITE "
-        "--limit 2 --max-new-tokens 2 --json"
-    )
-    assert json.loads(measured)["measures"]["polite"]["after"] == 0.0
+    assert json.loads((toy / "out/export.json").read_text())["kind"] == "my_tuning:names"
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["method=toy_tuning:Dubled"], "toy_tuning has no 'Dubled'; did you mean 'Doubled'?"),
-        (["method=toy_tuning:SHOUTED"], "'toy_tuning:SHOUTED' is not a subclass of finetune.Rec"),
-        (["method=toy_tunning:Doubled"], "there is no module 'toy_tunning'; install it, or put"),
-        (["data.0.format=toy_tuning:Doubled"], "'toy_tuning:Doubled' is not a finetune.data.form"),
-        (["data.0.format=toy_tuning:"], "got 'toy_tuning:', expected module:attribute"),
+        (["method=my_tuning:Dubled"], "my_tuning has no 'Dubled'; did you mean 'Doubled'?"),
+        (["method=my_tuning:ASKED"], "'my_tuning:ASKED' is not a subclass of finetune.Rec"),
+        (["method=my_tunning:Doubled"], "there is no module 'my_tunning'; install it, or put"),
+        (["data.0.format=my_tuning:Doubled"], "'my_tuning:Doubled' is not a finetune.data.form"),
+        (["data.0.format=my_tuning:"], "got 'my_tuning:', expected module:attribute"),
         (["--launcher", "acelerate"], "--launcher: got 'acelerate', expected one of accelerate"),
     ],
 )

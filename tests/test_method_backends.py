@@ -97,7 +97,7 @@ def assert_equal(run: Run, alone: Run) -> None:
 
 
 def left_to(test: str) -> list[tuple[str, str]]:
-    """Cells of the README's table that a test of this file answers for."""
+    """Cells of the table in docs/backends.md that a test of this file answers for."""
     return [
         (method, column)
         for method in method_matrix.METHODS

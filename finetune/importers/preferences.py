@@ -115,7 +115,7 @@ def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict
     is_judged = job.fields.get("method") == "kto"
     known = JUDGED_TYPES if is_judged else PAIR_TYPES
     if isinstance(kind, dict) or word not in known:
-        reason = "format 'kto' or 'preference' with `columns` reads it; see docs/data.md"
+        reason = "format 'kto' or 'preference' with `columns` reads it; see docs/formats.md"
         job.say(f"{at}.type", "no counterpart", f"{shown(kind)}: {reason}")
         data["format"] = "kto" if is_judged else "preference"
         return
