@@ -150,7 +150,7 @@ def test_a_mistake_is_reported_with_its_place_and_a_fix(case, run_here, tmp_path
     ("file", "text", "told"),
     [
         ("r.json", "{", "cannot be read: Expecting property name enclosed in double quotes"),
-        ("r.yaml", "a: [1", "cannot be read: line 2 column 1: did not find expected ',' or ']'"),
+        ("r.yaml", "a: [1", "cannot be read: line 1 column 6: expected ',' or ']'"),
         ("r.yaml", "- 1\n", "expected keys and values, got list"),
         ("r.yaml", "a: \udce9", "cannot be read: 'utf-8' codec can't decode byte 0xe9"),
         ("r.json", "{}", "method: got None, expected one of sft, pretrain, dpo"),

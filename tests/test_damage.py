@@ -181,9 +181,9 @@ INVALID: list[tuple[dict[str, object], str]] = [
     ({"files": {"../../recipe.json": ENTRY}}, "is outside the checkpoint's folder"),
     ({"files": {"/etc/passwd": ENTRY}}, "is outside the checkpoint's folder"),
     ({"files": {"a" * 300: ENTRY}}, "missing, though the manifest lists it"),
-    ({"files": []}, "files: expected keys and values, got []"),
-    ({"step": "6"}, "step: got '6', progress has 6"),
-    ({"shapes": {"w": "3"}}, "shapes: w: got '3', expected sizes"),
+    ({"files": []}, "files: Input should be a valid dictionary, got []"),
+    ({"step": "6"}, "step: Input should be a valid integer, got '6'"),
+    ({"shapes": {"w": "3"}}, "shapes: w: Input should be a valid list, got '3'"),
     ({"format": None}, "no format: it is not a checkpoint's manifest"),
 ]
 

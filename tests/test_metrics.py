@@ -123,11 +123,11 @@ def test_a_record_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
         ({"kind": "danced", "step": 1}, r"metrics\.jsonl: a record of kind 'danced'"),
         (
             {"kind": "save", "step": 1, "time": 0, "seconds": 1, "size": 1},
-            r"'save' record of step 1 .*: bytes, size",
+            r"'save' record of step 1 .*: bytes \(.*, size \(",
         ),
     ]
     whole = {"kind": "train"} | dataclasses.asdict(trained(1))
-    counts = [(whole | {name: -1}, rf"a count below 0 in {name}$") for name in ("step", "memory")]
+    counts = [(whole | {name: -1}, rf": {name} \(.*greater") for name in ("step", "memory")]
     for record, told in records + counts:
         run.metrics.write_text(json.dumps(record) + "\n")
         with pytest.raises(FinetuneError, match=told):

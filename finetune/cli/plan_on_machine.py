@@ -93,11 +93,10 @@ def run(
         given = {"pp": arguments.pipeline, "tp": arguments.tensor}
         axes = [name for name, size in given.items() if size is not None]
         arguments.backend = "_".join([*axes, "fsdp"]) if axes else None
-    divided = arguments.backend and backends.load(arguments.backend).axes.any
-    if machine is not None and divided:
-        return _divided(arguments, recipe, machine, verify)
+    divided = machine is not None and arguments.backend is not None
+    divided = divided and backends.load(arguments.backend).axes.any
     tracer = verify or trace
-    if tracer is not None and _is_unknown(recipe):
+    if tracer is not None and not divided and _is_unknown(recipe):
         return _traced(arguments, recipe, machine, tracer, asked=verify is not None)
     if machine is None:
         return plain(arguments, recipe, verify, measure)
@@ -105,8 +104,14 @@ def run(
     named = arguments.backend or (recipe.backend if verify else None)
     if named is None:
         return _advise(arguments, recipe, machine)
-    planned = plan(recipe, on(machine, named, arguments), machine.count, arguments.precision)
+    if divided:
+        backend, _ = backends.divided(backends.load(named), machine.count, axes_of(arguments))
+    else:
+        backend = on(machine, named, arguments)
+    planned = plan(recipe, backend, machine.count, arguments.precision)
     prediction = _predicted(arguments, planned, machine)
+    if problems := slow_links(backend.axes.tensor, machine.per_node, machine.fast):
+        raise FinetuneError(*problems)
     return _show(arguments, planned, prediction, verify)
 
 
@@ -124,20 +129,6 @@ def _is_unknown(recipe: Recipe) -> bool:
         return family_of(config_of(recipe)[0]).shape is None
     except FinetuneError:
         return False  # reported later, when the shapes are needed
-
-
-def _divided(
-    arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine, verify: Verify | None
-) -> int:
-    """Plan a backend that divides the model."""
-    chosen, _ = backends.divided(
-        backends.load(arguments.backend), machine.count, axes_of(arguments)
-    )
-    planned = plan(recipe, chosen, machine.count, arguments.precision)
-    prediction = _predicted(arguments, planned, machine)
-    if problems := slow_links(chosen.axes.tensor, machine.per_node, machine.fast):
-        raise FinetuneError(*problems)
-    return _show(arguments, planned, prediction, verify)
 
 
 def _predicted(

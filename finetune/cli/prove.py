@@ -5,14 +5,17 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.cli import options
 from finetune.errors import FinetuneError
 from finetune.process.signals import handled_signals
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from finetune.recipe import Recipe
+    from finetune.verification.proofs.proof import Proof
 
 SUMMARY = "check that training is equivalent on every backend"
 
@@ -84,7 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _prove(arguments: argparse.Namespace, recipe: "Recipe") -> int:
     from rich.console import Console
 
-    from finetune.cli.proof_table import print_table
     from finetune.reports.proof_page import read_proof
     from finetune.verification.proofs.prove import prove
 
@@ -107,5 +109,29 @@ def _prove(arguments: argparse.Namespace, recipe: "Recipe") -> int:
     if arguments.json:
         print(json.dumps(read_proof(output / "proof.json"), indent=2))
     else:
-        print_table(proof, output, console)
+        _print(proof, read_proof(output / "proof.json"), output, console)
     return 0 if proof.proved else 1
+
+
+def _print(proof: "Proof", record: dict[str, Any], output: Path, console: "Console") -> None:
+    """Print the table of all pairs, failed and refused ones, and the verdict."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from finetune.reports.proof_page import KINDS, overview
+
+    table = overview(record)
+    drawn = Table(*table.columns)
+    for row in table.rows:
+        drawn.add_row(*(f"[bold red]{cell}[/]" if cell == "NO" else str(cell) for cell in row))
+    console.print(drawn)
+    for check in proof.failures:
+        where = f"{KINDS[check.kind]} on {check.backend}, {check.name}"
+        console.print(f"[red]failed[/]  {where}: {escape(check.summary)}", highlight=False)
+    for refused in proof.refused:
+        word = "not possible here:" if refused.missing else "refused:"
+        where = f"{KINDS[refused.kind]} on {refused.backend}"
+        console.print(f"[dim]{word} {where}: {escape(refused.reason)}[/]", highlight=False)
+    colour = "green" if proof.proved else "red"
+    console.print(f"[bold {colour}]{proof.verdict}[/]", highlight=False)
+    console.print(f"{output / 'proof.html'} has every number", highlight=False)

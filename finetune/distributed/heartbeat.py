@@ -165,8 +165,8 @@ class Heartbeat:
         """Description of a lost rank among those that this rank watches; None if there is none."""
         process, beats = self._watched
         beat = self._read(process)
-        if beat is not None and gone_here(beat):
-            return f"{name(beat)} ended without an error message"
+        if beat is not None and (gone := ended([beat])):
+            return gone[0]
         beat = None if beats is None else self._read(beats)
         if beat is None:
             return None
@@ -230,9 +230,7 @@ class Heartbeat:
         while self._store is not None and time.monotonic() < until:
             try:
                 beats = self._read_all()
-                gone = [f"{name(beat)} ended without an error message"
-                        for beat in beats if gone_here(beat)]  # fmt: skip
-                if gone:
+                if gone := ended(beats):
                     losses = [*gone, *stalled(beats)]
                     return TrainingFailure(self._publish(self._describe(losses)))
             except UNREACHABLE:
@@ -262,10 +260,7 @@ class Heartbeat:
         Silent ranks of this host are killed: they may be stopped, and would not handle a signal.
         """
         before = self._read_all()
-        gone = [
-            f"{name(beat)} ended without an error message" for beat in before if gone_here(beat)
-        ]
-        if gone:
+        if gone := ended(before):
             return gone
         time.sleep(SILENT_SECONDS)
         now = {beat.rank: beat for beat in self._read_all()}
@@ -314,6 +309,11 @@ def is_transport(error: BaseException) -> bool:
 
 def name(beat: Beat) -> str:
     return f"rank {beat.rank} (process {beat.pid} on {beat.host})"
+
+
+def ended(beats: list[Beat]) -> list[str]:
+    """Descriptions of the ranks of this host that have ended."""
+    return [f"{name(beat)} ended without an error message" for beat in beats if gone_here(beat)]
 
 
 def stalled(beats: list[Beat]) -> list[str]:

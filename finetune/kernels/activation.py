@@ -13,6 +13,7 @@ from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from finetune.kernels.chains import chain
+from finetune.kernels.mixin import mix_in
 from finetune.planner.families import fused_classes
 
 FEED_FORWARDS = {f"{name}MLP" for name, _ in fused_classes("activation")}
@@ -24,9 +25,8 @@ SILU = (nn.SiLU, SiLUActivation)
 def fuse_activations(model: nn.Module) -> None:
     """Fuse the gated activation in the supported feed-forward layers of a model."""
     for module in model.modules():
-        kind = type(module)
-        if kind.__name__ in FEED_FORWARDS and isinstance(module.act_fn, TANH + SILU):
-            module.__class__ = type(kind.__name__, (FusedGate, kind), {})
+        if type(module).__name__ in FEED_FORWARDS and isinstance(module.act_fn, TANH + SILU):
+            mix_in(module, FusedGate)
 
 
 class FusedGate:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from finetune.kernels.chunked_loss import Gradients, used_up
 from finetune.kernels.head import LabelledHead, logit_function, plain_head
+from finetune.kernels.mixin import mix_in
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import GPU_TAUGHT_ENTRIES, TAUGHT_ENTRIES
 
@@ -54,13 +55,10 @@ def give_teacher(model: PreTrainedModel, teacher: PreTrainedModel | None) -> Non
         if isinstance(head, nn.Linear):  # otherwise another stage of a pipeline has it
             head.__class__ = TeacherHead
             head.scale, head.cap = logit_function(teacher.config)
-        kind = type(teacher)
-        own = {"__module__": kind.__module__}
-        teacher.__class__ = type(kind.__name__, (Frozen, kind), own)
+        mix_in(teacher, Frozen)
         teacher.requires_grad_(False).eval()
         model.teacher = teacher
-    kind = type(model)
-    model.__class__ = type(kind.__name__, (WithTeacher, kind), {"__module__": kind.__module__})
+    mix_in(model, WithTeacher)
 
 
 class Frozen:

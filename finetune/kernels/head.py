@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from finetune.errors import FinetuneError
 from finetune.kernels.balance import Balance, documents_of
 from finetune.kernels.chunked_loss import ChunkedLogProbs, ChunkedLoss
+from finetune.kernels.mixin import mix_in
 from finetune.planner.families import family_of
 from finetune.planner.kernels import (
     CHUNK_ENTRIES,
@@ -39,8 +40,7 @@ def give_loss(
 ) -> None:
     """Enable a model to compute its loss if its forward pass is given the labelled tokens.
 
-    The classes of the model and its head are replaced by subclasses of the same name, as
-    `torch.distributed.fsdp.fully_shard` does: parameter names and saved files do not change.
+    The classes of the model and its head are replaced by subclasses; see `mix_in`.
 
     Args:
         model: The plain model, possibly with PEFT's modules.
@@ -58,12 +58,14 @@ def give_loss(
         scale, cap = logit_function(model.config)
         # c tanh(s x / c) / t is the same function with c / t and s / t.
         head.scale, head.cap = scale / temperature, None if cap is None else cap / temperature
-    kind = type(model)
-    # Keep the module of the class: transformers looks there for the model's custom code.
-    own: dict[str, Any] = {"loss_in_chunks": chunked, "balance": balance}
-    own |= {"temperature": temperature, "__module__": kind.__module__}
-    own["logits_of_labelled"] = logit_function(model.config) if labelled else None
-    model.__class__ = type(kind.__name__, (WithLoss, kind), own)
+    mix_in(
+        model,
+        WithLoss,
+        loss_in_chunks=chunked,
+        balance=balance,
+        temperature=temperature,
+        logits_of_labelled=logit_function(model.config) if labelled else None,
+    )
 
 
 def plain_head(model: PreTrainedModel) -> nn.Module:

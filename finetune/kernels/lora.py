@@ -21,6 +21,7 @@ from torch import nn
 
 from finetune.kernels import cpu
 from finetune.kernels.chains import Chain
+from finetune.kernels.mixin import mix_in
 from finetune.kernels.precision import compute_dtype
 from finetune.kernels.quantised import (
     AdaptedLinear4bit,
@@ -92,8 +93,7 @@ def reason_against(layer: nn.Module) -> str | None:
 def _join(layers: list[nn.Module]) -> None:
     group = Group(tuple(layers))
     for layer in layers:
-        kind = type(layer)
-        layer.__class__ = type(kind.__name__, (Grouped, kind), {})
+        mix_in(layer, Grouped)
         layer.group = group
 
 

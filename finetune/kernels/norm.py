@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from finetune.kernels.chains import Chain, chain
+from finetune.kernels.mixin import mix_in
 from finetune.planner.families import fused_classes
 
 NORMS = {
@@ -26,9 +27,8 @@ multiply by 1 + w in fp32; the others round x / rms(x) first."""
 def fuse_norms(model: nn.Module) -> None:
     """Fuse the supported norms of a model into one operation each."""
     for module in model.modules():
-        kind = type(module)
-        if kind.__name__ in NORMS:
-            module.__class__ = type(kind.__name__, (FusedNorm, kind), {})
+        if type(module).__name__ in NORMS:
+            mix_in(module, FusedNorm)
 
 
 class FusedNorm:

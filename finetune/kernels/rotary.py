@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from finetune.kernels.chains import chain
+from finetune.kernels.mixin import mix_in
 from finetune.planner.families import fused_classes
 
 ATTENTIONS = {f"{name}Attention" for name, _ in fused_classes("rotary")}
@@ -28,8 +29,7 @@ def fuse_rotations(model: nn.Module) -> None:
         kind = type(module)
         forward = kind.forward
         if kind.__name__ in ATTENTIONS and ROTATION in forward.__code__.co_names:
-            fields = {"forward": _with_rotation(forward)}
-            module.__class__ = type(kind.__name__, (FusedRotation, kind), fields)
+            mix_in(module, FusedRotation, forward=_with_rotation(forward))
 
 
 def _with_rotation(forward: types.FunctionType) -> types.FunctionType:

@@ -13,6 +13,8 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.kernels.mixin import mix_in
+
 
 def give_scores(model: PreTrainedModel) -> None:
     """Enable a model to return its scores if its forward pass is given positions.
@@ -24,9 +26,7 @@ def give_scores(model: PreTrainedModel) -> None:
     heads = [*score.modules_to_save.values()] if isinstance(score, ModulesToSaveWrapper) else []
     for head in heads or [score]:
         head.__class__ = ScoreHead
-    kind = type(model)
-    own = {"__module__": kind.__module__}
-    model.__class__ = type(kind.__name__, (WithScores, kind), own)
+    mix_in(model, WithScores)
 
 
 class WithScores:

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import threading
 import traceback
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -48,7 +47,7 @@ REQUEST = 1 << 20
 INTERPRETER = """#!{python} -SE
 import json, os, signal, socket, sys
 words = sys.argv[1:]
-if words[:1] not in (["-m"], ["-c"], ["-u"]) and words[:2] != ["-P", "-m"]:
+if words[:1] not in (["-m"], ["-u"]) and words[:2] != ["-P", "-m"]:
     os.execv({python!r}, [{python!r}, *words])
 asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asked.connect({address!r})
@@ -67,7 +66,7 @@ os._exit(status)
 """Takes the arguments of `python`, forwards signals, and exits like the process that it requested.
 
 A plain script, unlike one that torch's agent starts with `-u`, may rely on nothing being imported,
-and code of this package (`-P -c`) on its parent process: both get a new interpreter.
+and code (`-c`) on its parent process: both get a new interpreter.
 """
 
 
@@ -99,19 +98,12 @@ class Warm:
             raise OSError(f"{self.python}: ended with status {self._server.wait()}")
 
     def family(self) -> list["psutil.Process"]:
-        """All running processes that belong to this interpreter, with their descendants.
-
-        A fork keeps the command line of the server, and a process that asked for one has that of
-        `python`: both name the folder.
-        """
+        """All running processes that this interpreter has started, with their descendants."""
         import psutil
 
-        found: dict[psutil.Process, None] = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if not {str(self._folder), self.python}.isdisjoint(process.cmdline()):
-                    found |= dict.fromkeys((*process.children(recursive=True), process))
-        return list(found)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self._server.pid).children(recursive=True)
+        return []
 
     def close(self) -> None:
         """Stop starting processes; those already started continue."""
@@ -240,23 +232,18 @@ def _use_threads() -> None:
 
 
 def _run(words: list[str], safe: bool) -> None:
-    """Run `-m MODULE`, `-c CODE` or a file as the main module."""
+    """Run `-m MODULE` or a file as the main module."""
     added = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:0] = [each for each in added if each not in sys.path]
-    kind = words[0] if words[0] in ("-m", "-c") else "file"
-    what, *rest = words if kind == "file" else words[1:]
-    sys.argv = ["-c" if kind == "-c" else what, *rest]
+    is_module = words[0] == "-m"
+    sys.argv = words[1:] if is_module else words
     if not safe:
-        sys.path.insert(0, str(Path(what).resolve().parent) if kind == "file" else os.getcwd())
-    if kind == "-m":
-        sys.modules.pop(what, None)
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    elif kind == "file":
-        runpy.run_path(what, run_name="__main__")
+        sys.path.insert(0, os.getcwd() if is_module else str(Path(words[0]).resolve().parent))
+    if is_module:
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
-        exec(compile(what, "<string>", "exec"), vars(module))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

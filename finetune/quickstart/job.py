@@ -37,9 +37,8 @@ GOAL = 0.8
 def quickstart(output: Path) -> Run:
     """Generate the data, train the base, fine-tune it with QLoRA, and print a comparison."""
     started = time.perf_counter()
-    torch.set_num_threads(
-        1
-    )  # a small model gains little from more threads, and loses a lot to busy cores
+    # A small model gains little from more threads, and loses a lot to busy cores.
+    torch.set_num_threads(1)
     console = Console()
     console.rule("[bold]1 of 3[/]  data and tokenizer, generated")
     write_data(FOLDER)
@@ -59,14 +58,20 @@ def quickstart(output: Path) -> Run:
     write_json(run.samples, samples(rows, *answered))
     report(run)
     console.print(result_table(run, before, after, time.perf_counter() - started))
-    for verb in (
+    print_next(
+        console,
         f"eval {run.root} --against base",
         f"chat {run.root}",
         f"report {run.root}",
         f"export {run.root} --to merged --merge",
-    ):
-        console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
+    )
     return run
+
+
+def print_next(console: Console, *commands: str) -> None:
+    """Print commands to try after a quickstart."""
+    for command in commands:
+        console.print(f"  next: [bold].venv/bin/finetune {command}[/]", highlight=False)
 
 
 def train_base() -> None:

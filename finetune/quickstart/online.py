@@ -19,6 +19,7 @@ from finetune.quickstart.job import (
     FOLDER,
     HELD_OUT_ROWS,
     TRAIN_ROWS,
+    print_next,
     refuse_miss,
     train_base,
     train_start,
@@ -61,8 +62,7 @@ def quickstart_grpo(output: Path) -> tuple[Run, Run]:
     before = exact_match(load(start), rows, max_new_tokens=48, batch_rows=64).share
     console.print(result_table(before, run, hacked, time.perf_counter() - started))
     refuse_miss("grpo", f"exact match of {HELD_OUT_ROWS} held-out orders", _rewards(run)[2])
-    for verb in (f"report {run.root}", f"report {hacked.root}", f"chat {run.root}"):
-        console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
+    print_next(console, f"report {run.root}", f"report {hacked.root}", f"chat {run.root}")
     return run, hacked
 
 

@@ -15,6 +15,7 @@ from finetune.inference.generate import load
 from finetune.quickstart.job import (
     FOLDER,
     HELD_OUT_ROWS,
+    print_next,
     refuse_miss,
     train_base,
     train_start,
@@ -62,8 +63,7 @@ def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
     report(run)
     console.print(result_table(run, before, after, time.perf_counter() - started))
     refuse_miss("dpo", f"share of preferred answers to {HELD_OUT_ROWS} orders", after.preferred)
-    for verb in (f"chat {run.root}", f"report {run.root}"):
-        console.print(f"  next: [bold].venv/bin/finetune {verb}[/]", highlight=False)
+    print_next(console, f"chat {run.root}", f"report {run.root}")
     return run, before, after
 
 

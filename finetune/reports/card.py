@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import yaml
 
 from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.prequantised import stored_kind
-from finetune.reports.tables import cell
+from finetune.reports.tables import cell, templates
 from finetune.runs import units
 from finetune.runs.environment import public
 from finetune.runs.metrics import History, read_history
@@ -58,40 +57,36 @@ def write_card(
     kind = kind or ("adapter" if recipe.get("adapter") else "model")
     scores = is_scorer(read_object(folder / "config.json"))
     step = step or run.best_step() or run.newest() or history.step
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=False,  # Markdown: `code` and `plain` escape values of the record
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     with of_record(run.root):
-        text = templates.get_template("card.md.jinja").render(
-            front=yaml.safe_dump(
-                front_matter(recipe, kind, history, scores), sort_keys=False, allow_unicode=True
-            ),
-            scores=scores,
-            title=plain(title(recipe)),
-            base=code(base_model(recipe)),
-            kind=kind,
-            technique=technique(recipe),
-            quantization=plain(str((recipe.get("model") or {}).get("quantization", "none"))),
-            stored=_stored_kind(recipe.get("model") or {}),
-            step=f"{step:,}",
-            best=history.best is not None and history.best.step == step,
-            training=[row(*pair) for pair in _training(recipe, history)],
-            data=[row(*cells) for cells in _data(run, history)],
-            sources=[row(*cells) for cells in _sources(recipe)],
-            losses=[row(*cells) for cells in _losses(history)],
-            term=TERMS.get(history.starts[-1].unit if history.starts else "", "trained token"),
-            evaluated=bool(history.evaluated),
-            answers=exact_answers(read_samples(run)),
-            software=[row(*pair) for pair in _software(read_object(run.environment))],
-            code=_loading(recipe, kind, folder),
-            stops=_stops(folder),
-            serve=serve,
-            checked=checked,
+        text = (
+            templates(html=False)
+            .get_template("card.md.jinja")
+            .render(
+                front=yaml.safe_dump(
+                    front_matter(recipe, kind, history, scores), sort_keys=False, allow_unicode=True
+                ),
+                scores=scores,
+                title=plain(title(recipe)),
+                base=code(base_model(recipe)),
+                kind=kind,
+                technique=technique(recipe),
+                quantization=plain(str((recipe.get("model") or {}).get("quantization", "none"))),
+                stored=_stored_kind(recipe.get("model") or {}),
+                step=f"{step:,}",
+                best=history.best is not None and history.best.step == step,
+                training=[row(*pair) for pair in _training(recipe, history)],
+                data=[row(*cells) for cells in _data(run, history)],
+                sources=[row(*cells) for cells in _sources(recipe)],
+                losses=[row(*cells) for cells in _losses(history)],
+                term=TERMS.get(history.starts[-1].unit if history.starts else "", "trained token"),
+                evaluated=bool(history.evaluated),
+                answers=exact_answers(read_samples(run)),
+                software=[row(*pair) for pair in _software(read_object(run.environment))],
+                code=_loading(recipe, kind, folder),
+                stops=_stops(folder),
+                serve=serve,
+                checked=checked,
+            )
         )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"

@@ -9,8 +9,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.reports.drawings import Chart, Curve, Point, chart, finite, smooth
 from finetune.reports.evaluation import shown
-from finetune.reports.page import templates
-from finetune.reports.tables import Table
+from finetune.reports.tables import Table, aligned, templates
 from finetune.runs import units
 from finetune.runs.environment import public
 from finetune.runs.metrics import History, read_history
@@ -62,12 +61,7 @@ def terminal(found: Mapping[str, Any]) -> list[str]:
         lines.append("the recipes are the same")
     for table in found["tables"]:
         rows = [[table.heading, *table.columns[1:]], *table.rows]
-        widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            cells = [
-                str(cell).rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
-            ]
-            lines.append("  ".join([str(row[0]).ljust(widths[0]), *cells]).rstrip())
+        lines += aligned([list(map(str, row)) for row in rows])
         lines.append("")
     return lines[:-1]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from finetune.reports.page import templates
+from finetune.reports.tables import aligned, templates
 
 ORDER = ("got worse", "got better", "both wrong", "wrong", "both right", "right", "")
 SHOWN = 40
@@ -212,11 +212,6 @@ def terminal(results: Mapping[str, Any]) -> list[str]:
     for each in lines(results):
         full = (each.name, each.before, each.after, each.difference, each.interval)
         rows.append(full if compared else (each.name, each.after, each.interval))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    found = [f"{title(results)}: {rows_line(results)}"]
-    for row in rows:
-        name, *cells = row
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        found.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    found = [f"{title(results)}: {rows_line(results)}", *aligned(rows)]
     found += [f"note       {each}" for each in (*results["notes"], *_also_trained(results))]
     return found

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
 
 from finetune.backend.axes import Axes
@@ -19,14 +18,13 @@ from finetune.planner.estimate.moments import Moment
 from finetune.planner.mesh import AXES, Mesh
 from finetune.reports.drawings import Chart, Curve, Drawings, Size, chart, loss_curves
 from finetune.reports.sections import sections
-from finetune.reports.tables import cell
+from finetune.reports.tables import templates
 from finetune.runs import units
 from finetune.runs.environment import command_line, public
 from finetune.runs.metrics import Evaluated, History, Trained, read_history
 from finetune.runs.run import Run, of_record, read_object, write_whole
 from finetune.runs.summary import (
     exact_answers,
-    is_exact,
     read_samples,
     throughput,
     title,
@@ -80,20 +78,6 @@ def report(run: Run) -> Path:
         )
     write_whole(run.report, text)
     return run.report
-
-
-def templates() -> jinja2.Environment:
-    """The Jinja environment of the page templates."""
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,  # prompts and answers may contain HTML
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.filters["cell"] = cell
-    found.tests["exact"] = is_exact
-    return found
 
 
 def _state(history: History) -> str:

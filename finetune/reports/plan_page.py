@@ -9,8 +9,7 @@ from pathlib import Path
 from finetune.planner.estimate import page as words
 from finetune.planner.estimate.predict import Prediction
 from finetune.reports.drawings import Drawings
-from finetune.reports.page import templates
-from finetune.reports.tables import Cell, Table
+from finetune.reports.tables import Cell, Table, templates
 from finetune.runs.run import write_whole
 
 WORDS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune import catalog
 from finetune.errors import FinetuneError, reading
-from finetune.reports.tables import Cell, Table, tables
+from finetune.reports.tables import Cell, Table, tables, templates
 from finetune.runs import units
 from finetune.runs.run import Run, of_record, write_whole
 
@@ -126,8 +126,6 @@ def write_page(source: Path, target: Path) -> None:
 
 
 def _page(record: Mapping[str, Any]) -> str:
-    from finetune.reports.page import templates  # imports this module, through its sections
-
     recipe = record["recipe"]
     name = recipe["model"].get("name") or (recipe["model"].get("config") or {}).get("model_type")
     return (

@@ -1,12 +1,16 @@
-"""Turn JSON records of any structure into readable tables."""
+"""Turn JSON records of any structure into readable tables, and open the templates of pages."""
 
 import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from finetune.runs import units
+from finetune.runs.summary import is_exact
 
 Cell = str | int | float | bool | None
 
@@ -106,6 +110,30 @@ UNITS: Mapping[tuple[str, ...], Callable[[float], str]] = {
 
 def words(name: str) -> str:
     return name.replace("_", " ")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines of text: the first column is left-aligned, the others are right-aligned."""
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [
+        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip()
+        for name, *cells in rows
+    ]
+
+
+def templates(html: bool = True) -> jinja2.Environment:
+    """The Jinja environment of the templates, in which values of `html` pages are escaped."""
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=html,  # prompts and answers may contain HTML
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=not html,
+    )
+    found.filters["cell"] = cell
+    found.tests["exact"] = is_exact
+    return found
 
 
 def cell(value: Cell) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
 from finetune.errors import FinetuneError, reading
 from finetune.runs.run import Run
 
@@ -82,34 +84,41 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+class _Entry(BaseModel):
+    """A file of the checkpoint."""
+
+    model_config = ConfigDict(strict=True)
+    bytes: int
+    sha256: str
+
+
+class _Contents(BaseModel):
+    """The part of a manifest that is read without further checks."""
+
+    model_config = ConfigDict(strict=True)
+    step: NonNegativeInt
+    progress: dict[str, Any]
+    shapes: dict[str, list[NonNegativeInt]]
+    scalars: dict[str, dict[str, int | float]]
+    files: dict[str, _Entry]
+
+
 def _shape_problems(manifest: dict[str, Any]) -> list[str]:
     """Deviations from the structure that `finetune.checkpoints.checkpoint` writes."""
-    problems: list[str] = []
-    for key in ("progress", "shapes", "scalars", "files"):
-        if not isinstance(manifest.get(key), dict):
-            problems.append(f"{key}: expected keys and values, got {manifest.get(key)!r}")
-    if problems:
-        return problems
-    for name, shape in manifest["shapes"].items():
-        if not isinstance(shape, list) or not all(
-            type(size) is int and size >= 0 for size in shape
-        ):
-            problems.append(f"shapes: {name}: got {shape!r}, expected sizes")
-    for name, values in manifest["scalars"].items():
-        if not isinstance(values, dict) or not all(
-            isinstance(value, int | float) for value in values.values()
-        ):
-            problems.append(f"scalars: {name}: got {values!r}, expected numbers by name")
-    for name, entry in manifest["files"].items():
-        place = PurePosixPath(name)
-        if place.is_absolute() or ".." in place.parts or "\0" in name:
-            problems.append(f"files: {name!r} is outside the checkpoint's folder")
-        fits = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
-        if not fits or type(entry.get("bytes")) is not int:
-            problems.append(f"files: {name!r}: expected bytes and sha256, got {entry!r}")
-    step = manifest.get("step")
-    if type(step) is not int or step < 0 or manifest["progress"].get("step") != step:
-        problems.append(f"step: got {step!r}, progress has {manifest['progress'].get('step')!r}")
+    try:
+        known = _Contents.model_validate(manifest)
+    except ValidationError as error:
+        return [
+            f"{': '.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}"
+            for each in error.errors()
+        ]
+    problems = [
+        f"files: {name!r} is outside the checkpoint's folder"
+        for name in known.files
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name
+    ]
+    if known.progress.get("step") != known.step:
+        problems.append(f"step: got {known.step}, progress has {known.progress.get('step')}")
     return problems
 
 

@@ -9,15 +9,22 @@ Lines are strict JSON: numbers that are not finite are written as null and read 
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TextIO
+from typing import Annotated, Any, ClassVar, Literal, TextIO
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.runs.run import Run, replacing
+
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A number that need not be finite, which is null in the file."""
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,8 +33,9 @@ class Record:
 
     kind: ClassVar[str] = ""
     """Value of `kind` in `metrics.jsonl`."""
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
-    step: int
+    step: Count
     """Optimizer steps taken so far."""
     time: float = dataclasses.field(default_factory=time.time)
     """Unix time in seconds."""
@@ -86,32 +94,32 @@ class Trained(Record):
 
     kind: ClassVar[str] = "train"
 
-    loss: float
+    loss: Number
     """Mean over the loss terms of the step, such as its trained tokens or pairs."""
-    grad_norm: float
+    grad_norm: Number
     """Norm of the gradient before clipping."""
-    lr: float
+    lr: Number
     trained_tokens: int
     """Tokens with a loss in this step."""
     real_tokens: int
     """Tokens that are not padding; a prompt that documents share counts for each of them."""
     slots: int
     """Token slots computed, including padding; a shared prompt counts once."""
-    seconds: float
+    seconds: Number
     """Wall time of the step."""
-    tokens_per_second: float
+    tokens_per_second: Number
     """`real_tokens` per second."""
-    memory: int
+    memory: Count
     """Peak bytes so far, maximum over processes."""
-    epoch: float
+    epoch: Number
     """Passes over the training rows so far."""
-    data_seconds: float = 0.0
+    data_seconds: Number = 0.0
     """Part of `seconds` that rank 0 waited for rows."""
-    mfu: float = math.nan
+    mfu: Number = math.nan
     """Share of the matrix-product rate measured here; NaN if the model's shape is not known."""
-    router_aux_loss: float = math.nan
+    router_aux_loss: Number = math.nan
     """The load-balancing loss of experts times its factor, part of `loss`; NaN without one."""
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    metrics: dict[str, Number] = dataclasses.field(default_factory=dict[str, float])
     """Other metrics of the method by name: means over the step."""
 
 
@@ -141,8 +149,8 @@ class Skipped(Record):
 
     kind: ClassVar[str] = "skip"
 
-    loss: float
-    grad_norm: float
+    loss: Number
+    grad_norm: Number
     rows: list[str]
     """Source files and rows that may have caused it."""
     told: str
@@ -164,14 +172,14 @@ class Evaluated(Record):
 
     kind: ClassVar[str] = "eval"
 
-    loss: float
+    loss: Number
     """Mean over `tokens`."""
     tokens: int
     """Loss terms, such as trained tokens or pairs."""
     best: bool
     """Whether this is the best evaluation of the run so far."""
-    seconds: float
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    seconds: Number
+    metrics: dict[str, Number] = dataclasses.field(default_factory=dict[str, float])
     """Other metrics by name: means over all rows."""
 
 
@@ -181,7 +189,7 @@ class Saved(Record):
 
     kind: ClassVar[str] = "save"
 
-    seconds: float
+    seconds: Number
     """Seconds that training was blocked."""
     bytes: int
 
@@ -192,21 +200,18 @@ class Ended(Record):
 
     kind: ClassVar[str] = "end"
 
-    seconds: float
+    seconds: Number
     """Wall time since the last `start`."""
     reason: Literal["finished", "early stop", "interrupted"]
-    peak_memory: int
+    peak_memory: Count
     """Bytes, maximum over processes."""
-    tokens_per_second: float
+    tokens_per_second: Number
     """Mean over the steps since the last `start`."""
 
 
 KINDS: dict[str, type[Record]] = {
     kind.kind: kind for kind in (Start, Trained, Measured, Skipped, Warned, Evaluated, Saved, Ended)
 }
-
-COUNTED = ("step", "memory", "peak_memory")
-"""Fields that are never negative, in any record."""
 
 SHOWN = 2
 """Number of the method's metrics shown in a progress line."""
@@ -378,61 +383,18 @@ def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
         raise FinetuneError(
             f"{run.metrics}: a record of kind {fields.get('kind')!r}; known are {', '.join(KINDS)}"
         )
-    known = {field.name: field for field in dataclasses.fields(kind)}
     got = {name: value for name, value in fields.items() if name != "kind"}
-    needed = {
-        name
-        for name, field in known.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    unequal = (got.keys() - known.keys()) | (needed - {"time"} - got.keys())
-    if unequal:
+    try:
+        return _reader(kind).validate_json(json.dumps(got))  # strict, as the file is
+    except ValidationError as error:
+        wrong = sorted({f"{'.'.join(map(str, e['loc']))} ({e['msg']})" for e in error.errors()})
         raise FinetuneError(
-            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with missing or "
-            f"unexpected fields: {', '.join(sorted(unequal))}"
-        )
-    wrong = [name for name, value in got.items() if not _fits(known[name].type, value)]
-    if wrong:
-        raise FinetuneError(
-            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with a wrong type "
-            f"of value in {', '.join(wrong)}"
-        )
-    below = [name for name in COUNTED if got.get(name, 0) < 0]
-    if below:
-        raise FinetuneError(
-            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with a count "
-            f"below 0 in {', '.join(below)}"
-        )
-    numbers: dict[str, Any] = {
-        name: _measured(value)
-        if known[name].type == dict[str, float]
-        else math.nan
-        if value is None and known[name].type is float
-        else value
-        for name, value in got.items()
-    }
-    return kind(**numbers)
+            f"{run.metrics}: a {kind.kind!r} record of step {fields.get('step')} with missing, "
+            f"unexpected or wrong fields: {', '.join(wrong)}"
+        ) from None
 
 
-def _measured(values: dict[str, float | None]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in values.items()}
-
-
-def _fits(annotation: Any, value: Any) -> bool:
-    """Whether a value read from JSON fits a field's type; null stands for NaN."""
-    if annotation is float:
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    if annotation is int:
-        return type(value) is int
-    if annotation == int | None:
-        return value is None or type(value) is int
-    if annotation is bool:
-        return isinstance(value, bool)
-    if annotation == dict[str, float]:
-        return isinstance(value, dict) and all(_fits(float, each) for each in value.values())
-    if annotation == list[dict[str, float]]:
-        return isinstance(value, list) and all(_fits(dict[str, float], each) for each in value)
-    for item in (str, int):
-        if annotation == list[item]:
-            return isinstance(value, list) and all(type(each) is item for each in value)
-    return isinstance(value, str)
+@functools.cache
+def _reader(kind: type[Record]) -> TypeAdapter[Record]:
+    """Checks the fields of a record; built once, when the first record of its kind is read."""
+    return TypeAdapter(kind)

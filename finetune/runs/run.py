@@ -34,9 +34,21 @@ import re
 import secrets
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from finetune.errors import FinetuneError, reading
+
+
+class File(property):
+    """The path of a file or folder in a run directory."""
+
+    def __init__(self, name: str, about: str) -> None:
+        super().__init__(lambda run: run.root / name)
+        self.__doc__ = f"`{name}`: {about}"
+
+    if TYPE_CHECKING:
+
+        def __get__(self, run: object, owner: type | None = None, /) -> Path: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,120 +57,37 @@ class Run:
 
     root: Path
 
-    @property
-    def recipe(self) -> Path:
-        """`recipe.json`: the recipe with every field."""
-        return self.root / "recipe.json"
-
-    @property
-    def plan(self) -> Path:
-        """`plan.json`: the plan, derived before anything was loaded."""
-        return self.root / "plan.json"
-
-    @property
-    def environment(self) -> Path:
-        """`environment.json`: library versions, devices, command."""
-        return self.root / "environment.json"
-
-    @property
-    def realised(self) -> Path:
-        """`realised.json`: what Accelerate built."""
-        return self.root / "realised.json"
-
-    @property
-    def data(self) -> Path:
-        """`data.json`: counts of rows and tokens."""
-        return self.root / "data.json"
-
-    @property
-    def bad_rows(self) -> Path:
-        """`bad_rows.jsonl`: rows dropped by `on_bad_row=drop`."""
-        return self.root / "bad_rows.jsonl"
-
-    @property
-    def reference(self) -> Path:
-        """`reference.npz`: log-probabilities of the reference, read by a resumed run (`DPO`)."""
-        return self.root / "reference.npz"
-
-    @property
-    def values(self) -> Path:
-        """`values.npz`: what a method computed for each document before the first step."""
-        return self.root / "values.npz"
-
-    @property
-    def rollouts(self) -> Path:
-        """`rollouts/`: completions that several steps train on, read by a resumed run."""
-        return self.root / "rollouts"
-
-    @property
-    def completions(self) -> Path:
-        """`completions.jsonl`: some completions of each sampling, with their rewards."""
-        return self.root / "completions.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """`metrics.jsonl`: one JSON object per line."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """`samples.json`: answers before and after training."""
-        return self.root / "samples.json"
-
-    @property
-    def evaluations(self) -> Path:
-        """`eval/`: one folder per evaluation by `finetune eval`."""
-        return self.root / "eval"
-
-    @property
-    def proof(self) -> Path:
-        """`proof.json`: a proof of the recipe, if one was added."""
-        return self.root / "proof.json"
-
-    @property
-    def initial_adapter(self) -> Path:
-        """`initial_adapter/`: the adapter at step 0, if it was not initialized to zero."""
-        return self.root / "initial_adapter"
-
-    @property
-    def starting_adapter(self) -> Path:
-        """`starting_adapter.json`: the adapter that training started from."""
-        return self.root / "starting_adapter.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """`checkpoints/`: one folder per saved step."""
-        return self.root / "checkpoints"
-
-    @property
-    def flight_records(self) -> Path:
-        """`flight_records/`: the last collectives, dumped by torch if one failed."""
-        return self.root / "flight_records"
-
-    @property
-    def best(self) -> Path:
-        """`best.json`: step and loss of the best evaluation."""
-        return self.root / "best.json"
-
-    @property
-    def final(self) -> Path:
-        """`final/`: the result, in the format of PEFT or transformers."""
-        return self.root / "final"
-
-    @property
-    def loss_plot(self) -> Path:
-        """`loss.png`: the loss curve."""
-        return self.root / "loss.png"
-
-    @property
-    def profile(self) -> Path:
-        """`profile/`: the trace of one step of each rank."""
-        return self.root / "profile"
-
-    @property
-    def report(self) -> Path:
-        """`report.html`: the page written by `finetune report`."""
-        return self.root / "report.html"
+    recipe = File("recipe.json", "the recipe with every field.")
+    plan = File("plan.json", "the plan, derived before anything was loaded.")
+    environment = File("environment.json", "library versions, devices, command.")
+    realised = File("realised.json", "what Accelerate built.")
+    data = File("data.json", "counts of rows and tokens.")
+    bad_rows = File("bad_rows.jsonl", "rows dropped by `on_bad_row=drop`.")
+    reference = File(
+        "reference.npz", "log-probabilities of the reference, read by a resumed run (`DPO`)."
+    )
+    values = File(
+        "values.npz", "what a method computed for each document before the first step."
+    )
+    rollouts = File("rollouts/", "completions that several steps train on, read by a resumed run.")
+    completions = File(
+        "completions.jsonl", "some completions of each sampling, with their rewards."
+    )
+    metrics = File("metrics.jsonl", "one JSON object per line.")
+    samples = File("samples.json", "answers before and after training.")
+    evaluations = File("eval/", "one folder per evaluation by `finetune eval`.")
+    proof = File("proof.json", "a proof of the recipe, if one was added.")
+    initial_adapter = File(
+        "initial_adapter/", "the adapter at step 0, if it was not initialized to zero."
+    )
+    starting_adapter = File("starting_adapter.json", "the adapter that training started from.")
+    checkpoints = File("checkpoints/", "one folder per saved step.")
+    flight_records = File("flight_records/", "the last collectives, dumped by torch if one failed.")
+    best = File("best.json", "step and loss of the best evaluation.")
+    final = File("final/", "the result, in the format of PEFT or transformers.")
+    loss_plot = File("loss.png", "the loss curve.")
+    profile = File("profile/", "the trace of one step of each rank.")
+    report = File("report.html", "the page written by `finetune report`.")
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint of an optimizer step, which may not exist."""

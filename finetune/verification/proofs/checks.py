@@ -94,7 +94,7 @@ def check_equal(
     reference: Run,
     run: Run,
     tolerance: Tolerance,
-    steps: int,
+    steps: range,
     scale: float = 0.0,
 ) -> Check:
     """Compare each step's loss and gradient norm, evaluation and weights with one process.
@@ -102,19 +102,18 @@ def check_equal(
     For online methods also completions and rewards. `scale` is that of `compare_steps`.
     """
     alone, here = steps_of(reference.metrics), steps_of(run.metrics)
-    wrong, worst = compare_steps(alone, here, range(1, steps + 1), tolerance, scale)
+    wrong, worst = compare_steps(alone, here, steps, tolerance, scale)
     wrong += sampled.differences(reference, run, tolerance)
-    apart = weights_apart(reference, run, steps, tolerance.strays)
+    apart = weights_apart(reference, run, steps[-1], tolerance.strays)
     if not apart <= tolerance.weights:
         wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")
-    wrong += _evaluation_differs(reference, run, steps, tolerance)
+    wrong += _evaluation_differs(reference, run, steps[-1], tolerance)
     summary = "; ".join(wrong) or (
         f"loss {worst[0]:.1e} apart (at most {tolerance.loss:.0e}), gradient norm {worst[1]:.1e} "
         f"({tolerance.norm:.0e}), trained weights {apart:.1e} ({tolerance.weights:.0e})"
     )
     columns = ("step", "one process", backend, "apart", "norm alone", "norm here", "norms apart")
-    rows = tuple(_row(step, alone, here, scale) for step in range(1, steps + 1))
-    grid = Grid(columns, rows)
+    grid = Grid(columns, tuple(_row(step, alone, here, scale) for step in steps))
     return Check(kind, backend, "equal", not wrong, summary, grid)
 
 
@@ -249,30 +248,3 @@ def check_same_bits(kind: str, backend: str, killed: Path, run: Run, middle: int
         for step in again
     ]  # fmt: skip
     return Check(kind, backend, "resume", not wrong, summary, Grid(columns, tuple(rows)))
-
-
-def check_elsewhere(
-    kind: str,
-    places: tuple[str, str],
-    reference: Run,
-    run: Run,
-    tolerance: Tolerance,
-    steps: range,
-    scale: float = 0.0,
-) -> Check:
-    """Compare a run resumed on another backend with one process that was never interrupted.
-
-    `places` are where the checkpoint was written and where it was resumed, such as `zero2 on 2`.
-    """
-    alone, here = steps_of(reference.metrics), steps_of(run.metrics)
-    wrong, worst = compare_steps(alone, here, steps, tolerance, scale)
-    wrong += sampled.differences(reference, run, tolerance)
-    apart = weights_apart(reference, run, steps[-1], tolerance.strays)
-    if not apart <= tolerance.weights:
-        wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")
-    wrong += _evaluation_differs(reference, run, steps[-1], tolerance)
-    written, continued = places
-    summary = f"{written}, continued by {continued}: " + (
-        "; ".join(wrong) or f"loss {worst[0]:.1e} apart, norm {worst[1]:.1e}, weights {apart:.1e}"
-    )
-    return Check(kind, written.split()[0], "resume", not wrong, summary)

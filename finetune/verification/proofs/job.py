@@ -5,6 +5,7 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
@@ -15,6 +16,7 @@ from finetune.errors import FinetuneError
 from finetune.methods.online import Online
 from finetune.reports.proof_page import write_page
 from finetune.runs.environment import environment
+from finetune.runs.run import Run
 from finetune.verification.proofs import checks, packing, sampled
 from finetune.verification.proofs.exports import Delivery, check_deliveries
 from finetune.verification.proofs.launches import (
@@ -114,58 +116,50 @@ def _claim(request: Request) -> None:
 # Checks ------------------------------------------------------------------------------------------
 
 
-def _answered(pair: Pair, name: Name, work: Callable[[], Check]) -> Check:
-    """The result of a check, which fails if a record cannot be read."""
+def _checked(
+    shop: Workshop, pair: Pair, name: Name, runs: Sequence[Run], work: Callable[[], Check]
+) -> Check:
+    """The result of a check, which fails if one of its runs failed or a record cannot be read."""
+    lost = [shop.failed[run.root] for run in runs if run.root in shop.failed]
+    if lost:
+        return Check(pair.kind, pair.backend, name, False, lost[0])
     try:
         return work()
     except FinetuneError as error:
         return Check(pair.kind, pair.backend, name, False, str(error))
 
 
-def _check_packed(shop: Workshop, pair: Pair) -> Check:
-    unpacked, packed = shop.unpacked(pair.kind), shop.packed(pair)
-    lost = shop.failed.get(unpacked.root) or shop.failed.get(packed.root)
-    if lost:
-        return Check(pair.kind, pair.backend, "packing", False, lost)
-    scale = sampled.scale_of(pair.plan.recipe)
-    return packing.check_packing(pair.kind, pair.backend, unpacked, packed, pair.tolerance, scale)
-
-
 def _check_all(
     shop: Workshop, pairs: Sequence[Pair], crossings: Sequence[Crossing]
 ) -> Iterator[Check]:
-    request = shop.request
-    steps, middle = request.shape.steps, request.shape.middle
+    request, shape = shop.request, shop.request.shape
     deliveries: list[Delivery] = []
     for pair in pairs:
-        kind, name, run = pair.kind, pair.backend, shop.run(pair)
-        reference = shop.reference(kind)
-        lost = shop.failed.get(run.root) or shop.failed.get(reference.root)
-        if lost:
-            yield Check(kind, name, "equal", False, lost)
+        kind, name, run, reference = (
+            pair.kind,
+            pair.backend,
+            shop.run(pair),
+            shop.reference(pair.kind),
+        )
+        scale = sampled.scale_of(pair.plan.recipe)
+        steps = range(1, shape.steps + 1)
+        equal = partial(
+            checks.check_equal, kind, name, reference, run, pair.tolerance, steps, scale
+        )
+        if {run.root, reference.root} & shop.failed.keys():
+            yield _checked(shop, pair, "equal", (run, reference), equal)
             continue
         yield checks.check_realised(kind, pair.plan, run)
-        yield _answered(
-            pair,
-            "equal",
-            lambda pair=pair, run=run, reference=reference: checks.check_equal(
-                pair.kind,
-                pair.backend,
-                reference,
-                run,
-                pair.tolerance,
-                steps,
-                sampled.scale_of(pair.plan.recipe),
-            ),
-        )
-        if not packing.available():
-            yield packing.absent(kind, name)
+        yield _checked(shop, pair, "equal", (run, reference), equal)
         killed = shop.trial(kind, pair.plan, run).killed_record
-        yield checks.check_same_bits(kind, name, killed, run, middle)
+        yield checks.check_same_bits(kind, name, killed, run, shape.middle)
         bf16 = request.precision == "bf16"
         deliveries.append(Delivery(kind, name, shop.subjects[kind], run, bf16))
     for pair in packed_pairs(pairs):
-        yield _check_packed(shop, pair)
+        runs = shop.unpacked(pair.kind), shop.packed(pair)
+        scale = sampled.scale_of(pair.plan.recipe)
+        work = partial(packing.check_packing, pair.kind, pair.backend, *runs, pair.tolerance, scale)
+        yield _checked(shop, pair, "packing", runs, work)
     for crossing in crossings:
         yield _check_crossing(shop, crossing)
     yield from check_deliveries(deliveries, narrowest(pairs))
@@ -174,21 +168,18 @@ def _check_all(
 def _check_crossing(shop: Workshop, crossing: Crossing) -> Check:
     """Check a crossing; it counts for the backend that was requested, not for `single`."""
     written, continued = crossing.written, crossing.continued
-    run, reference = shop.crossing(crossing), shop.reference(written.kind)
-    lost = shop.failed.get(run.root) or shop.failed.get(writer_of(shop, crossing).root)
     asked = continued if written.plan.traits.alone else written
-    if lost:
-        summary = f"{written.where}, continued by {continued.where}: {lost}"
-        return Check(asked.kind, asked.backend, "resume", False, summary)
-    shape = shop.request.shape
-    steps = range(shape.middle + 1, shape.steps + 1)
-    tolerance = crossing.tolerance
-    places, scale = (written.where, continued.where), sampled.scale_of(written.plan.recipe)
-    check = _answered(
-        asked,
-        "resume",
-        lambda: checks.check_elsewhere(
-            written.kind, places, reference, run, tolerance, steps, scale
-        ),
+    run, shape = shop.crossing(crossing), shop.request.shape
+    work = partial(
+        checks.check_equal,
+        asked.kind,
+        asked.backend,
+        shop.reference(written.kind),
+        run,
+        crossing.tolerance,
+        range(shape.middle + 1, shape.steps + 1),
+        sampled.scale_of(written.plan.recipe),
     )
-    return dataclasses.replace(check, backend=asked.backend)
+    check = _checked(shop, asked, "resume", (run, writer_of(shop, crossing)), work)
+    summary = f"{written.where}, continued by {continued.where}: {check.summary}"
+    return dataclasses.replace(check, name="resume", summary=summary, grid=None)

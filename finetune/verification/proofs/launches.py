@@ -1,12 +1,12 @@
 """Launch the runs of a proof: one process, and each pair killed and resumed, here and elsewhere."""
 
 import contextlib
-import dataclasses
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
@@ -43,11 +43,9 @@ class Workshop:
             subject = make_subject(of_kind(request.recipe, kind), request.shape, folder, cache)
             self.subjects[kind] = subject
             write_json(self.recipe(kind), catalog.to_fields(subject.recipe))
-            if packing.available():
-                both = packing.make_packable(subject, divisor(request), cache)
-                for name in ("unpacked", "packed"):
-                    fields = catalog.to_fields(both.packed if name == "packed" else both.unpacked)
-                    write_json(self.recipe(kind, name), fields)
+            both = packing.make_packable(subject, divisor(request), cache)
+            write_json(self.recipe(kind, "unpacked"), catalog.to_fields(both.unpacked))
+            write_json(self.recipe(kind, "packed"), catalog.to_fields(both.packed))
 
     def recipe(self, kind: Kind, name: str = "recipe") -> Path:
         return self.request.output / "subject" / kind / f"{name}.json"
@@ -69,10 +67,12 @@ class Workshop:
         name = f"{written.backend}-to-{continued.backend}-on-{continued.plan.processes}"
         return Run(self.request.output / "runs" / written.kind / name)
 
-    def trial(self, kind: Kind, where: Plan, run: Run, **how: bool | int) -> Trial:
+    def trial(
+        self, kind: Kind, where: Plan, run: Run, recipe: str = "recipe", **how: bool | int
+    ) -> Trial:
         path = where.backend.path
         return Trial(
-            self.recipe(kind),
+            self.recipe(kind, recipe),
             where.backend.name if path is None else str(path.resolve()),
             where.processes,
             self.request.precision,
@@ -127,17 +127,22 @@ def start_all(shop: Workshop, pairs: Sequence[Pair]) -> None:
     """Run one uninterrupted process for each kind, and every pair until it is killed."""
     kill = shop.request.shape.middle + KILL_AFTER
 
-    def reference(kind: Kind) -> None:
-        single = single_of(next(pair for pair in pairs if pair.kind == kind)).plan
+    def reference(kind: Kind, single: Plan) -> None:
         shop.carry_out(f"{kind}: one process", shop.trial(kind, single, shop.reference(kind)))
 
     def killed(pair: Pair) -> None:
         trial = shop.trial(pair.kind, pair.plan, shop.run(pair), kill_after=kill)
         shop.carry_out(f"{pair.kind}: {pair.where}, killed -9 after step {kill}", trial)
 
-    kinds = dict.fromkeys(pair.kind for pair in pairs)
-    works = [lambda kind=kind: reference(kind) for kind in kinds]
-    shop.each([*works, *(lambda pair=pair: killed(pair) for pair in pairs)])
+    shop.each([*_alone(pairs, reference), *(partial(killed, pair) for pair in pairs)])
+
+
+def _alone(
+    pairs: Sequence[Pair], work: Callable[[Kind, Plan], None]
+) -> Iterator[Callable[[], None]]:
+    """Work to do once for each kind, with its plan on one process."""
+    for kind, pair in {pair.kind: pair for pair in reversed(pairs)}.items():
+        yield partial(work, kind, single_of(pair).plan)
 
 
 def writer_of(shop: Workshop, crossing: Crossing) -> Run:
@@ -167,14 +172,11 @@ def continue_all(shop: Workshop, pairs: Sequence[Pair], crossings: Sequence[Cros
 
     alive = [pair for pair in pairs if shop.run(pair).root not in shop.failed]
     able = [each for each in crossings if writer_of(shop, each).root not in shop.failed]
-    works = [lambda pair=pair: resume(pair) for pair in alive]
-    shop.each([*works, *(lambda each=each: cross(each) for each in able)])
+    shop.each([*(partial(resume, pair) for pair in alive), *(partial(cross, c) for c in able)])
 
 
 def packed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     """One pair for each backend, cycling over kinds: packing depends on data and attention only."""
-    if not packing.available():
-        return []
     names = list(dict.fromkeys(pair.backend for pair in pairs))
     found: list[Pair] = []
     for number, name in enumerate(names):
@@ -186,17 +188,12 @@ def packed_pairs(pairs: Sequence[Pair]) -> list[Pair]:
 def pack_all(shop: Workshop, pairs: Sequence[Pair]) -> None:
     """Train packed rows on each backend, and the same rows unpacked on one process."""
 
-    def unpacked(kind: Kind) -> None:
-        single = single_of(next(pair for pair in pairs if pair.kind == kind)).plan
-        trial = shop.trial(kind, single, shop.unpacked(kind))
-        trial = dataclasses.replace(trial, recipe=shop.recipe(kind, "unpacked"))
+    def unpacked(kind: Kind, single: Plan) -> None:
+        trial = shop.trial(kind, single, shop.unpacked(kind), "unpacked")
         shop.carry_out(f"{kind}: rows by themselves on one process", trial)
 
     def packed(pair: Pair) -> None:
-        trial = shop.trial(pair.kind, pair.plan, shop.packed(pair))
-        trial = dataclasses.replace(trial, recipe=shop.recipe(pair.kind, "packed"))
+        trial = shop.trial(pair.kind, pair.plan, shop.packed(pair), "packed")
         shop.carry_out(f"{pair.kind}: {pair.where}, packed", trial)
 
-    kinds = dict.fromkeys(pair.kind for pair in pairs)
-    works = [lambda kind=kind: unpacked(kind) for kind in kinds]
-    shop.each([*works, *(lambda pair=pair: packed(pair) for pair in pairs)])
+    shop.each([*_alone(pairs, unpacked), *(partial(packed, pair) for pair in pairs)])

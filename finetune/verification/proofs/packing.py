@@ -6,15 +6,13 @@ from pathlib import Path
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.models.model import load_tokenizer
-from finetune.recipe import Batch, Evaluation, Recipe, Saving
+from finetune.recipe import Evaluation, Recipe, Saving
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import compare_steps
 from finetune.verification.proofs.proof import Check, Grid, Tolerance
 from finetune.verification.proofs.runs import steps_of
 from finetune.verification.proofs.small_recipe import Subject
 
-FIELD = "packing"
-"""The field of `batch` that packs rows."""
 STEPS = 2
 ROWS = 24
 
@@ -28,11 +26,6 @@ class Packable:
 
     unpacked: Recipe
     packed: Recipe
-
-
-def available() -> bool:
-    """Whether recipes support packing."""
-    return FIELD in {field.name for field in dataclasses.fields(Batch)}
 
 
 def make_packable(subject: Subject, processes: int, cache: Path) -> Packable:
@@ -58,7 +51,7 @@ def make_packable(subject: Subject, processes: int, cache: Path) -> Packable:
     if recipe.takes == "prompts":
         padded = recipe.with_batch(padding_free=False, micro_rows=1)
         return Packable(padded, recipe.with_batch(padding_free="auto"))
-    packed = recipe.with_batch(**{FIELD: True})
+    packed = recipe.with_batch(packing=True)
 
     def filled(each: Recipe) -> Recipe:
         chosen = each.model
@@ -67,12 +60,6 @@ def make_packable(subject: Subject, processes: int, cache: Path) -> Packable:
         return each.with_batch(rows=rows * 2 * processes, micro_rows=2)
 
     return Packable(filled(recipe), filled(packed))
-
-
-def absent(kind: str, backend: str) -> Check:
-    """The check's result if recipes do not support packing."""
-    reason = f"not available: recipes have no batch.{FIELD}"
-    return Check(kind, backend, "packing", None, reason)
 
 
 def check_packing(

@@ -27,8 +27,7 @@ class Check:
     """What is trained: `own` (the recipe unchanged), `lora`, `qlora` or `full`."""
     backend: str
     name: Name
-    passed: bool | None
-    """None: not available here."""
+    passed: bool
     summary: str
     """Measured values and tolerances, or what is wrong."""
     grid: Grid | None = None
@@ -83,7 +82,7 @@ class Proof:
 
     @property
     def failures(self) -> list[Check]:
-        return [check for check in self.checks if check.passed is False]
+        return [check for check in self.checks if not check.passed]
 
     @property
     def proved(self) -> bool:
@@ -95,7 +94,7 @@ class Proof:
     def verdict(self) -> str:
         """The result in one sentence."""
         pairs = len({(check.kind, check.backend) for check in self.checks})
-        passed = sum(check.passed is True for check in self.checks)
+        passed = sum(check.passed for check in self.checks)
         rest = "".join(f"; {part}" for part in self._not_tried())
         if self.proved:
             return f"proved: {passed} checks of {pairs} pairs hold{rest}"
