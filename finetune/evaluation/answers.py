@@ -11,7 +11,7 @@ from finetune.data.samples import Completion, Conversation
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import Question
 from finetune.inference.endpoint import Endpoint
-from finetune.inference.generate import Loaded, continue_ids, turn
+from finetune.inference.generate import Loaded, continue_ids, text_of, turn
 from finetune.process.progress import counted
 
 __all__ = ["Answer", "Answers", "Asking", "ask", "prompt_of"]
@@ -81,11 +81,11 @@ def _generated(loaded: Loaded, questions: Sequence[Question], asking: Asking) ->
     found = continue_ids(
         loaded, prompts, asking.max_new_tokens, asking.batch_rows, asking.temperature
     )
-    texts = [each.text.strip().removeprefix(scaffold).strip() for each in found]
+    texts = [text_of(loaded, row).strip().removeprefix(scaffold).strip() for row in found]
     calls = _calls(chat, questions, texts)
     return [
-        Answer(text, each.cut, each.tokens, of_text)
-        for text, each, of_text in zip(texts, found, calls, strict=True)
+        Answer(text, not row.stopped, len(row.text_ids), of_text)
+        for text, row, of_text in zip(texts, found, calls, strict=True)
     ]
 
 

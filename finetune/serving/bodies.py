@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from finetune.data.chat.written_calls import WrittenCall
-from finetune.serving.answer import Answer, Token
 from finetune.serving.models import Served
+from finetune.serving.reply import Answer, Token
 from finetune.serving.requests import ChatRequest, TextRequest
 
 
-class Reply:
+class Body:
     """Base of both kinds of responses."""
 
     kind: str
@@ -56,7 +56,7 @@ class Reply:
         return str(self.served.loaded.tokenizer.decode([id]))
 
 
-class Chat(Reply):
+class Chat(Body):
     kind = "chat.completion"
     prefix = "chatcmpl"
 
@@ -134,7 +134,7 @@ def _call(call: WrittenCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
 
 
-class Completion(Reply):
+class Completion(Body):
     kind = "text_completion"
     prefix = "cmpl"
 

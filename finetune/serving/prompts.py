@@ -8,7 +8,6 @@ from finetune.data.formats import read_row
 from finetune.data.samples import Completion, Conversation
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
-from finetune.serving.answer import Question
 from finetune.serving.models import Served
 from finetune.serving.requests import ChatRequest, TextRequest
 
@@ -45,27 +44,17 @@ def chat_text(served: Served, asked: ChatRequest) -> str:
     return chat.prompt_text(sample)
 
 
-def question_of(served: Served, asked: ChatRequest | TextRequest) -> Question:
-    """The question of a request; it may run in any thread.
+def prompt_of(served: Served, asked: ChatRequest | TextRequest) -> list[int]:
+    """The token ids of a request's prompt; it may run in any thread.
 
     Raises:
         FinetuneError: the text cannot be rendered or tokenized, or has no room in the context.
     """
     if isinstance(asked, ChatRequest):
-        ids = _ids(served, chat_text(served, asked), str)
-    elif isinstance(asked.prompt, str):
-        ids = _ids(served, asked.prompt, lambda text: Completion(text, ""))
-    else:
-        ids = asked.prompt
-    return Question(
-        ids=ids,
-        most=asked.most,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        seed=asked.seed,
-        stops=asked.stop or (),
-        likelihoods=asked.likelihoods,
-    )
+        return _ids(served, chat_text(served, asked), str)
+    if isinstance(asked.prompt, str):
+        return _ids(served, asked.prompt, lambda text: Completion(text, ""))
+    return asked.prompt
 
 
 def _ids(served: Served, text: str, kind: Callable[[str], str | Completion]) -> list[int]:

@@ -47,6 +47,16 @@ class Request(BaseModel):
     metadata: dict[str, str] | None = None
     store: bool | None = None
 
+    @property
+    def most(self) -> int | None:
+        """Maximum tokens of an answer; None for the rest of the context, or 512 without a limit."""
+        return self.max_tokens
+
+    @property
+    def likelihoods(self) -> int | None:
+        """Number of most likely tokens listed per position; None for no log-probabilities."""
+        raise NotImplementedError
+
 
 class ChatRequest(Request):
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -65,7 +75,6 @@ class ChatRequest(Request):
 
     @property
     def likelihoods(self) -> int | None:
-        """Number of most likely tokens listed per position; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
 
@@ -76,10 +85,6 @@ class TextRequest(Request):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
-
-    @property
-    def most(self) -> int | None:
-        return self.max_tokens
 
     @property
     def likelihoods(self) -> int | None:

@@ -24,9 +24,10 @@ from safetensors.torch import save_file
 from finetune.checkpoints.pretrained import adapter_keys
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters import vllm
+from finetune.inference.batch import cached_attention
 from finetune.inference.endpoint import exchange, send
 from finetune.inference.load import ADAPTER_WEIGHTS
-from finetune.inference.sampling import Completion, Wanted, cached_attention
+from finetune.inference.sampling import Completion, Wanted
 from finetune.methods.online import Online
 from finetune.runs.environment import hide
 
