@@ -120,7 +120,7 @@ def test_ranks_run_equally_many_forward_passes():
     others = [[2, 0], [0, 1], [0, 1], [1, 1], [0, 1]]
     ranks = TwoRanks(tiny("llama", SMALL), list(others))
     row = Row([5, 6, 7], 2, ())
-    decode(ranks.inner, [row], 0, 3, divided=ranks)
+    decode(ranks.inner, [row], 0, 3, engine=ranks)
     assert (ranks.passes, len(row.ids)) == (sum(map(sum, others)), 2)
 
 

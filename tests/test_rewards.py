@@ -249,28 +249,6 @@ def test_an_uncallable_reward_is_reported_before_anything_is_loaded():
         functions.arguments_of(Reward("exact_match"), exact_match, ["solution", "prompt"])
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("os._exit(7)", "ended its process with status 7"),
-        ("os.kill(os.getpid(), 11)", "had its process killed by SIGSEGV"),
-        ("os.kill(os.getpid(), 9)", "had its process killed by SIGKILL, as when memory runs out"),
-    ],
-)
-def test_a_module_that_ends_the_process_that_imports_it_is_named(tmp_path, monkeypatch, text, told):
-    (tmp_path / "own_ending.py").write_text(f"import os\n{text}")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    rewards = [Reward("json_valid"), Reward("own_ending:reward"), Reward("json:loads")]
-    problem = (
-        f"reward_funcs: 'own_ending:reward': importing own_ending {told}; move the code that does "
-        "so into a function"
-    )
-    assert functions.problems(rewards) == [problem]
-    with pytest.raises(FinetuneError) as caught:
-        RewardProcess(rewards, 60.0).score(COLUMNS)
-    assert caught.value.problems == (problem,)
-
-
 MODULES = {
     "def reward(:": "cannot be imported: SyntaxError: invalid syntax (own_broken.py, line 1)",
     "import sys; sys.exit(3)": (

@@ -7,7 +7,7 @@ first token of each row.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,24 +18,13 @@ from finetune.models.load_checks import context_length
 from finetune.models.packed_attention import DOCUMENTS
 from finetune.planner.estimate.sampling import ROOM
 
+if TYPE_CHECKING:
+    from finetune.distributed.base import Engine
+
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest row of a batch (transformers 5.23)."""
 JOINABLE = {"full_attention", "sliding_attention"}
 """Types of layers whose only state is keys and values, masked by position."""
-
-
-class Divided(Protocol):
-    """Runs a model whose weights are divided, so that its forward passes are collective."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def model(self) -> Callable[..., Any]: ...
-
-    def largest(self, values: list[int]) -> list[int]:
-        """Element-wise maximum over all ranks."""
-        ...
 
 
 def can_join(model: nn.Module) -> bool:
@@ -67,13 +56,13 @@ def _arguments(network: nn.Module) -> Mapping[str, Any]:
 class Forward:
     """The forward pass of a model with a cache, called with the arguments that the model has."""
 
-    def __init__(self, model: nn.Module, joins: bool, divided: Divided | None = None) -> None:
+    def __init__(self, model: nn.Module, joins: bool, engine: "Engine | None" = None) -> None:
         """`joins`: whether the cache must keep all tokens, so that rows can join."""
         network: Any = network_of(model)
         takes = _arguments(network)
         self.joins = joins
-        self.device = next(model.parameters()).device if divided is None else divided.device
-        self._run: Callable[..., Any] = model if divided is None else divided.model
+        self.device = next(model.parameters()).device if engine is None else engine.device
+        self._run: Callable[..., Any] = model if engine is None else engine.model
         self._named = "cache_params" if "cache_params" in takes else "past_key_values"
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._positioned = "position_ids" in takes

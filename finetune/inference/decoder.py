@@ -10,12 +10,16 @@ differ.
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from finetune.inference.batch import Batch, Divided, Forward, cached_attention, can_join
+from finetune.inference.batch import Batch, Forward, cached_attention, can_join
 from finetune.inference.noise import draw
+
+if TYPE_CHECKING:
+    from finetune.distributed.base import Engine
 
 QUARTER = 0.25
 """Share of the rows that leave or join a batch together, because each time the cache is copied."""
@@ -67,7 +71,7 @@ def decode(
     at_once: int,
     key: tuple[int, int] = (0, 0),
     *,
-    divided: Divided | None = None,
+    engine: "Engine | None" = None,
     report: Callable[[int], None] = lambda ended: None,
 ) -> None:
     """Continue all rows to their ends.
@@ -78,12 +82,12 @@ def decode(
         pad: Any token id, for the masked padding on the left.
         at_once: Maximum number of rows in a batch.
         key: Two words on which the noise of all rows depends.
-        divided: How the model is run, if its weights are divided among ranks.
+        engine: Runs the model, if its weights are divided among ranks.
         report: Called with the number of rows that ended since the last call.
     """
     joins = len(rows) > at_once
     model.eval()
-    decoder = Decoder(model, pad, at_once, key, joins=joins, divided=divided)
+    decoder = Decoder(model, pad, at_once, key, joins=joins, engine=engine)
     decoder.waiting.extend(sorted(rows, key=lambda row: (len(row.prompt), tuple(row.prompt))))
     reported = 0
     with cached_attention(model):
@@ -110,7 +114,7 @@ class Decoder:
         *,
         joins: bool = True,
         read_at_once: int | None = None,
-        divided: Divided | None = None,
+        engine: "Engine | None" = None,
     ) -> None:
         """See `decode` for the other arguments.
 
@@ -123,8 +127,8 @@ class Decoder:
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
         self.batch: Batch | None = None
-        self._agree = list if divided is None else divided.largest
-        self._forward = Forward(model, joins and can_join(model), divided)
+        self._agree = list if engine is None else engine.largest
+        self._forward = Forward(model, joins and can_join(model), engine)
         self._tokens: list[int] = []
         """The newest token of each row, which the model has not read."""
 

@@ -12,7 +12,6 @@ from finetune.errors import FinetuneError
 from finetune.planner.shapes.config_files import has_score_head
 from finetune.rewards import REWARDS, Reward
 from finetune.rewards.builtin import check_arguments
-from finetune.rewards.imports import fatal_imports
 from finetune.runs.run import Run, read_object
 
 MODEL = "finetune.inference.scores:reward_model"
@@ -143,18 +142,17 @@ def arguments_of(reward: Reward, function: Callable[..., Any], columns: Iterable
     return there if any_name else there & takes.keys()
 
 
-def problems(rewards: Iterable[Reward]) -> list[str]:
-    """Reasons why functions cannot be used, found before anything is loaded."""
-    rewards = list(rewards)
-    found = fatal_imports(rewards)
-    if found:
-        return found
+def problems(rewards: Iterable[Reward], columns: Iterable[str] | None = None) -> list[str]:
+    """Reasons why functions cannot be used, or lack a column, found before anything is loaded."""
+    there, found = None if columns is None else list(columns), list[str]()
     for reward in rewards:
         try:
-            function_of(reward)
+            function = function_of(reward)
+            if there is not None:
+                arguments_of(reward, function, there)
         except FinetuneError as error:
             found += error.problems
-    return found
+    return list(dict.fromkeys(found))
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
@@ -163,14 +161,8 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     Raises:
         FinetuneError: with every such reward.
     """
-    there, found = list(columns), list[str]()
-    for reward in rewards:
-        try:
-            arguments_of(reward, function_of(reward), there)
-        except FinetuneError as error:
-            found += error.problems
-    if found:
-        raise FinetuneError(*dict.fromkeys(found))
+    if found := problems(rewards, columns):
+        raise FinetuneError(*found)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -19,9 +20,8 @@ from typing import IO, Any
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.process import interpreter
-from finetune.process.signals import end_group
+from finetune.process.signals import end_group, name_of
 from finetune.rewards import Reward
-from finetune.rewards.imports import end_of, fatal_imports
 
 LARGEST = 1e18
 """Maximum absolute score: sums of its squares are finite, even in fp32."""
@@ -165,7 +165,7 @@ class RewardProcess:
             return None
         except BrokenPipeError:
             pass
-        problem = end_of(process.wait())
+        problem = _end_of(process.wait())
         self.close()
         return {"problem": problem}
 
@@ -200,12 +200,19 @@ class RewardProcess:
             problem = answer["problem"]
             if not problem.startswith("reward_funcs: "):
                 names = ", ".join(f"'{reward.function}'" for reward in self.rewards)
-                found = fatal_imports(self.rewards)
-                problem = found[0] if found else f"reward_funcs: importing {names} {problem}"
+                problem = f"reward_funcs: importing {names} {problem}"
             kind = RewardFailure if self._imported else FinetuneError
             raise kind(problem)
         self._imported = True
         return self._process
+
+
+def _end_of(status: int) -> str:
+    """Description of how a process ended, from its exit status, negative for a signal."""
+    if status >= 0:
+        return f"ended its process with status {status}"
+    memory = ", as when memory runs out" if status == -signal.SIGKILL else ""
+    return f"had its process killed by {name_of(-status)}{memory}"
 
 
 def _read(file: IO[bytes], answers: "queue.Queue[bytes]") -> None:

@@ -18,13 +18,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.serving.bodies import Body, Chat, Completion
+from finetune.serving.bodies import Body, Chat, Completion, Json, about_field, problem
 from finetune.serving.guard import Guard
 from finetune.serving.models import Served
-from finetune.serving.problems import Json, about_field, problem
-from finetune.serving.prompts import prompt_of
 from finetune.serving.reply import BrokenModel, Reply
-from finetune.serving.requests import ChatRequest, TextRequest
+from finetune.serving.requests import ChatRequest, TextRequest, prompt_of
 from finetune.serving.scheduler import Scheduler
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")

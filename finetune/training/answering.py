@@ -12,7 +12,7 @@ from finetune.data.chat.render import Chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
-from finetune.evaluation.answers import Answer, prompt_of
+from finetune.evaluation.generations import Answer, prompt_of
 from finetune.evaluation.metrics.metric import Metric, Settings, choose
 from finetune.evaluation.questions import Asked, left_out_of, of_recipe, spread
 from finetune.inference.decoder import Row, decode
@@ -53,7 +53,7 @@ class Answering:
             left = self.max_new_tokens if context is None else context - len(prompt)
             rows[number] = Row(prompt, min(self.max_new_tokens, left), stops)
         engine.model.eval()
-        decode(engine.module, list(rows.values()), self.pad, self.micro_rows, divided=engine)
+        decode(engine.module, list(rows.values()), self.pad, self.micro_rows, engine=engine)
         engine.reshard()
         return [(number, self._answer(number, row)) for number, row in rows.items()]
 
