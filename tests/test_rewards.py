@@ -208,6 +208,7 @@ def test_a_function_is_given_columns_and_arguments_by_their_names() -> None:
     assert scored("prints", scale=2.0) == ([[2.0, None, 6.0]], [])
 
 
+UNNAMED = " takes no named argument, such as completions; use a function that does"
 UNCALLABLE: list[tuple[str, dict[str, Any], str]] = [
     ("no_such_module:reward", {}, ": there is no module 'no_such_module'; install it, or put its "
      "folder on PYTHONPATH"),
@@ -219,13 +220,9 @@ UNCALLABLE: list[tuple[str, dict[str, Any], str]] = [
     ("bad_rewards:later", {}, " is an async function, which returns no scores; use asyncio.run "
      "inside a plain one"),
     ("bad_rewards:yields", {}, " is a generator, because it contains yield; return a list"),
-    ("bad_rewards:by_place", {}, " takes 'completions' only by position, but arguments are passed "
-     "by name; remove /"),
-    ("bad_rewards:unnamed", {}, " takes no named argument, such as completions; arguments are "
-     "passed by name"),
+    ("bad_rewards:by_place", {}, UNNAMED), ("bad_rewards:unnamed", {}, UNNAMED),
     ("bad_rewards:Scorer", {}, " is a class; name a function, or an instance with __call__"),
-    ("builtins:max", {}, " has no signature that Python can read; wrap it in a function with named "
-     "arguments"),
+    ("builtins:max", {}, UNNAMED),
     ("bad_rewards.py:raises", {}, ": there is no module 'bad_rewards.py'; install it, or put its "
      "folder on PYTHONPATH and leave out '.py'"),
     ("regex", {"pattern": "("}, ": `arguments`: pattern '(' is not a regular expression: missing "

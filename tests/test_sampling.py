@@ -1,14 +1,15 @@
 """Completions are a function of the model, the seed and the prompt, not of batches."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tiny_run import sample_ids, tiny_llama
 from transformers import GenerationConfig
 
+from finetune.inference.decoder import Row
 from finetune.inference.noise import draw, exponential, philox
-from finetune.inference.sampling import Completion, Sampler, Wanted
+from finetune.inference.sampling import Completion, sample
 
 STOPS, PAD, LIMIT = (256, 259), 257, 12
 
@@ -16,6 +17,28 @@ STOPS, PAD, LIMIT = (256, 259), 257, 12
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny_llama()
+
+
+class Wanted(NamedTuple):
+    prompt: tuple[int, ...]
+    row: int
+    number: int
+
+
+class Sampler(NamedTuple):
+    model: Any
+    stops: tuple[int, ...]
+    limit: int
+    temperature: float
+    pad: int
+    at_once: int = 64
+
+    def __call__(self, wanted: list[Wanted], seed: int, step: int) -> list[Completion]:
+        rows = [
+            Row(each.prompt, self.limit, self.stops, self.temperature, name=each[1:])
+            for each in wanted
+        ]
+        return sample(self.model, rows, self.pad, self.at_once, seed, step)
 
 
 def wanted() -> list[Wanted]:

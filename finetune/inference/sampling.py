@@ -1,27 +1,16 @@
-"""Sample completions, with noise that depends only on (seed, step, prompt, number, place).
+"""Sample completions of online methods.
 
-Therefore a completion does not depend on its batch or on the number of processes, except for
-rounding of logits.
+The noise of a row is named by its prompt and its number among the completions of the prompt, and
+the key of a batch is (seed, step). Therefore a completion does not depend on its batch or on the
+number of processes, except for rounding of logits.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-import torch
+from torch import nn
 
 from finetune.inference.decoder import Row, decode
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A request for one completion."""
-
-    prompt: tuple[int, ...]
-    """Token ids, at least one."""
-    row: int
-    """Index of the prompt, for the noise."""
-    number: int
-    """Index among the completions of the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,25 +27,9 @@ class Completion:
     """Log-probability of each token, if another program sampled it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampler:
-    """Samples completions from a model."""
-
-    model: torch.nn.Module
-    stops: tuple[int, ...]
-    limit: int
-    """Maximum tokens of a completion."""
-    temperature: float
-    """0 selects the most likely token."""
-    pad_id: int
-    batch_rows: int = 64
-    """Maximum number of completions in a batch."""
-
-    def __call__(self, wanted: Sequence[Wanted], seed: int, step: int) -> list[Completion]:
-        """One completion per request, in order."""
-        rows = [
-            Row(each.prompt, self.limit, self.stops, self.temperature, name=(each.row, each.number))
-            for each in wanted
-        ]
-        decode(self.model, rows, self.pad_id, self.batch_rows, (seed, step))
-        return [Completion(row.ids, row.stopped, row.entropy) for row in rows]
+def sample(
+    model: nn.Module, rows: Sequence[Row], pad: int, at_once: int, seed: int, step: int
+) -> list[Completion]:
+    """One completion per row, in order; see `decode`."""
+    decode(model, rows, pad, at_once, (seed, step))
+    return [Completion(row.ids, row.stopped, row.entropy) for row in rows]

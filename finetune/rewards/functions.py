@@ -66,15 +66,10 @@ def _unsuitable(function: Callable[..., Any]) -> str:
     if inspect.isgeneratorfunction(function):
         return "is a generator, because it contains yield; return a list"
     try:
-        parameters = inspect.signature(function).parameters.values()
+        named = _parameters(function) != ({}, False)
     except ValueError:
-        return "has no signature that Python can read; wrap it in a function with named arguments"
-    unnamed = [e.name for e in parameters if e.kind is e.POSITIONAL_ONLY and e.default is e.empty]
-    if unnamed:
-        return f"takes '{unnamed[0]}' only by position, but arguments are passed by name; remove /"
-    if all(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return "takes no named argument, such as completions; arguments are passed by name"
-    return ""
+        named = False  # Python cannot read the signature of some built-in functions
+    return "" if named else "takes no named argument, such as completions; use a function that does"
 
 
 def is_model(reward: Reward) -> bool:

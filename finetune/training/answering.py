@@ -12,11 +12,10 @@ from finetune.data.chat.render import Chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
-from finetune.evaluation.generations import Answer, prompt_of
+from finetune.evaluation.generations import Answer, answers_of, prompt_of
 from finetune.evaluation.metrics.metric import Metric, Settings, choose
 from finetune.evaluation.questions import Asked, left_out_of, of_recipe, spread
 from finetune.inference.decoder import Row, decode
-from finetune.inference.generate import new_text, turn
 from finetune.models.load_checks import context_length
 
 
@@ -55,13 +54,7 @@ class Answering:
         engine.model.eval()
         decode(engine.module, list(rows.values()), self.pad, self.micro_rows, engine=engine)
         engine.reshard()
-        return [(number, self._answer(number, row)) for number, row in rows.items()]
-
-    def _answer(self, number: int, row: Row) -> Answer:
-        tokenizer = self.chat.tokenizer
-        text = new_text(tokenizer, self.prompts[number], row.text_ids).strip()
-        scaffold = turn(tokenizer).scaffold.strip() if self.chat.template is not None else ""
-        return Answer(text.removeprefix(scaffold).strip(), not row.stopped, len(row.text_ids))
+        return list(zip(rows, answers_of(self.chat, list(rows.values())), strict=True))
 
 
 def answering(engine: Engine, data: Prepared, chat: Chat, pad: int) -> Answering | None:
