@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import finetune as ft
-from finetune.changes import Changes
+from finetune.recipe.changes import Changes
 
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 GROUPS = {
@@ -84,6 +84,9 @@ def signature(value: Any) -> str:
             continue
         if parameter.kind is parameter.VAR_POSITIONAL:
             parameters, starred = [*parameters, f"*{parameter.name}"], True
+            continue
+        if parameter.kind is parameter.VAR_KEYWORD:
+            parameters.append(f"**{parameter.name}")
             continue
         default = parameter.default
         plain = default is parameter.empty

@@ -36,7 +36,7 @@ from finetune.models.packed_attention import attend
 from finetune.planner import schedules
 from finetune.planner.estimate import memory, traffic
 from finetune.planner.mesh import Mesh
-from finetune.reports import mesh_drawings
+from finetune.reports import drawings
 from finetune.training import rank_profiles
 from finetune.verification.memory.comparison import extrapolate
 from finetune.verification.proofs.checks import compare_steps
@@ -103,13 +103,13 @@ def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(pipelined, al
     assert re.findall(r"<title>(rank [^<]*)<", page) == ["rank 0: pipeline 0", "rank 1: pipeline 1"]
     assert re.findall(r">layers ([^<]*)<", page) == ["0 to 2", "3 to 4"]
     sent = settled["prediction"]["sent"]["pipeline"]
-    assert f">{mesh_drawings.size(sent)}<" in page
+    assert f">{drawings.size(sent)}<" in page
     # A stage's bar is made of the parts of its planned peak, and ends beside its mark.
     drawn = re.findall(r">([^<]*), measured ([^<]*?) *<", page)
     pairs = zip(counted["planned"], counted["peaks"], strict=True)
-    assert drawn == [tuple(map(mesh_drawings.size, pair)) for pair in pairs]
+    assert drawn == [tuple(map(drawings.size, pair)) for pair in pairs]
     sums = [round(sum(parts.values())) for parts in counted["parts"]]
-    assert sums == pytest.approx(counted["planned"], abs=len(mesh_drawings.PARTS))
+    assert sums == pytest.approx(counted["planned"], abs=len(drawings.PARTS))
     assert page.count('class="measured"') == 2
     # One task for each pass of a micro-batch, in the schedule of the plan.
     for name in ("forward", "backward"):

@@ -18,7 +18,6 @@ PACKAGE = ROOT / "finetune"
 CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
     {"errors", "version"},
-    {"changes"},
     {"recipe"},
     {"cache", "extensions", "runs"},
     {"process"},

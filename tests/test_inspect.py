@@ -52,6 +52,43 @@ def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(found,
     assert found["mistakes"] == []
 
 
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        ({"question": "Hi", "answer": "Bye"}, "format 'question_answer' and method 'sft'"),
+        (
+            {"query": "Hi", "response": "Bye"},
+            """format 'question_answer' with columns={"query": "question", "response": "answer"} """
+            "and method 'sft'",
+        ),
+        ({"prompt": "Hi", "chosen": "Bye", "rejected": "No"}, "'preference' and method 'dpo'"),
+        ({"prompt": "Hi", "completion": "Bye", "label": 1}, "format 'kto' and method 'kto'"),
+    ],
+)
+def test_data_is_read_for_a_model_without_a_recipe(tiny, tmp_path, capsys, row, read):
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps([row]))
+    assert cli.main(["inspect", str(data)]) == 2
+    told = capsys.readouterr().err
+    assert read in told
+    assert "add --model NAME" in told
+    assert cli.main(["inspect", str(data), "--model", str(tiny.model)]) == 0
+    shown = capsys.readouterr().out
+    assert "Bye<|im_end|>⟧" in shown or "⟦Bye" in shown
+    assert f"note   {data}: read with " in shown
+    assert read in shown
+
+
+def test_words_after_data_come_last(tiny, tmp_path, capsys):
+    words = ["inspect", str(tiny.data), "--model", str(tiny.model), "--json"]
+    assert cli.main([*words, "batch.max_length=16", "batch.overlong=drop"]) == 2
+    assert "48 longer than batch.max_length=16" in capsys.readouterr().err
+    assert cli.main([*words, "data.0.format=text"]) == 2
+    assert "format 'text' needs 'text'" in capsys.readouterr().err
+    assert cli.main([*words, "--completions", "2"]) == 2
+    assert "name a recipe of an online method" in capsys.readouterr().err
+
+
 def test_the_page_marks_the_answers_and_asks_for_nothing(found, recipe, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert cli.main(["inspect", str(recipe), "--rows", "2", "--html", str(page)]) == 0

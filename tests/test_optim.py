@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, losses
+from conftest import Finetune, Tiny, Train, apart, cut_off, losses, problems_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +20,7 @@ from finetune.data.prepare import prepare
 from finetune.models.model import load_tokenizer
 from finetune.recipe import Optim
 from finetune.runs.run import Run
-from finetune.training.optim import build, learning_rate
+from finetune.training.optim import Lion, build, check, learning_rate
 
 HAND = {
     "lr": 1e-2, "warmup": 2, "min_lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-3,
@@ -34,6 +35,10 @@ RATES = [
 ]
 
 
+def of(schedule: str, **arguments: Any) -> dict[str, Any]:
+    return {"schedule": schedule, "schedule_arguments": arguments}
+
+
 @pytest.mark.parametrize(
     ("optim", "expected"),
     [
@@ -42,6 +47,11 @@ RATES = [
         ({"schedule": "linear"}, [1, 0.75, 0.5, 0]),
         ({"schedule": "linear", "min_lr": 0.2}, [1, 0.8, 0.6, 0.2]),
         ({"schedule": "constant", "min_lr": 0.2}, [1, 1, 1, 1]),
+        (of("cosine_with_restarts", num_cycles=2), [1, 0.5, 1, 0]),
+        (of("cosine_with_min_lr", min_lr_rate=0.2), [1, 0.2 + 0.2 * (2 + math.sqrt(2)), 0.6, 0.2]),
+        (of("polynomial", power=2, lr_end=0), [1, 0.75**2, 0.5**2, 0]),
+        (of("inverse_sqrt", timescale=10), [1, 1 / math.sqrt(2), 1 / math.sqrt(3), 5**-0.5]),
+        (of("warmup_stable_decay", num_decay_steps=20), [1, 1, 1, 0]),
     ],
 )
 def test_the_rate_at_the_quarters_of_a_run(optim: dict[str, Any], expected: list[float]) -> None:
@@ -176,3 +186,60 @@ def test_an_evaluation_drops_nothing(dropping: Fields, train: Train) -> None:
     evaluated = [record["loss"] for record in train("run", fields=dropping(1)).read_metrics("eval")]
     assert len(set(evaluated)) == 1
     assert len(evaluated) == 2
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion", "torch.optim:RMSprop", "torch.optim:Adamax"])
+def test_optimizers_that_update_each_element_by_itself_may_be_sharded(name: str) -> None:
+    check(Optim(name=name), sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("optim", "sharded", "problem"),
+    [
+        ({"name": "torch.optim:Muon"}, True, "does not update each element by itself"),
+        ({"name": "torch.optim:Adafactor"}, True, "does not update each element by itself"),
+        ({"name": "torch.optim:LBFGS"}, False, "cannot take a step from gradients alone"),
+        ({"name": "torch.optim:SparseAdam"}, False, "cannot take a step from gradients alone"),
+        ({"name": "torch.nn:Linear"}, False, "is not a torch.optim.Optimizer"),
+        ({"name": "torch.optim:Adamm"}, False, "did you mean 'Adam'?"),
+        ({"name": "sgd", "arguments": {"momentun": 1}}, False, "keyword argument 'momentun'"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused_before_a_model_is_loaded(
+    optim: dict[str, Any], sharded: bool, problem: str
+) -> None:
+    assert problem in problems_of(check, Optim(**optim), sharded)[0]
+
+
+def test_lion_is_that_of_its_paper() -> None:
+    weight = torch.nn.Parameter(torch.tensor([0.3, -0.2, 0.5]))
+    made, by_hand, moment = Lion([weight], 0.1, (0.5, 0.9), 0.2), weight.detach().clone(), 0.0
+    for step in (1.0, -3.0, 0.5):
+        weight.grad = torch.tensor([step, 1.0, -step])
+        made.step()
+        by_hand -= 0.1 * ((0.5 * moment + 0.5 * weight.grad).sign() + 0.2 * by_hand)
+        moment = 0.9 * moment + 0.1 * weight.grad
+    torch.testing.assert_close(weight.detach(), by_hand)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"name": "lion", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
+        {"name": "sgd", "lr": 0.5, "arguments": {"momentum": 0.9}},
+        {"name": "torch.optim:Adamax", "lr": 1e-2, "schedule": "polynomial"},
+    ],
+    ids=lambda optim: optim["name"].rpartition(":")[2],
+)
+def test_an_optimizer_shards_and_resumes_on_one_process(
+    optim: dict[str, Any], run_of: Train, finetune: Finetune, tmp_path: Path
+) -> None:
+    """Three of six steps on two FSDP processes, the others on one, equal six on one."""
+    sections = {"optim": optim, "saving": {"every": 0.5, "keep": 3}, "evaluation": {"every": 0.5}}
+    whole = run_of("single", **sections)
+    cut = cut_off(run_of("fsdp_full_shard", **sections), tmp_path / "cut", 3)
+    words = ("train", cut.recipe, "--resume", "--precision", "fp32", "--output", cut.root)
+    finetune(*words, "--backend", "single").passed()
+    assert whole.steps() == [3, 6]
+    assert apart(whole, cut) < 1e-5
+    assert apart(whole, cut, "eval") < 1e-5

@@ -29,9 +29,10 @@ from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS, attend, check_layout, implementation, layout
 from finetune.models.pretrained import causal
 from finetune.models.recurrence import separate_documents
-from finetune.planner.kernels import LOGITS, SCORE_BLOCK
-from finetune.planner.padding import SHOWN_EXACT, Padding, known_fields, padding
-from finetune.planner.rules import WITHOUT_SDPA
+from finetune.planner.families import FAMILIES, family_of
+from finetune.planner.kernels import SCORE_BLOCK
+from finetune.planner.padding import Padding, padding
+from finetune.planner.shapes.config_files import known_fields
 from finetune.recipe import Model
 
 
@@ -75,6 +76,7 @@ def test_short_rows_fill_their_slots(capacity):
 
 
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+EXACT = [kind for kind, family in FAMILIES.items() if family.concatenates]
 SLOW = pytest.mark.slow
 EVERYDAY = ("llama", "gemma2", "gpt2", "mixtral", "lfm2", "qwen3_5_text", "mamba2")
 """One kind of each way to tell documents apart."""
@@ -89,7 +91,7 @@ def tiny(kind: str, attention: str, **fields: Any) -> PreTrainedModel:
     config = AutoConfig.for_model(kind, **SIZES | FIELDS.get(kind, {}) | fields)
     config.use_cache = False
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
-    give_loss(model, chunked=kind in LOGITS)
+    give_loss(model, chunked=family_of(kind).logits is not None)
     if attention == DOCUMENTS:
         separate_documents(model)
     return model
@@ -128,12 +130,12 @@ def assert_near(found: Found, wanted: Found) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in EVERYDAY else SLOW) for kind in SHOWN_EXACT]
+    "kind", [pytest.param(kind, marks=() if kind in EVERYDAY else SLOW) for kind in EXACT]
 )
 def test_documents_side_by_side_have_the_loss_and_the_gradient_of_each_alone(kind):
     rows = documents()
     packed = packs(rows)
-    plain = tiny(kind, "eager" if kind in WITHOUT_SDPA else "sdpa")
+    plain = tiny(kind, "sdpa" if family_of(kind).sdpa else "eager")
     alone = gradient(plain, one_by_one_of(rows))
     assert_near(gradient(plain, [batch_of(rows)]), alone)
     for batches in ([batch_of(packed)], one_by_one_of(packed)):
@@ -282,7 +284,7 @@ def test_a_state_that_leaks_into_the_next_document_is_kept_apart(kind):
     """Plain transformers, whose positions count from 0 in each document, runs on."""
     rows = documents()
     batch = batch_of(packs(rows))
-    plain = tiny(kind, "eager" if kind in WITHOUT_SDPA else "sdpa").eval()
+    plain = tiny(kind, "sdpa" if family_of(kind).sdpa else "eager").eval()
     apart = tiny(kind, DOCUMENTS).eval()
     with torch.no_grad():
         wanted = torch.cat([plain(**each.inputs()).logits[0] for each in one_by_one_of(rows)])

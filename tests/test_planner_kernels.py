@@ -71,7 +71,7 @@ def kept_by_the_tape(fused: bool, targets: tuple[str, ...]) -> float:
         shape, ROWS, LENGTH, adapter=adapter, fused_norms=fused, fused_activations=fused,
         fused_rotations=fused, grouped_adapters=True,
     )  # fmt: skip
-    layer = Layer(shape, workload.numerics, ROWS, LENGTH, "flash", adapter.ranks)
+    layer = Layer(workload)
     return trace(*layer.build()).saved
 
 
@@ -197,4 +197,4 @@ def test_a_plan_follows_the_kernels_of_its_run():
     gathered = workload_of(plan(recipe, "zero3", 2), shape)
     assert not gathered.grouped_adapters
     moved = dataclasses.replace(grouped, layout=gathered.layout, scheme="deepspeed")
-    assert not moved.numerics.grouped_adapters  # as advice on another backend asks
+    assert not moved.groups_adapters  # as advice on another backend asks

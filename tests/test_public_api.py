@@ -7,9 +7,8 @@ import inspect
 import json
 import re
 import sys
-import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import api_page
 import pytest
@@ -17,9 +16,9 @@ from conftest import ROOT, problems_of, run_command
 
 import finetune as ft
 from finetune import catalog
-from finetune.changes import UNCHANGED, Changes
 from finetune.errors import FinetuneError
 from finetune.methods import METHODS, find_method
+from finetune.recipe.changes import Changes
 
 USE = ROOT / "tests/typing"
 
@@ -64,44 +63,12 @@ def test_the_names_for_a_type_checker_are_those_that_load_on_use():
     assert ({*ft.HOMES, "__version__"}, set(dir(ft))) == ({*ft.__all__}, set(ft.__all__))
 
 
-def plain(hint: Any) -> Any:
-    """A type without its constraints, which a type checker does not know."""
-    if typing.get_origin(hint) is Annotated:
-        return plain(typing.get_args(hint)[0])
-    arguments = typing.get_args(hint)
-    if not arguments or typing.get_origin(hint) is typing.Literal:
-        return hint
-    arguments = tuple(plain(argument) for argument in arguments)
-    if typing.get_origin(hint) in (tuple, dict):
-        return typing.get_origin(hint)[arguments]
-    return typing.Union[arguments]  # noqa: UP007 - of types that are in a tuple
-
-
-@pytest.mark.parametrize(
-    ("name", "section"),
-    [
-        ("lora", ft.LoRA), ("qlora", ft.LoRA), ("batch", ft.Batch), ("optim", ft.Optim),
-        ("kernels", ft.Kernels), ("evaluation", ft.Evaluation), ("saving", ft.Saving),
-    ],
-)  # fmt: skip
-def test_a_signature_has_the_fields_of_its_section(name, section):
-    method = vars(Changes)[f"with_{name}"]
-    parameters = dict(list(inspect.signature(method).parameters.items())[1:])
-    fields: dict[str, Any] = vars(section)["__pydantic_fields__"]
-    assert list(parameters) == list(fields)
-    hints = typing.get_type_hints(section, include_extras=True)
-    assert {n: p.annotation for n, p in parameters.items()} == {n: plain(hints[n]) for n in fields}
-    starts_anew = section is ft.LoRA
-    for name, parameter in parameters.items():
-        default = fields[name].get_default(call_default_factory=True, validated_data={})
-        assert parameter.default == (default if starts_anew else UNCHANGED), name
-
-
 def test_fields_that_are_not_given_stay_and_an_adapter_starts_anew():
     recipe = ft.SFT().with_optim(lr=1e-3, warmup=5).with_optim(warmup=0.1).with_lora(4, alpha=1)
     assert recipe.optim == ft.Optim(lr=1e-3, warmup=0.1)
     assert recipe.with_lora(dropout=0.1).adapter == ft.LoRA(r=16, dropout=0.1)
-    quantised = recipe.with_qlora(8)
+    assert recipe.with_optim(ft.Optim(eps=1e-6)).optim == ft.Optim(eps=1e-6)
+    quantised = recipe.with_qlora(ft.LoRA(r=8))
     assert (quantised.adapter, quantised.model.quantization) == (ft.LoRA(r=8), "nf4")
     assert recipe.model.quantization == "none"
 

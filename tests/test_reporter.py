@@ -21,7 +21,7 @@ from matplotlib import image
 from records import RECIPE, START, ended, evaluated, many_steps, trained, whole_run, write_run
 
 from finetune.reports.card import code, write_card
-from finetune.reports.curves import Curve, draw, smooth, thin, ticks
+from finetune.reports.drawings import Curve, draw, smooth, thin, ticks
 from finetune.reports.page import report
 from finetune.reports.plot import plot_loss
 from finetune.reports.tables import Table, tables

@@ -24,8 +24,8 @@ from finetune.planner.estimate import hardware, memory
 from finetune.planner.estimate.judges import judges
 from finetune.planner.estimate.predict import model_source, predict, workload_of
 from finetune.planner.plan import plan
-from finetune.training import reference
 from finetune.training.memory_meter import counting
+from finetune.training.passes import DataPasses
 
 LARGE = LlamaConfig(
     vocab_size=316, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
@@ -64,15 +64,15 @@ def test_a_reference_that_runs_before_the_first_step_is_a_moment_of_its_own(
     tiny, tmp_path, monkeypatch
 ):
     measured: list[int] = []
-    of_documents = reference._document_logps
+    of_documents = DataPasses.of_documents
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **named: Any) -> Any:
         with counting(torch.device("cpu")) as found:
-            numbers = of_documents(*given)
+            numbers = of_documents(*given, **named)
         measured.extend(found)
         return numbers
 
-    monkeypatch.setattr(reference, "_document_logps", counted)
+    monkeypatch.setattr(DataPasses, "of_documents", counted)
     given = of_method(tiny, tmp_path, "dpo", "preference")
     given["batch"] |= {"share_prompts": False}  # another model never shares them
     run = train(tmp_path / "run", given)

@@ -30,7 +30,7 @@ from finetune.methods.online import ADVANTAGE, OLD, REFERENCE
 from finetune.models.packed_attention import DOCUMENTS, attend
 from finetune.models.recurrence import separate_documents
 from finetune.planner import plan
-from finetune.planner.padding import RECURRENT, SHOWN_EXACT
+from finetune.planner.families import FAMILIES
 from finetune.planner.shared_prompts import shared_prompts, sharing_problems
 from finetune.rewards import Reward
 from finetune.runs.run import Run
@@ -39,7 +39,11 @@ CLOSE = 2e-6
 """Relative, in fp32: matrix products of another number of rows round differently."""
 EVERY_DAY = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 """Plain, with normalized heads, with a window, soft caps, sinks, and latent keys."""
-OTHERS = [kind for kind in SHOWN_EXACT if kind not in RECURRENT and kind not in EVERY_DAY]
+OTHERS = [
+    kind
+    for kind, family in FAMILIES.items()
+    if family.concatenates and not family.recurrent and kind not in EVERY_DAY
+]
 SIDE_BY_SIDE = "side by side without padding, each attending to itself alone"
 ONCE = "a prompt that {} share is computed once"
 COMPLETIONS: dict[str, Any] = {

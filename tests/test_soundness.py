@@ -261,8 +261,8 @@ def test_the_decoder_of_an_encoder_decoder_is_found(kind: str) -> None:
 def test_models_of_other_kinds_are_refused_before_training(tiny, train):
     instead = "name a decoder-only language model (Llama, Qwen, Mistral, Gemma, ...)"
     told: dict[str, str] = {}
-    for kind in ("bert", "whisper", "t5", "vit"):
-        fields = {"model_type": kind, **({} if kind == "vit" else SIZES)}
+    for kind in ("bert", "whisper", "t5"):
+        fields = {"model_type": kind, **SIZES}
         fields |= {"max_position_embeddings": 256} if kind == "bert" else {}
         fields |= {"decoder_attention_heads": 4} if kind == "whisper" else {}
         model = {"name": None, "config": fields, "tokenizer": str(tiny.model)}
@@ -270,13 +270,19 @@ def test_models_of_other_kinds_are_refused_before_training(tiny, train):
             train(model=model)
         told[kind] = str(caught.value)
         # The attention of a BERT is measured; the others are known by their types.
-        advice = {"bert": instead, "vit": "use a causal language model such as Qwen3 or Llama"}
-        assert told[kind].endswith(advice.get(kind, "use a decoder such as Qwen3, Llama or Gemma"))
+        decoder = "use a decoder such as Qwen3, Llama or Gemma"
+        assert told[kind].endswith(instead if kind == "bert" else decoder)
         assert "\n" not in told[kind]
     assert told["bert"].startswith("model: 'bert' cannot be trained here: its attention is not ca")
     for kind in ("whisper", "t5"):
         assert told[kind].startswith(f"model.config: {kind} is an encoder-decoder model, ")
-    assert told["vit"].startswith("model.config: vit has no causal language model")
+
+
+def test_what_transformers_cannot_build_is_refused_while_loading(tiny, train):
+    model = {"name": None, "config": {"model_type": "vit"}, "tokenizer": str(tiny.model)}
+    (problem,) = problems_of(train, model=model)
+    assert problem.startswith("model.config: Unrecognized configuration class")
+    assert problem.endswith("name a decoder-only language model (Llama, Qwen, Mistral, Gemma, ...)")
 
 
 def test_nonfinite_weights_are_blamed_on_the_base(tiny, tmp_path, train):

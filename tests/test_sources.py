@@ -49,11 +49,12 @@ def test_compressed_files_are_read_also_of_several_parts(tmp_path, cache, ending
     path.write_bytes(COMPRESS[ending](ROWS[:half]) + COMPRESS[ending](ROWS[half:]))
     assert answers(ready(recipe_of(str(path)), cache).train) == SAID
     whole = path.read_bytes()
-    for wrong in (whole[:-5], whole + b"and more text, which is not compressed"):
+    behind = [] if ending == ".xz" else [whole + b"and more text, which is not compressed"]
+    for wrong in (whole[:-5], *behind):
         path.write_bytes(wrong)
         (problem,) = problems_of(recipe_of(str(path)), tmp_path / "empty")
         assert problem.startswith(f"{path}: it cannot be decompressed: ")
-    if ending != ".zst":  # whose frames have no padding
+    if ending == ".gz":  # the others have no padding here
         path.write_bytes(whole + bytes(8))
         assert answers(ready(recipe_of(str(path)), tmp_path / "padded").train) == SAID
 

@@ -220,16 +220,11 @@ def test_a_mark_of_thoughts_inside_a_sentence_is_not_the_end_of_a_thought():
             if template == CUTTING_HISTORY and not after:
                 continue
             message = refusal(chat_of(template), sample_of(asks, prose, *after))
-            assert message == (
-                "chat template: it takes '</think>' in message 1 (assistant: 'The mark </think> "
-                "ends it') for a mark of a thought, and moves or leaves out the text at it; begin "
-                "a thought with its opening mark and end it at an end of a line, write the mark in "
-                "another way, or set model.chat_template to another one"
-            )
+            assert "it leaves out message 1 (assistant: 'The mark </think> ends it')" in message
     assert said(chat_of(CHATML), sample_of(asks, prose)) == ["The mark </think> ends it<|im_end|>"]
     twice = says("<think>\nfast\n</think>\n\nThe mark </think> ends it")
     sample = sample_of(asks, twice, user("Bye"), says("Bye"))
-    assert "it takes '</think>' in message 1" in refusal(chat_of(CUTTING_HISTORY), sample)
+    assert "it leaves out message 1" in refusal(chat_of(CUTTING_HISTORY), sample)
     for thought, answer in (
         ("fast\n", "\n\nHello"), ("It is 4.", "It is 4"), ("Two. ", " Two"), ("so 4", "Four"),
     ):  # fmt: skip
@@ -257,8 +252,6 @@ def test_thoughts_in_other_tags_and_with_other_white_space_are_found():
         ("m.content if m.role != 'tool'", WEATHER, "message 2 (tool: 'rain')"),
         ("m.content[:8]", sample_of(user("Name a colour, fast or slow"), says("red")),
             "message 0 (user: 'Name a colour, fast or slow')"),
-        ("m.content.split('!')[0]", sample_of(user("Name a colour, or two! Or four"), says("red")),
-            "a part of message 0"),
         ("m.content | upper", TALK, "message 0 (user: 'Hi')"),
         ("'Hi' if m.role == 'assistant' else m.content", sample_of(user("Hi"), says("a")),
             "message 1 (assistant: 'a')"),

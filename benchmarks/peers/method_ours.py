@@ -21,6 +21,7 @@ from benchmarks.peers.method_job import MethodJob, read_job
 from benchmarks.peers.ours import nothing_compiled
 from benchmarks.peers.turns import Turns
 from finetune import catalog
+from finetune.checkpoints.checkpoint import Progress
 from finetune.data.order import rows_of_step
 from finetune.data.prepare import Prepared
 from finetune.data.store import Rows, documents_of_rows
@@ -49,21 +50,24 @@ class InTurn(Training):
         self.turns.ready()
         super().train()
 
-    def _step(self, feed: TakesSteps, measuring: AbstractContextManager[None] | None) -> StepResult:
+    def take_step(
+        self,
+        feed: TakesSteps,
+        progress: Progress,
+        measuring: AbstractContextManager[None] | None,
+    ) -> StepResult:
         self.turns.wait()
         if self.recipe.reads_reference:
-            reference.compute(self.engine, self._of_step(), 1, self.pad_id)
-        result = super()._step(feed, None)
-        metrics = dict(result.metrics) | {"num_tokens": result.real_tokens}
+            reference.compute(self.engine, self._of_step(progress.step), 1, self.built.pad_id)
+        result = super().take_step(feed, progress, None)
+        metrics = dict(result.metrics) | {"num_tokens": result.tokens.real}
         self.turns.answer(result.loss, metrics)
         return result
 
-    def _of_step(self) -> Prepared:
-        """Only the rows of the next step."""
+    def _of_step(self, step: int) -> Prepared:
+        """Only the rows of a step."""
         train, each = self.data.train, self.recipe.documents_per_row
-        chosen = rows_of_step(
-            self.progress.step, len(train), self.recipe.batch.rows, self.recipe.seed
-        )
+        chosen = rows_of_step(step, len(train), self.recipe.batch.rows, self.recipe.seed)
         members = train.members[documents_of_rows(chosen, each)]
         bounds = np.arange(len(chosen) + 1) * each
         rows = dataclasses.replace(train, members=members, bounds=bounds)
@@ -126,6 +130,5 @@ def main(_: str, place: Path) -> None:
         settled = check_here(recipe_of(job, place), "single", "fp32")
         engine = build(settled, place / "offload", datetime.timedelta(minutes=5))
         options = Options(place / "run", plot=False)
-        racing = Worker(engine, Run(place / "run"), options, stages=InTurn)
-        racing.training.turns = turns
-        racing.train()
+        InTurn.turns = turns
+        Worker(engine, Run(place / "run"), options, steps=InTurn).train()

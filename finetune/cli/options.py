@@ -34,8 +34,8 @@ def minutes(text: str) -> float:
     raise argparse.ArgumentTypeError(f"got '{text}', expected minutes, such as 30 or 0.5")
 
 
-def recipe_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="name or file of a recipe")
+def recipe_words(parser: argparse.ArgumentParser, what: str = "name or file of a recipe") -> None:
+    parser.add_argument("recipe", help=what)
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=1e-4"
     )

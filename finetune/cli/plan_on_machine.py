@@ -25,9 +25,9 @@ from finetune.planner.estimate.predict import (
 )
 from finetune.planner.estimate.row_counts import local_rows
 from finetune.planner.estimate.workload import Workload
+from finetune.planner.families import family_of
 from finetune.planner.plan import Plan, plan
 from finetune.planner.rules import incompatibilities
-from finetune.planner.shapes.read_config import READERS
 from finetune.recipe import Recipe
 from finetune.runs import limits
 
@@ -122,7 +122,7 @@ def on(
 def _is_unknown(recipe: Recipe) -> bool:
     """Whether a model's config can be read and its type has no formulas."""
     try:
-        return str(config_of(recipe)[0].get("model_type")) not in READERS
+        return family_of(config_of(recipe)[0]).shape is None
     except FinetuneError:
         return False  # reported later, when the shapes are needed
 

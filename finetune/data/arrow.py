@@ -6,6 +6,7 @@ are removed. In map columns and in lists, a null is a value of the row and is ke
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,11 @@ def _numbered(path: Path, batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
     number = 0
     restored: dict[str, Restore] | None = None
     for batch in batches:
-        for name in batch.schema.names:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
             if batch.schema.names.count(name) > 1:
                 raise FinetuneError(f"{path}: it has the column '{name}' more than once")
-        for column in batch.columns:
-            _refuse_torn(column)
+            with reading(f"{path}: it is damaged in its column '{name}'"):
+                column.validate(full=True)  # reading offsets beyond a buffer ends the process
         restored = restorers(batch.schema) if restored is None else restored
         for start in range(0, batch.num_rows, AT_ONCE):
             for row in _values(batch.slice(start, AT_ONCE)):
@@ -68,69 +69,16 @@ def _numbered(path: Path, batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
                 yield number, row
 
 
-def _refuse_torn(column: Any) -> None:
-    """Refuse a column whose offsets exceed its buffers: reading it would crash the process.
-
-    Text that is not UTF-8 is accepted here: it is reported for its row.
-
-    Raises:
-        pyarrow.ArrowInvalid: the column is damaged.
-    """
-    import pyarrow
-
-    try:
-        column.validate(full=True)
-    except pyarrow.ArrowInvalid as error:
-        if "UTF8" not in str(error):
-            raise
-        kind = column.type
-        if _is_list(kind) or pyarrow.types.is_map(kind):
-            _refuse_torn_offsets(column)
-            _refuse_torn(column.values)
-        elif pyarrow.types.is_struct(kind):
-            for number in range(kind.num_fields):
-                _refuse_torn(column.field(number))
-
-
-def _refuse_torn_offsets(column: Any) -> None:
-    """Check list offsets, which `validate` does not check after text that is not UTF-8."""
-    import pyarrow
-
-    if pyarrow.types.is_fixed_size_list(column.type):
-        return  # has no offsets
-    offsets = column.offsets.to_numpy()
-    if (offsets[1:] < offsets[:-1]).any() or offsets[0] < 0 or offsets[-1] > len(column.values):
-        raise pyarrow.ArrowInvalid("list offsets exceed the values of the list")
-
-
 def _values(batch: Any) -> list[Any]:
-    """Rows of a batch; Unreadable for a row with invalid UTF-8, which writers need not check, or
-    with a date outside Python's range."""
+    """Rows of a batch; Unreadable for one with a date outside Python's range or a repeated key."""
     import pyarrow
 
-    unreadable = (ValueError, OverflowError, KeyError, pyarrow.ArrowException)
     try:
         return batch.to_pylist(maps_as_pydicts="strict")
-    except unreadable:
-        rows = list[Any]()
-        for number in range(batch.num_rows):
-            try:
-                rows += batch.slice(number, 1).to_pylist(maps_as_pydicts="strict")
-            except unreadable as error:
-                rows.append(Unreadable(f"column '{_unreadable_column(batch, number)}' cannot be "
-                                       f"read: {error}"))  # fmt: skip
-        return rows
-
-
-def _unreadable_column(batch: Any, number: int) -> str:
-    import pyarrow
-
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            column.slice(number, 1).to_pylist(maps_as_pydicts="strict")
-        except (ValueError, OverflowError, KeyError, pyarrow.ArrowException):
-            return name
-    raise AssertionError("a row cannot be read whose columns can")
+    except (ValueError, OverflowError, KeyError, pyarrow.ArrowException) as error:
+        if batch.num_rows == 1:
+            return [Unreadable(f"cannot be read: {error}")]
+        return [row for n in range(batch.num_rows) for row in _values(batch.slice(n, 1))]
 
 
 # Types.
@@ -155,45 +103,29 @@ def restorers(schema: Any, is_decoded: bool = False) -> dict[str, Restore]:
 
 
 def _restorer(kind: Any, feature: Any, is_decoded: bool) -> Restore | None:
+    import pyarrow
     import pyarrow.types as types
 
     name = feature.get("_type") if isinstance(feature, Mapping) else None
     if name == "Json" or getattr(kind, "extension_name", None) == "arrow.json":
         return None if is_decoded else _parsed
-    if isinstance(kind, _extension()):
+    if isinstance(kind, pyarrow.BaseExtensionType):
         return _restorer(kind.storage_type, None, is_decoded)
     if types.is_dictionary(kind):
         return _restorer(kind.value_type, feature, is_decoded)
-    if types.is_map(kind):
-        return _restore_map(_restorer(kind.item_type, None, is_decoded))
     if types.is_struct(kind):
-        inner = {
-            field.name: _restorer(
-                field.type, feature.get(field.name) if isinstance(feature, Mapping) else None,
-                is_decoded,
-            )
-            for field in kind
-        }  # fmt: skip
-        return _restore_struct(inner)
-    if _is_list(kind):
-        inside = feature[0] if isinstance(feature, list) and feature else None
-        inside = feature.get("feature") if isinstance(feature, Mapping) else inside
-        return _restore_list(_restorer(kind.value_type, inside, is_decoded))
+        own = feature if isinstance(feature, Mapping) else {}
+        inner = {f.name: _restorer(f.type, own.get(f.name), is_decoded) for f in kind}
+        return partial(_restored_struct, inner)
+    if types.is_map(kind):
+        inside = _restorer(kind.item_type, None, is_decoded)
+        return None if inside is None else partial(_restored_map, inside)
+    if types.is_nested(kind) and not types.is_union(kind):  # any kind of list
+        first = feature[0] if isinstance(feature, list) and feature else None
+        own = feature.get("feature") if isinstance(feature, Mapping) else first
+        inside = _restorer(kind.value_type, own, is_decoded)
+        return None if inside is None else partial(_restored_list, inside)
     return None
-
-
-def _extension() -> Any:
-    import pyarrow
-
-    return pyarrow.BaseExtensionType
-
-
-def _is_list(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    tests = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view,
-             types.is_large_list_view)  # fmt: skip
-    return any(test(kind) for test in tests)
 
 
 def _parsed(value: Any) -> Any:
@@ -204,37 +136,22 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _restore_struct(inner: Mapping[str, Restore | None]) -> Restore:
-    def restore(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return {
-            name: restored(each) if (restored := inner.get(name)) is not None else each
-            for name, each in value.items()
-            if each is not None
-        }
-
-    return restore
+def _restored_struct(inner: Mapping[str, Restore | None], value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: each if (restore := inner.get(name)) is None else restore(each)
+        for name, each in value.items()
+        if each is not None
+    }
 
 
-def _restore_map(inner: Restore | None) -> Restore | None:
-    if inner is None:
-        return None
-
-    def restore(value: Any) -> Any:
-        return value if value is None else {name: inner(each) for name, each in value.items()}
-
-    return restore
+def _restored_map(inner: Restore, value: Any) -> Any:
+    return value if value is None else {name: inner(each) for name, each in value.items()}
 
 
-def _restore_list(inner: Restore | None) -> Restore | None:
-    if inner is None:
-        return None
-
-    def restore(value: Any) -> Any:
-        return value if value is None else [inner(each) for each in value]
-
-    return restore
+def _restored_list(inner: Restore, value: Any) -> Any:
+    return value if value is None else [inner(each) for each in value]
 
 
 def without_nulls(value: Any) -> Any:

@@ -78,8 +78,10 @@ class MicroBatch:
     document are then those of the first process; the others have no documents."""
     unpadded: torch.Tensor | None = None  # as attention_mask
     """Mask of rows that were padded to a common shape, after which attention needs none."""
-    kl: float = 0.0
-    """KL from the reference, in nats, estimated from the `mismatched` answers of the full step."""
+    of_step: Any = None
+    """What the method's `before_step` returned for the complete step, on every rank the same."""
+    in_step: torch.Tensor | None = None  # (documents,) int64
+    """Place of each document among those of the complete step; None without `before_step`."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -167,11 +167,30 @@ def _missing_columns(name: str, row: Raw) -> str:
 def advice(wanted: str, row: Any) -> str:
     """Advice to read a row with another format or other names, which was tried; empty if none is.
 
-    It gives what methods that take the wanted format also take, trains an answer to something,
-    and leaves no other answer out.
+    It gives what methods that take the wanted format also take.
+    """
+    found = fitting(row, READ_AS[find_format(wanted).gives], wanted)
+    if found is None:
+        return ""
+    name, columns = found
+    with_columns = f" with columns={json.dumps(columns)}" if columns else ""
+    return f"; format '{name}' would fit{with_columns}"
+
+
+def fitting(
+    row: Any, kinds: Iterable[Kind], wanted: str = ""
+) -> tuple[str, dict[str, str | None]] | None:
+    """A format of one of these kinds, with names of columns, that reads a row; None if none does.
+
+    It trains an answer to something, and leaves no other answer out.
+
+    Args:
+        row: A row of a file.
+        kinds: Kinds of samples that the format may give.
+        wanted: The format to prefer where columns have to be renamed.
     """
     if not isinstance(row, Mapping):
-        return ""
+        return None
     there = {column for column, value in row.items() if value is not None}
     complete = {name: len(each.needed(there)) for name, each in FORMATS.items()}
     names = sorted(filter(complete.get, complete), key=lambda name: (-complete[name], name))
@@ -181,13 +200,13 @@ def advice(wanted: str, row: Any) -> str:
             sample = _read(name, named)
         except (RowProblem, KeyError):
             continue
-        fits = find_format(name).gives in READ_AS[find_format(wanted).gives]
-        if sample is None or not fits or {*unread_columns(name, named)}.intersection(ANSWERS):
+        if sample is None or find_format(name).gives not in kinds:
+            continue
+        if {*unread_columns(name, named)}.intersection(ANSWERS):
             continue
         if all(map(_is_answered, sequences_of(sample))):
-            with_columns = f" with columns={json.dumps(columns)}" if columns else ""
-            return f"; format '{name}' would fit{with_columns}"
-    return ""
+            return name, columns
+    return None
 
 
 def _is_answered(sequence: Plain) -> bool:

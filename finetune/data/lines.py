@@ -1,6 +1,5 @@
 """Read lines of UTF-8 text files, compressed or not."""
 
-import bz2
 import codecs
 import gzip
 import io
@@ -13,68 +12,20 @@ from typing import IO, Any
 from finetune.errors import FinetuneError
 
 
-def _open_zstandard(path: Path, mode: str = "rb") -> IO[bytes]:
-    import pyarrow  # provides the codec; slow to import
+def _open_with_arrow(path: Path, mode: str) -> IO[bytes]:
+    """Decompress bzip2 or zstandard; Python's bz2 ends silently at bytes that are no stream."""
+    import pyarrow  # slow to import
 
-    raw: Any = pyarrow.input_stream(str(path), compression="zstd")
+    kind = {".bz2": "bz2", ".zst": "zstd"}[path.suffix.lower()]
+    raw: Any = pyarrow.input_stream(str(path), compression=kind)
     return io.BufferedReader(raw)
-
-
-class _Streams(io.RawIOBase):
-    """Decompressed bytes of a file of one or more streams, with zero bytes between them or not.
-
-    Python's own readers of bzip2 and xz end silently at bytes that are not compressed.
-    """
-
-    def __init__(self, path: Path, start: Callable[[], Any]) -> None:
-        self._file, self._start, self._stream = path.open("rb"), start, start()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Raises EOFError or the error of the decompressor."""
-        made = b""
-        while not made:
-            given = b""
-            if self._stream.eof:
-                given = self._next_stream()
-                if not given:
-                    return 0
-                self._stream = self._start()
-            elif self._stream.needs_input:
-                given = self._file.read(io.DEFAULT_BUFFER_SIZE)
-                if not given:
-                    raise EOFError("it ends in the middle of a stream")
-            made = self._stream.decompress(given, len(buffer))
-        buffer[: len(made)] = made
-        return len(made)
-
-    def _next_stream(self) -> bytes:
-        """The first bytes behind a stream that are not zero; none at the end of the file."""
-        behind = self._stream.unused_data or self._file.read(io.DEFAULT_BUFFER_SIZE)
-        while behind and not behind.strip(b"\0"):
-            behind = self._file.read(io.DEFAULT_BUFFER_SIZE)
-        return behind.lstrip(b"\0")
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _open_bzip2(path: Path, mode: str = "rb") -> IO[bytes]:
-    return io.BufferedReader(_Streams(path, bz2.BZ2Decompressor))
-
-
-def _open_xz(path: Path, mode: str = "rb") -> IO[bytes]:
-    return io.BufferedReader(_Streams(path, lzma.LZMADecompressor))
 
 
 COMPRESSED: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open,
-    ".bz2": _open_bzip2,
-    ".xz": _open_xz,
-    ".zst": _open_zstandard,
+    ".bz2": _open_with_arrow,
+    ".xz": lzma.open,
+    ".zst": _open_with_arrow,
 }
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 """Suffixes of archive files."""

@@ -98,9 +98,13 @@ class Prepared:
         train_reference: np.ndarray | None = None,
         eval_reference: np.ndarray | None = None,
     ) -> "Prepared":
-        """The same rows with values for each document, and for each step (`step_reference`)."""
+        """The same rows with more values for each document, and for each step if given."""
         train, held_out = (
-            dataclasses.replace(rows, columns=columns, step_reference=reference)
+            dataclasses.replace(
+                rows,
+                columns={**rows.columns, **columns},
+                step_reference=rows.step_reference if reference is None else reference,
+            )
             for rows, reference in ((self.train, train_reference), (self.eval, eval_reference))
         )
         return dataclasses.replace(self, train=train, eval=held_out)
@@ -337,7 +341,8 @@ def _data(sections: list[_Section]) -> list[Data]:
 def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Remove rows from the training data for evaluation, before sources are mixed."""
     everything = np.concatenate([section.members for section in sections])
-    chosen = hold_out(everything, origins[everything], recipe.eval_rows, recipe.seed)
+    count = recipe.held_out(len(everything))
+    chosen = hold_out(everything, origins[everything], count, recipe.seed)
     for section in sections:
         section.members = section.members[~np.isin(section.members, chosen)]
     return chosen

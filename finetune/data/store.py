@@ -113,7 +113,7 @@ class Rows:
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict[str, TokenColumn])
     """Values of each label, by name."""
     step_reference: np.ndarray | None = None  # (steps,) fp64
-    """The reference's summed log-probability of each step's `mismatched` answers."""
+    """`Recipe.reference_of_step` of each step."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1

@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -359,6 +359,17 @@ class Engine(Ranks):
             if taken:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+    def reduced(
+        self, sums: Mapping[str, float], maxima: Mapping[str, float]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums over the rows of all ranks and maxima over all ranks, by name, in one collective.
+
+        A rank whose rows another one counts too (`counts`) adds nothing to the sums.
+        """
+        mine = [value if self.counts else 0.0 for value in sums.values()]
+        totals, largest = self.sums_and_maxima(mine, list(maxima.values()))
+        return dict(zip(sums, totals, strict=True)), dict(zip(maxima, largest, strict=True))
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
         """Run a function on every rank; all ranks raise what any of them refuses."""

@@ -21,7 +21,7 @@ from finetune.kernels.head import WithLoss, give_loss
 from finetune.methods.losses import token_logps
 from finetune.models.load_checks import token_rows
 from finetune.models.vocabulary import pad_id
-from finetune.planner.kernels import LOGITS
+from finetune.planner.families import family_of
 from finetune.process.progress import counted
 from finetune.recipe import Batch, Recipe
 
@@ -134,5 +134,5 @@ def _enable_loss(loaded: Loaded) -> None:
     if isinstance(network, WithLoss):
         return
     head = network.get_output_embeddings()
-    plain = type(head) is torch.nn.Linear and network.config.model_type in LOGITS
+    plain = type(head) is torch.nn.Linear and family_of(network.config.model_type).logits
     give_loss(network, chunked=plain)

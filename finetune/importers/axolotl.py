@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.importers import preferences, trainer
-from finetune.importers.translation import Translation, shown, text
+from finetune.importers.translation import Translation, listed, mapping, shown, text
 
 ATTENTION = {
     "flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
@@ -14,40 +14,52 @@ ATTENTION = {
 }  # fmt: skip
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
+MOVED = {
+    "trust_remote_code": "model.trust_remote_code", "tokens": "model.add_tokens",
+    "sample_packing": "batch.packing", "eval_batch_size": "evaluation.micro_rows",
+    "cosine_min_lr_ratio": "optim.min_lr", "early_stopping_patience": "evaluation.patience",
+}  # fmt: skip
+"""Fields with the same meaning."""
+ADAPTER = {
+    "lora_r": "adapter.r", "lora_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout",
+    "lora_modules_to_save": "adapter.modules_to_save", "peft_use_dora": "adapter.use_dora",
+    "peft_use_rslora": "adapter.use_rslora", "peft_init_lora_weights": "adapter.init_lora_weights",
+}  # fmt: skip
+"""Fields with the same meaning, of an adapter."""
 NOT_NEEDED = {
-    "tokenizer_type": "read from the tokenizer's files",
-    "tokenizer_use_fast": "the fast tokenizer is used",
-    "is_llama_derived_model": "read from config.json",
-    "is_mistral_derived_model": "read from config.json",
-    "is_qwen_derived_model": "read from config.json",
-    "is_falcon_derived_model": "read from config.json",
-    "dataset_prepared_path": "prepared rows are cached by their content",
-    "dataset_processes": "the number of processes is chosen automatically",
-    "dataset_num_proc": "the number of processes is chosen automatically",
-    "dataset_keep_in_memory": "rows are memory-mapped",
-    "pad_to_sequence_len": "padding does not affect training",
-    "eval_sample_packing": "evaluation uses the same batch layout as training",
-    "sample_packing_eff_est": "packs are counted, not estimated",
-    "sample_packing_group_size": "all rows are packed together",
-    "sample_packing_bin_size": "a pack has no limit of documents",
-    "total_num_tokens": "tokens are counted",
-    "batch_flattening": "batch.padding_free=auto concatenates rows",
-    "lora_fan_in_fan_out": "PEFT sets it for each layer",
-    "lora_mlp_kernel": "fused kernels are on (kernels)",
-    "lora_qkv_kernel": "fused kernels are on (kernels)",
-    "lora_o_kernel": "fused kernels are on (kernels)",
-    "lora_on_cpu": "`finetune export --merge` merges on the CPU",
-    "flash_attn_cross_entropy": "kernels.head=chunked never materializes all logits",
-    "flash_attn_rms_norm": "kernels.norm=fused",
-    "flash_attn_fuse_mlp": "kernels.activation=fused",
-    "device_map": "the backend places the model",
-    "max_memory": "the backend places the model",
-    "torch_compile": "kernels.pointwise=auto compiles where it is faster; kernels.blocks=compiled "
-    "compiles complete blocks",
-    "torch_compile_backend": "kernels.pointwise=auto compiles where it is faster",
-    "debug": "see `finetune inspect`",
-    "strict": "every key is always checked",
-}
+    "read from the tokenizer's files": "tokenizer_type",
+    "the fast tokenizer is used": "tokenizer_use_fast",
+    "read from config.json":
+        "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
+        "is_falcon_derived_model",
+    "prepared rows are cached by their content": "dataset_prepared_path",
+    "the number of processes is chosen automatically": "dataset_processes dataset_num_proc",
+    "rows are memory-mapped": "dataset_keep_in_memory",
+    "padding does not affect training": "pad_to_sequence_len",
+    "evaluation uses the same batch layout as training": "eval_sample_packing",
+    "packs are counted, not estimated": "sample_packing_eff_est",
+    "all rows are packed together": "sample_packing_group_size",
+    "a pack has no limit of documents": "sample_packing_bin_size",
+    "tokens are counted": "total_num_tokens",
+    "batch.padding_free=auto concatenates rows": "batch_flattening",
+    "PEFT sets it for each layer": "lora_fan_in_fan_out",
+    "fused kernels are on (kernels)": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
+    "`finetune export --merge` merges on the CPU": "lora_on_cpu",
+    "kernels.head=chunked never materializes all logits": "flash_attn_cross_entropy",
+    "kernels.norm=fused": "flash_attn_rms_norm",
+    "kernels.activation=fused": "flash_attn_fuse_mlp",
+    "the backend places the model": "device_map max_memory",
+    "kernels.pointwise=auto compiles where it is faster; kernels.blocks=compiled compiles complete "
+    "blocks": "torch_compile",
+    "kernels.pointwise=auto compiles where it is faster": "torch_compile_backend",
+    "see `finetune inspect`": "debug",
+    "every key is always checked": "strict",
+}  # fmt: skip
+NO_COUNTERPART = {
+    "the tokenizer's special tokens are used; model.add_tokens adds others": "special_tokens",
+    "on_nonfinite handles NaN; a high loss does not stop a run":
+        "loss_watchdog_threshold loss_watchdog_patience",
+}  # fmt: skip
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -61,33 +73,24 @@ def translate(job: Translation, folder: Path) -> None:
     _adapter(job)
     _data(job)
     _template(job)
-    job.set("batch.max_length", job.get("sequence_len", 512))
+    job.set("batch.max_length", 512)
     job.move("sequence_len", "batch.max_length")
     _overlong(job)
-    job.move("sample_packing", "batch.packing")
     trainer.batch(job, "micro_batch_size", 1)
-    job.move("eval_batch_size", "evaluation.micro_rows")
-    trainer.length(job, "num_epochs", 1.0)
+    trainer.length(job, "num_epochs", 1)
     trainer.schedule(job, "lr_scheduler", "cosine", 0.03)
-    job.move("cosine_min_lr_ratio", "optim.min_lr")
+    job.move_all(MOVED)
     trainer.evaluation_and_saving(job)
     for key, path in (("evals_per_epoch", "evaluation.every"), ("saves_per_epoch", "saving.every")):
-        reason = (
-            f"{shown(job.get(key))} per epoch: set {path} to a number of steps, see `finetune plan`"
-        )
-        job.say(key, "not needed" if job.get(key) == 0 else "no counterpart", reason)
-    job.move("early_stopping_patience", "evaluation.patience")
+        reason = f"per epoch: set {path} to a number of steps, see `finetune plan`"
+        outcome = "not needed" if job.get(key) == 0 else "no counterpart"
+        job.say(key, outcome, f"{shown(job.get(key))} {reason}")
     trainer.precision(job)
     trainer.checkpointing(job)
     _trackers(job)
     trainer.backend(job, folder)
-    for key, reason in NOT_NEEDED.items():
-        job.say(key, "not needed", reason)
-    reason = "the tokenizer's special tokens are used; model.add_tokens adds others"
-    job.say("special_tokens", "no counterpart", reason)
-    reason = "on_nonfinite handles NaN; a high loss does not stop a run"
-    for key in ("loss_watchdog_threshold", "loss_watchdog_patience"):
-        job.say(key, "no counterpart", reason)
+    job.say_all("not needed", NOT_NEEDED)
+    job.say_all("no counterpart", NO_COUNTERPART)
     trainer.the_rest(job)
 
 
@@ -115,15 +118,13 @@ def _model(job: Translation) -> None:
     job.move("base_model", "model.name", text)
     job.move("revision_of_model", "model.revision", text)
     job.move("tokenizer_config", "model.tokenizer", text)
-    job.move("trust_remote_code", "model.trust_remote_code")
     if job.get("base_model_config", job.get("base_model")) == job.get("base_model"):
         job.say("base_model_config", "not needed", "config.json is in the folder of the weights")
     kind = text(job.get("model_type"))
     causal = kind.endswith("ForCausalLM")
-    reason = (
-        "read from config.json" if causal else f"{kind}: the architecture in config.json is used"
-    )
-    job.say("model_type", "not needed" if causal else "differs", reason)
+    read = "read from config.json"
+    used = f"{kind}: the architecture in config.json is used"
+    job.say("model_type", *(("not needed", read) if causal else ("differs", used)))
     for key, attention in ATTENTION.items():
         if job.get(key):
             job.set("model.attention", attention)
@@ -136,17 +137,12 @@ def _model(job: Translation) -> None:
             job.move(key, "model.attention")
     if job.get("xformers_attention"):
         job.say("xformers_attention", "differs", "model.attention=sdpa computes the same")
-    if job.get("tokens") is not None:
-        job.move("tokens", "model.add_tokens")
 
 
 def _adapter(job: Translation) -> None:
     adapter = job.get("adapter")
-    quantization = "none"
-    if job.get("load_in_4bit") or adapter == "qlora":
-        quantization = "nf4"
-    elif job.get("load_in_8bit"):
-        quantization = "int8"
+    in_4bit = job.get("load_in_4bit") or adapter == "qlora"
+    quantization = "nf4" if in_4bit else "int8" if job.get("load_in_8bit") else "none"
     job.set("model.quantization", quantization)
     for key in ("load_in_4bit", "load_in_8bit"):
         job.say(key, "translated", f"model.quantization={quantization}")
@@ -158,9 +154,7 @@ def _adapter(job: Translation) -> None:
         return
     job.say("adapter", "translated", f"adapter, model.quantization={quantization}")
     job.set("adapter.r", 8)
-    job.move("lora_r", "adapter.r")
-    job.move("lora_alpha", "adapter.alpha")
-    job.move("lora_dropout", "adapter.dropout")
+    job.move_all(ADAPTER)
     if job.get("lora_target_linear"):
         job.set("adapter.targets", "all-linear")
         job.say("lora_target_linear", "translated", "adapter.targets=all-linear")
@@ -169,17 +163,8 @@ def _adapter(job: Translation) -> None:
     else:
         job.say("lora_target_linear", "not needed", "it is off")
         job.move("lora_target_modules", "adapter.targets")
-    job.move("lora_modules_to_save", "adapter.modules_to_save")
     job.move("lora_model_dir", "model.adapter", text)
-    job.move("peft_use_dora", "adapter.use_dora")
-    job.move("peft_use_rslora", "adapter.use_rslora")
-    job.move("peft_init_lora_weights", "adapter.init_lora_weights")
-    layers = job.get("peft_layers_to_transform")
-    job.move(
-        "peft_layers_to_transform",
-        "adapter.layers_to_transform",
-        lambda _: layers if isinstance(layers, list) else [layers],
-    )
+    job.move("peft_layers_to_transform", "adapter.layers_to_transform", listed)
 
 
 def _overlong(job: Translation) -> None:
@@ -227,43 +212,33 @@ def _data(job: Translation) -> None:
     if pretraining is not None:
         job.set("method", "pretrain")
         job.say("pretraining_dataset", "translated", "method=pretrain, data")
-        entries = cast(list[Any], pretraining) if isinstance(pretraining, list) else [pretraining]
-        places = [each if isinstance(each, dict) else {"path": each} for each in entries]
+        places = [e if isinstance(e, dict) else {"path": e} for e in listed(pretraining)]
         job.set("data", [_source(job, "pretraining_dataset", i, p) for i, p in enumerate(places)])
     for key, path in (("datasets", "data"), ("test_datasets", "eval_data")):
-        listed = job.get(key)
-        if listed is None:
+        entries = job.get(key)
+        if entries is None:
             continue
-        if not isinstance(listed, list):
-            raise FinetuneError(f"{key}: expected a list, got {shown(listed)}")
-        entries = cast(list[Any], listed)
+        if not isinstance(entries, list):
+            raise FinetuneError(f"{key}: expected a list, got {shown(entries)}")
         job.set(path, [_source(job, key, number, each) for number, each in enumerate(entries)])
         job.say(key, "translated", f"{path}, {len(entries)} sources")
-    size = job.get("val_set_size")
-    if isinstance(size, int) and size > 0:
-        job.move("val_set_size", "eval_rows")
-    elif not size:
-        job.say("val_set_size", "not needed", "nothing is held out")
-    else:
-        reason = f"a fraction of the rows, {shown(size)}: set eval_rows to a number of rows"
-        job.say("val_set_size", "no counterpart", reason)
+    job.held_out("val_set_size")
 
 
 def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise FinetuneError(f"{key}.{number}: expected keys and values, got {shown(entry)}")
-    values = {k: v for k, v in cast(dict[str, Any], entry).items() if v is not None}
+    values: dict[str, Any] = {k: v for k, v in entry.items() if v is not None}
     at = f"{key}.{number}"
     data: dict[str, Any] = {"source": text(values.get("path", ""))}
     job.say(f"{at}.path", "translated", "source")
     if "data_files" in values:
-        files = cast(Any, values["data_files"])
-        listed = cast(list[Any], files) if isinstance(files, list) else [files]
-        data["source"] = text(listed[0])
-        if len(listed) == 1:
-            job.say(f"{at}.data_files", "translated", f"source={shown(listed[0])}")
+        first, *others = listed(values["data_files"]) or [""]
+        data["source"] = text(first)
+        if not others:
+            job.say(f"{at}.data_files", "translated", f"source={shown(first)}")
         else:
-            reason = f"only {shown(listed[0])}: name each file as a source, or their folder"
+            reason = f"only {shown(first)}: name each file as a source, or their folder"
             job.say(f"{at}.data_files", "no counterpart", reason)
     for theirs, ours in (("name", "subset"), ("revision", "revision")):
         if theirs in values:
@@ -274,14 +249,7 @@ def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, An
     if "ds_type" in values:
         job.say(f"{at}.ds_type", "not needed", "derived from the file extension")
     _format(job, at, values, data)
-    read = ("path", "data_files", "name", "revision", "split", "ds_type")
-    for inner in values:
-        if inner not in read and f"{at}.{inner}" not in job.outcomes:
-            job.say(
-                f"{at}.{inner}",
-                "no counterpart",
-                f"{shown(values[inner])}: no field of a source corresponds to it",
-            )
+    job.say_values(at, values, ("path", "data_files", "name", "revision", "split", "ds_type"))
     return data
 
 
@@ -303,7 +271,7 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         return
     kind = values.get("type", "completion" if at.startswith("pretraining") else None)
     if isinstance(kind, dict):
-        _own_prompt(job, at, cast(dict[str, Any], kind), data)
+        _own_prompt(job, at, kind, data)
         return
     word = text(kind).split(".")[0].split(":")[0]
     key = f"{at}.type"
@@ -356,20 +324,20 @@ def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str,
 
 
 def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
-    mapping = values.get("message_property_mappings")
+    renamed = values.get("message_property_mappings")
     names = {"role": "role", "content": "content"}
-    if isinstance(mapping, dict):
-        names |= {k: text(v) for k, v in cast(dict[str, Any], mapping).items()}
+    names |= {k: text(v) for k, v in mapping(renamed).items()}
     for name in names:
         key = f"message_field_{name}"
-        names[name] = text(values.get(key, names[name]))
-        job.say(f"{at}.{key}", "translated", f"{names[name]}") if key in values else None
+        if key in values:
+            names[name] = text(values[key])
+            job.say(f"{at}.{key}", "translated", names[name])
     pair = (names["role"], names["content"])
     data["format"] = "sharegpt" if pair == ("from", "value") else "messages"
     if pair not in (("from", "value"), ("role", "content")) or len(names) > 2:
         reason = f"{shown(names)}: keys are role and content, or from and value: rename them"
         job.say(f"{at}.message_property_mappings", "no counterpart", reason)
-    elif mapping is not None:
+    elif renamed is not None:
         job.say(f"{at}.message_property_mappings", "translated", f"format={data['format']}")
     column = text(values.get("field_messages", "messages"))
     wanted = "conversations" if data["format"] == "sharegpt" else "messages"
@@ -391,17 +359,14 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
     }
     for key, known in same.items():
         if key in values:
-            reason = (
-                "same behavior"
-                if values[key] in known
-                else f"{shown(values[key])}: replaced by {known[0]}"
-            )
-            job.say(f"{at}.{key}", "translated" if values[key] in known else "differs", reason)
+            replaced = f"{shown(values[key])}: replaced by {known[0]}"
+            is_same = values[key] in known
+            told = ("translated", "same behavior") if is_same else ("differs", replaced)
+            job.say(f"{at}.{key}", *told)
     roles = values.get("roles")
     if isinstance(roles, dict):
         usual = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}}
         usual |= {"system": {"system"}, "tool": {"tool"}}
-        read = cast(dict[str, list[str]], roles)
-        others = [r for role, words in read.items() for r in words if r not in usual.get(role, ())]
+        others = [r for role, words in roles.items() for r in words if r not in usual.get(role, ())]
         reason = f"{', '.join(others)}: rename these roles in the data" if others else "same names"
         job.say(f"{at}.roles", "no counterpart" if others else "translated", reason)

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from finetune.errors import FinetuneError, did_you_mean, reading
 from finetune.importers import preferences, trainer
 from finetune.importers.translation import Translation, shown, text
 
 INFO = "dataset_info.json"
+SOURCE = ("hf_hub_url", "file_name", "subset", "split", "num_samples", "formatting", "columns")
+SOURCE += ("ranking", "tags")
 ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "sdpa"}
 PLAIN_ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
@@ -17,28 +19,47 @@ TAGS |= {"observation_tag": "observation", "function_tag": "function_call", "sys
 OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
 OPENAI_TAGS |= {"assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
 
+MOVED = {
+    "trust_remote_code": "model.trust_remote_code", "moe_aux_loss_coef": "model.router_aux_loss",
+    "per_device_eval_batch_size": "evaluation.micro_rows",
+}  # fmt: skip
+"""Fields with the same meaning."""
+ADAPTER = {
+    "lora_rank": "adapter.r", "lora_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout",
+    "use_dora": "adapter.use_dora", "use_rslora": "adapter.use_rslora",
+}  # fmt: skip
+"""Fields with the same meaning, of an adapter."""
 NOT_NEEDED = {
-    "do_train": "use `finetune train`",
-    "do_eval": "set by eval_data or eval_rows",
-    "do_predict": "see `finetune eval`",
-    "predict_with_generate": "see `finetune eval`",
-    "cache_dir": "HF_HOME sets where files of the hub are cached",
-    "overwrite_cache": "prepared rows are cached by their content",
-    "preprocessing_batch_size": "rows are prepared in parallel",
-    "preprocessing_num_workers": "the number of processes is chosen automatically",
-    "tokenized_path": "prepared rows are cached by their content",
-    "use_fast_tokenizer": "the fast tokenizer is used",
-    "low_cpu_mem_usage": "the backend places the model",
-    "use_reentrant_gc": "recomputation gives equal gradients",
-    "ignore_pad_token_for_loss": "padding is never trained",
-    "eval_on_each_dataset": "the loss is computed over all evaluation rows",
-    "enable_liger_kernel": "fused kernels are on (kernels)",
-    "use_unsloth_gc": "model.activation_checkpointing=offload keeps inputs in host memory",
-    "print_param_status": "see `finetune inspect`",
-    "trust_remote_code_dataset": "data sets never run code",
-    "media_dir": "only text is trained",
-    "image_max_pixels": "only text is trained",
-    "video_max_pixels": "only text is trained",
+    "use `finetune train`": "do_train",
+    "HF_HOME sets where files of the hub are cached": "cache_dir",
+    "prepared rows are cached by their content": "overwrite_cache tokenized_path",
+    "rows are prepared in parallel": "preprocessing_batch_size",
+    "the number of processes is chosen automatically": "preprocessing_num_workers",
+    "the fast tokenizer is used": "use_fast_tokenizer",
+    "the backend places the model": "low_cpu_mem_usage",
+    "recomputation gives equal gradients": "use_reentrant_gc",
+    "padding is never trained": "ignore_pad_token_for_loss",
+    "the loss is computed over all evaluation rows": "eval_on_each_dataset",
+    "fused kernels are on (kernels)": "enable_liger_kernel",
+    "model.activation_checkpointing=offload keeps inputs in host memory": "use_unsloth_gc",
+    "see `finetune inspect`": "print_param_status",
+    "data sets never run code": "trust_remote_code_dataset",
+    "only text is trained": "media_dir image_max_pixels video_max_pixels",
+}
+NOT_NEEDED_IF_OFF = {
+    "set by eval_data or eval_rows": "do_eval",
+    "see `finetune eval`": "do_predict predict_with_generate",
+    "models are loaded with transformers": "use_unsloth",
+    "for the available optimizers, see optim.name": "use_galore use_apollo use_badam",
+    "train an adapter, or all weights": "use_llama_pro",
+    "the attention of the model is used": "shift_attn",
+    "model.add_tokens resizes the embeddings": "resize_vocab",
+    "master weights are in fp32": "upcast_layernorm",
+    "the loss is computed in fp32": "upcast_lmhead_output",
+    "stream=true is a field of each source, and needs `first`": "streaming",
+    "see `finetune inspect`": "split_special_tokens",
+    "trackers are tensorboard, wandb, mlflow and trackio": "use_swanlab",
+    "noise on embeddings is not supported": "neftune_noise_alpha",
 }
 
 
@@ -54,43 +75,23 @@ def translate(job: Translation, folder: Path) -> None:
     _adapter(job)
     _data(job, folder)
     _template(job)
-    job.set("batch.max_length", job.get("cutoff_len", 2048))
+    job.set("batch.max_length", 2048)
     job.set("batch.overlong", "truncate")
     job.move("cutoff_len", "batch.max_length")
     job.assumed.append("batch.overlong=truncate: the other toolkit's behavior")
     _packing(job)
     trainer.batch(job, "per_device_train_batch_size", 8)
-    job.move("per_device_eval_batch_size", "evaluation.micro_rows")
-    trainer.length(job, "num_train_epochs", 3.0)
-    if "learning_rate" not in job.source:
-        job.set("optim.lr", 5e-5)
-        job.assumed.append("optim.lr=5e-05: the other toolkit's default")
+    trainer.length(job, "num_train_epochs", 3)
+    job.move_or_assume("learning_rate", "optim.lr", 5e-5)
+    job.move_all(MOVED)
     trainer.schedule(job, "lr_scheduler_type", "linear", 0.0)
     trainer.evaluation_and_saving(job)
     trainer.precision(job)
     _checkpointing(job)
     trainer.trackers(job)
     trainer.backend(job, folder)
-    for key, reason in NOT_NEEDED.items():
-        job.say(key, "not needed", reason)
-    for key in ("do_eval", "do_predict", "predict_with_generate"):
-        job.refuse_flag(key, NOT_NEEDED[key])
-    for key, reason in {
-        "use_unsloth": "models are loaded with transformers",
-        "use_galore": "for the available optimizers, see optim.name",
-        "use_apollo": "for the available optimizers, see optim.name",
-        "use_badam": "for the available optimizers, see optim.name",
-        "use_llama_pro": "train an adapter, or all weights",
-        "shift_attn": "the attention of the model is used",
-        "resize_vocab": "model.add_tokens resizes the embeddings",
-        "upcast_layernorm": "master weights are in fp32",
-        "upcast_lmhead_output": "the loss is computed in fp32",
-        "streaming": "stream=true is a field of each source, and needs `first`",
-        "split_special_tokens": "see `finetune inspect`",
-        "use_swanlab": "trackers are tensorboard, wandb, mlflow and trackio",
-        "neftune_noise_alpha": "noise on embeddings is not supported",
-    }.items():
-        job.refuse_flag(key, reason)
+    job.say_all("not needed", NOT_NEEDED)
+    job.refuse_flags(NOT_NEEDED_IF_OFF)
     trainer.the_rest(job)
 
 
@@ -125,14 +126,12 @@ def _model(job: Translation) -> None:
     if revision != "main":
         job.set("model.revision", revision)
     job.say("model_revision", "translated", f"model.revision={revision}")
-    job.move("trust_remote_code", "model.trust_remote_code")
     job.move("add_tokens", "model.add_tokens", _names)
     job.move("add_special_tokens", "model.add_tokens", _names)
     named = text(job.get("flash_attn", "auto"))
     if named in ATTENTION:
         job.set("model.attention", ATTENTION[named])
         job.say("flash_attn", "translated", f"model.attention={ATTENTION[named]}")
-    job.move("moe_aux_loss_coef", "model.router_aux_loss")
     bits = shown(job.get("quantization_bit"))
     kinds = {"null": "none", "4": "nf4", "8": "int8"}
     if bits in kinds:
@@ -162,14 +161,10 @@ def _adapter(job: Translation) -> None:
     job.say("finetuning_type", "translated", "adapter")
     if "finetuning_type" not in job.source:
         job.assumed.append("adapter: LoRA, the other toolkit's default")
-    job.set("adapter.r", job.get("lora_rank", 8))
-    job.move("lora_rank", "adapter.r")
-    job.move("lora_alpha", "adapter.alpha")
-    job.move("lora_dropout", "adapter.dropout")
+    job.set("adapter.r", 8)
+    job.move_all(ADAPTER)
     job.move("lora_target", "adapter.targets", _targets)
     job.move("additional_target", "adapter.modules_to_save", _names)
-    job.move("use_dora", "adapter.use_dora")
-    job.move("use_rslora", "adapter.use_rslora")
     if job.get("pissa_init"):
         turns = job.get("pissa_iter", 16)
         init = "pissa" if turns == -1 else f"pissa_niter_{turns}"
@@ -177,8 +172,7 @@ def _adapter(job: Translation) -> None:
         for key in ("pissa_init", "pissa_iter"):
             job.say(key, "translated", f"adapter.init_lora_weights={init}")
     else:
-        for key in ("pissa_init", "pissa_iter"):
-            job.say(key, "not needed", "pissa_init is off")
+        job.say_all("not needed", {"pissa_init is off": "pissa_init pissa_iter"})
     job.say("pissa_convert", "not needed", "an export of PiSSA is a normal LoRA adapter")
     job.move("adapter_name_or_path", "model.adapter", text)
     job.refuse_flag(
@@ -188,7 +182,7 @@ def _adapter(job: Translation) -> None:
 
 def _names(value: object) -> list[str]:
     if isinstance(value, list):
-        return [text(each) for each in cast(list[object], value)]
+        return [text(each) for each in value]
     return [name.strip() for name in text(value).split(",")]
 
 
@@ -254,13 +248,7 @@ def _data(job: Translation, folder: Path) -> None:
         names = _names(job.source[key])
         job.set(path, [_source(job, key, name, described, home) for name in names])
         job.say(key, "translated", f"{path}, {len(names)} sources")
-    if isinstance(size := job.get("val_size"), float) and 0 < size < 1:
-        reason = f"a fraction of the rows, {size}: set eval_rows to a number of rows"
-        job.say("val_size", "no counterpart", reason)
-    elif size:
-        job.move("val_size", "eval_rows")
-    else:
-        job.say("val_size", "not needed", "nothing is held out")
+    job.held_out("val_size")
     _mixture(job)
 
 
@@ -278,17 +266,16 @@ def _described(place: str, folder: Path) -> tuple[Mapping[str, Any], Path]:
         read = json.loads((home / INFO).read_text(encoding="utf-8"))
     if not isinstance(read, dict):
         raise FinetuneError(f"{home / INFO}: expected an object, got {type(read).__name__}")
-    return cast(dict[str, Any], read), home
+    return read, home
 
 
 def _source(
     job: Translation, key: str, name: str, described: Mapping[str, Any], home: Path
 ) -> dict[str, Any]:
-    entry = described.get(name)
-    if not isinstance(entry, dict):
+    values = described.get(name)
+    if not isinstance(values, dict):
         hint = did_you_mean(name, described)
         raise FinetuneError(f"{key}: {name}: not described in {home / INFO}{hint}")
-    values = cast(dict[str, Any], entry)
     at = f"{key}.{name}"
     preferences.refuse_unpaired(f"{key}: {name}", values, job.fields["method"])
     data: dict[str, Any] = {}
@@ -309,20 +296,8 @@ def _source(
         both = [rows for rows in (limit, data.get("first")) if isinstance(rows, int)]
         data["first"] = min(both, default=limit)
         job.say("max_samples", "differs", f"first={limit} of each source: the first rows")
-    read = (
-        "hf_hub_url",
-        "file_name",
-        "subset",
-        "split",
-        "num_samples",
-        "formatting",
-        "columns",
-        "ranking",
-    )
-    for inner in values:
-        if inner not in (*read, "tags") and values[inner] not in (None, False):
-            reason = f"{shown(values[inner])}: no field of a source corresponds to it"
-            job.say(f"{at}.{inner}", "no counterpart", reason)
+    others = {k: v for k, v in values.items() if v not in (None, False)}
+    job.say_values(at, others, SOURCE)
     return data
 
 
@@ -385,7 +360,7 @@ def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
     read = values.get(key) or {}
     if not isinstance(read, dict):
         raise FinetuneError(f"{INFO}: {key}: expected an object, got {type(read).__name__}")
-    return cast(dict[str, Any], read)
+    return read
 
 
 def _mixture(job: Translation) -> None:

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from finetune.importers.translation import Translation, shown, text
+from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
@@ -15,32 +15,31 @@ SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant": "constant",
     "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine",
 }  # fmt: skip
+DEEPSPEED = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 NOT_NEEDED = {
-    "output_dir": "give --output to `finetune train` or `finetune launch`",
-    "logging_steps": "every step is recorded in metrics.jsonl",
-    "logging_dir": "metrics are in the run directory",
-    "logging_strategy": "every step is recorded in metrics.jsonl",
-    "overwrite_output_dir": "a run directory is never overwritten; name another with --output",
-    "group_by_length": "the rows of a step are always divided into micro-batches by length",
-    "dataloader_num_workers": "rows are prepared once and read from memory-mapped files",
-    "dataloader_pin_memory": "rows are prepared once and read from memory-mapped files",
-    "dataloader_prefetch_factor": "rows are prepared once and read from memory-mapped files",
-    "remove_unused_columns": "columns that a format does not read are counted by name",
-    "ddp_timeout": "give --timeout MINUTES to `finetune train` or `finetune launch`",
-    "ddp_find_unused_parameters": "every trained parameter must get a gradient",
-    "resume_from_checkpoint": "give --resume to `finetune train` or `finetune launch`",
-    "auto_resume_from_checkpoints": "give --resume auto",
-    "save_safetensors": "weights are always saved as safetensors",
-    "tf32": "fp32 matrix products follow PyTorch's own setting",
-    "plot_loss": "loss.png is always drawn; --no-plot turns it off",
-    "include_num_input_tokens_seen": "tokens are always recorded",
-    "include_tokens_per_second": "tokens per second are always recorded",
-    "run_name": "a run is named by its directory",
-    "local_rank": "the launcher sets it",
-}
-"""Keys of both toolkits that do not affect training, and what replaces them."""
+    "give --output to `finetune train` or `finetune launch`": "output_dir",
+    "every step is recorded in metrics.jsonl": "logging_steps logging_strategy",
+    "metrics are in the run directory": "logging_dir",
+    "a run directory is never overwritten; name another with --output": "overwrite_output_dir",
+    "the rows of a step are always divided into micro-batches by length": "group_by_length",
+    "rows are prepared once and read from memory-mapped files":
+        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor",
+    "columns that a format does not read are counted by name": "remove_unused_columns",
+    "give --timeout MINUTES to `finetune train` or `finetune launch`": "ddp_timeout",
+    "every trained parameter must get a gradient": "ddp_find_unused_parameters",
+    "give --resume to `finetune train` or `finetune launch`": "resume_from_checkpoint",
+    "give --resume auto": "auto_resume_from_checkpoints",
+    "weights are always saved as safetensors": "save_safetensors",
+    "fp32 matrix products follow PyTorch's own setting": "tf32",
+    "loss.png is always drawn; --no-plot turns it off": "plot_loss",
+    "tokens are always recorded": "include_num_input_tokens_seen",
+    "tokens per second are always recorded": "include_tokens_per_second",
+    "a run is named by its directory": "run_name",
+    "the launcher sets it": "local_rank",
+}  # fmt: skip
+"""What replaces keys of both toolkits that do not affect training, with the keys."""
 
 
 def batch(job: Translation, micro: str, default: int) -> None:
@@ -48,7 +47,7 @@ def batch(job: Translation, micro: str, default: int) -> None:
     rows = job.get(micro, default)
     steps = job.get("gradient_accumulation_steps", 1)
     job.set("batch.micro_rows", rows)
-    job.say(micro, "translated", f"batch.micro_rows={shown(rows)}")
+    job.move(micro, "batch.micro_rows")
     if isinstance(rows, int) and isinstance(steps, int):
         whole = rows * steps * job.processes
         reason = f"batch.rows={whole} ({rows} x {steps} x {job.processes} processes)"
@@ -59,11 +58,10 @@ def batch(job: Translation, micro: str, default: int) -> None:
             f"{job.processes}; --processes sets another number"
         )
         return
-    job.say(
-        "gradient_accumulation_steps",
-        "no counterpart",
-        f"{shown(steps)} is not a number; set batch.rows, the rows of a step over all processes",
+    reason = (
+        f"{shown(steps)} is not a number; set batch.rows, the rows of a step over all processes"
     )
+    job.say("gradient_accumulation_steps", "no counterpart", reason)
 
 
 def schedule(job: Translation, scheduler: str, usual: str, warmup: float) -> None:
@@ -80,14 +78,13 @@ def schedule(job: Translation, scheduler: str, usual: str, warmup: float) -> Non
     _warmup(job, warmup)
     _end_of_schedule(job)
     _optimizer(job)
-    job.move("weight_decay", "optim.weight_decay")
+    job.move_all({"weight_decay": "optim.weight_decay", "adam_epsilon": "optim.eps"})
     job.move("max_grad_norm", "optim.max_grad_norm", lambda norm: norm or None)
     if {"adam_beta1", "adam_beta2"} & job.source.keys():
         betas = [job.get("adam_beta1", 0.9), job.get("adam_beta2", 0.999)]
         job.set("optim.betas", betas)
         for key in ("adam_beta1", "adam_beta2"):
             job.say(key, "translated", f"optim.betas={betas}")
-    job.move("adam_epsilon", "optim.eps")
 
 
 def _warmup(job: Translation, usual: float) -> None:
@@ -107,18 +104,13 @@ def _warmup(job: Translation, usual: float) -> None:
 def _end_of_schedule(job: Translation) -> None:
     key = "lr_scheduler_kwargs"
     kwargs = job.get(key)
-    if kwargs is None:
-        return
-    if isinstance(kwargs, dict) and set(cast(dict[str, Any], kwargs)) == {"min_lr_rate"}:
-        share = cast(dict[str, Any], kwargs)["min_lr_rate"]
-        job.set("optim.min_lr", share)
-        job.say(key, "translated", f"optim.min_lr={shown(share)}")
+    if list(mapping(kwargs)) == ["min_lr_rate"]:
+        job.move(key, "optim.min_lr", lambda values: values["min_lr_rate"])
     elif not kwargs:
         job.say(key, "not needed", "it is empty")
     else:
-        job.say(
-            key, "no counterpart", f"{shown(kwargs)}: only min_lr_rate is translated (optim.min_lr)"
-        )
+        reason = f"{shown(kwargs)}: only min_lr_rate is translated (optim.min_lr)"
+        job.say(key, "no counterpart", reason)
 
 
 def _optimizer(job: Translation) -> None:
@@ -128,32 +120,23 @@ def _optimizer(job: Translation) -> None:
         job.set("optim.name", OPTIMIZERS[name])
         job.say(key, "translated", f"optim.name={OPTIMIZERS[name]}")
     elif name == "paged_adamw_32bit":
-        job.say(
-            key,
-            "differs",
-            "paged_adamw_32bit: replaced by optim.name=adamw, whose state is not paged",
-        )
+        job.say(key, "differs", f"{name}: replaced by optim.name=adamw, whose state is not paged")
     else:
         job.say(key, "no counterpart", f"{name}: replaced by optim.name=adamw")
 
 
-def length(job: Translation, epochs: str, usual: float) -> None:
+def length(job: Translation, epochs: str, usual: int) -> None:
     """Translate epochs or steps, and the seed."""
-    job.set("epochs", job.get(epochs, usual))
-    job.move(epochs, "epochs")
-    if epochs not in job.source and not _steps(job):
-        job.assumed.append(f"epochs={usual:g}: the other toolkit's default")
     if _steps(job):
-        job.move("max_steps", "max_steps")
+        job.set("epochs", usual)
+        job.move_all({epochs: "epochs", "max_steps": "max_steps"})
     else:
+        job.move_or_assume(epochs, "epochs", usual)
         job.say("max_steps", "not needed", "below 1: the number of epochs applies")
-    job.set("seed", job.get("seed", 42))
-    job.move("seed", "seed")
-    if "seed" not in job.source:
-        job.assumed.append("seed=42: the other toolkit's default")
-    job.say("data_seed", "not needed", "seed also sets the order of rows")
-    if "data_seed" in job.source and job.source["data_seed"] != job.get("seed", 42):
-        job.say("data_seed", "differs", "seed also sets the order of rows")
+    job.move_or_assume("seed", "seed", 42)
+    seeds = job.get("seed", 42), job.get("data_seed", job.get("seed", 42))
+    outcome = "not needed" if seeds[0] == seeds[1] else "differs"
+    job.say("data_seed", outcome, "seed also sets the order of rows")
 
 
 def _steps(job: Translation) -> bool:
@@ -171,27 +154,29 @@ def evaluation_and_saving(job: Translation) -> None:
             job.say(key, "translated", f"{path}=null, once at the end")
         else:
             job.move(key, path)
+    at_the_end = "once, at the end of the run"
     for key, path in (
         ("eval_strategy", "evaluation.every"),
         ("evaluation_strategy", "evaluation.every"),
         ("save_strategy", "saving.every"),
     ):
         word = text(job.get(key))
-        if word == "steps":
-            job.say(key, "translated", f"{path} counts steps")
-        elif word == "epoch":
-            job.say(
-                key, "differs", f"once, at the end; set {path} to the number of steps of an epoch"
-            )
-        elif word in ("no", "false", "none"):
-            job.say(key, "differs", "once, at the end of the run")
-        else:
-            job.say(key, "no counterpart", f"{word}: once, at the end; or set {path}")
+        told: dict[str, tuple[Outcome, str]] = {
+            "steps": ("translated", f"{path} counts steps"),
+            "epoch": (
+                "differs",
+                f"once, at the end; set {path} to the number of steps of an epoch",
+            ),
+            **dict.fromkeys(("no", "false", "none"), ("differs", at_the_end)),
+        }
+        other = f"{word}: once, at the end; or set {path}"
+        job.say(key, *told.get(word, ("no counterpart", other)))
     job.move("save_total_limit", "saving.keep")
     job.refuse_flag("save_only_model", "a checkpoint always holds what resuming needs")
     job.say("load_best_model_at_end", "not needed", "an export uses the best checkpoint")
-    job.say("metric_for_best_model", "not needed", "the evaluation loss is used")
-    if text(job.get("metric_for_best_model", "loss")) not in ("loss", "eval_loss"):
+    if text(job.get("metric_for_best_model", "loss")) in ("loss", "eval_loss"):
+        job.say("metric_for_best_model", "not needed", "the evaluation loss is used")
+    else:
         job.say("metric_for_best_model", "differs", "the evaluation loss is used instead")
     job.refuse_flag("greater_is_better", "the evaluation loss is used: lower is better")
 
@@ -221,14 +206,12 @@ def checkpointing(job: Translation) -> None:
 
 
 def trackers(job: Translation) -> None:
-    names = job.get("report_to")
-    if names is None:
+    if "report_to" not in job.source:
         return
-    words = cast(list[object], names) if isinstance(names, list) else [names]
-    wanted = [text(word) for word in words if text(word) not in ("none", "false")]
-    known = [word for word in wanted if word in TRACKERS]
+    words = [text(word) for word in listed(job.source["report_to"])]
+    others = [word for word in words if word not in (*TRACKERS, "none", "false")]
+    known = [word for word in words if word in TRACKERS]
     job.set("trackers", known)
-    others = [word for word in wanted if word not in TRACKERS]
     if others:
         reason = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
         job.say("report_to", "no counterpart", reason)
@@ -252,38 +235,30 @@ def backend(job: Translation, folder: Path) -> None:
 
 
 def _deepspeed(job: Translation, folder: Path) -> str | None:
-    given = job.source["deepspeed"]
-    config: Any = given
-    if not isinstance(given, dict):
-        for path in (folder / str(given), Path(str(given))):
-            if path.is_file():
-                try:
-                    config = json.loads(path.read_text(encoding="utf-8"))
-                except (OSError, ValueError, RecursionError) as error:
-                    job.say("deepspeed", "no counterpart", f"{path}: cannot be read: {error}")
-                    return None
-                break
+    config = given = job.source["deepspeed"]
+    paths = [] if isinstance(given, dict) else [folder / str(given), Path(str(given))]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is not None:
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            job.say("deepspeed", "no counterpart", f"{path}: cannot be read: {error}")
+            return None
     if isinstance(config, dict):
-        zero = cast(dict[str, Any], config).get("zero_optimization")
-        values = cast(dict[str, Any], zero) if isinstance(zero, dict) else {}
+        values = mapping(mapping(config).get("zero_optimization"))
         stage = str(values.get("stage"))
-        sections = [values.get(key) for key in ("offload_param", "offload_optimizer")]
-        devices = [
-            cast(dict[str, Any], each).get("device") for each in sections if isinstance(each, dict)
-        ]
+        sections = mapping(values.get("offload_param")), mapping(values.get("offload_optimizer"))
+        devices = [section.get("device") for section in sections]
         offload = "_nvme" if "nvme" in devices else "_offload" if "cpu" in devices else ""
         known = f"its stage is {stage}"
     else:
         word = str(given).lower()
-        stage = next(
-            (digit for digit in "123" if f"z{digit}" in word or f"zero{digit}" in word), ""
-        )
+        stage = next((n for n in "123" if f"z{n}" in word or f"zero{n}" in word), "")
         offload = "_offload" if "offload" in word or "cpu" in word else ""
         known = "from its name, as the file was not found"
     name = f"zero{stage}{offload}"
-    shipped = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
-    if name not in shipped:
-        reason = f"{shown(given)}: no such backend; known are {', '.join(shipped)}"
+    if name not in DEEPSPEED:
+        reason = f"{shown(given)}: no such backend; known are {', '.join(DEEPSPEED)}"
         job.say("deepspeed", "no counterpart", reason)
         return None
     job.say("deepspeed", "translated", f"backend={name} ({known}); its other values are not used")
@@ -291,11 +266,9 @@ def _deepspeed(job: Translation, folder: Path) -> str | None:
 
 
 def _fsdp(job: Translation) -> str:
-    given = job.get("fsdp_config")
-    config = cast(dict[str, Any], given) if isinstance(given, dict) else {}
-    config = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    config = {k.removeprefix("fsdp_"): v for k, v in mapping(job.get("fsdp_config")).items()}
     wanted: Any = job.get("fsdp") or []
-    words = set(cast(list[str], wanted) if isinstance(wanted, list) else str(wanted).split())
+    words = set(wanted if isinstance(wanted, list) else str(wanted).split())
     strategy = str(config.get("sharding_strategy", "")).lower()
     keep = "shard_grad_op" in words or strategy in ("shard_grad_op", "2")
     keep = keep or config.get("reshard_after_forward") in (False, "false")
@@ -304,21 +277,20 @@ def _fsdp(job: Translation) -> str:
     hybrid = any("hybrid" in str(word).lower() for word in (*words, strategy))
     reason = f"backend={name}" + (", which shards over all processes" if hybrid else "")
     for key in ("fsdp", "fsdp_config"):
-        job.say(
-            key, "differs" if hybrid else "translated", f"{reason}; its other values are not used"
-        )
+        outcome = "differs" if hybrid else "translated"
+        job.say(key, outcome, f"{reason}; its other values are not used")
     return name
 
 
 def the_rest(job: Translation) -> None:
-    """Record the keys that do not affect training."""
-    for key, reason in NOT_NEEDED.items():
-        if key not in job.outcomes:
+    """Record the keys that do not affect training and have no outcome yet."""
+    by_prefix = {
+        ("wandb_", "mlflow_", "comet_"): "set the tracker's own environment variables",
+        ("push_to_hub", "hub_"): "nothing is uploaded; `finetune export` writes the model",
+    }
+    reasons = {key: reason for reason, keys in NOT_NEEDED.items() for key in keys.split()}
+    for key in [key for key in job.source if key not in job.outcomes]:
+        own = next((text for starts, text in by_prefix.items() if key.startswith(starts)), None)
+        reason = reasons.get(key, own)
+        if reason is not None:
             job.say(key, "not needed", reason)
-    for key in job.source:
-        if key.startswith("wandb_") or key.startswith("mlflow_") or key.startswith("comet_"):
-            reason = "set the tracker's own environment variables"
-            if key not in job.outcomes:
-                job.say(key, "not needed", reason)
-        if key.startswith(("push_to_hub", "hub_")) and key not in job.outcomes:
-            job.say(key, "not needed", "nothing is uploaded; `finetune export` writes the model")

@@ -1,7 +1,8 @@
 """Record the outcome of each key of another toolkit's configuration."""
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 Outcome = Literal["translated", "differs", "no counterpart", "not needed"]
@@ -40,16 +41,58 @@ class Translation:
             self.set(path, value)
             self.say(key, "translated", f"{path}={shown(value)}")
 
+    def move_all(self, paths: Mapping[str, str]) -> None:
+        """Translate keys to fields with the same meaning and the same values."""
+        for key, path in paths.items():
+            self.move(key, path)
+
+    def move_or_assume(self, key: str, path: str, usual: Any) -> None:
+        """Translate a key, or set the other toolkit's default if it is not given."""
+        if key in self.source:
+            self.move(key, path)
+        else:
+            self.set(path, usual)
+            self.assumed.append(f"{path}={shown(usual)}: the other toolkit's default")
+
     def say(self, key: str, outcome: Outcome, text: str) -> None:
         """Record an outcome; a key that is not in the source is not recorded."""
         if key.split(".")[0] in self.source:
             self.outcomes[key] = (outcome, text)
 
+    def say_all(self, outcome: Outcome, keys: Mapping[str, str]) -> None:
+        """Record an outcome of several keys, which are listed by the reason."""
+        for reason, named in keys.items():
+            for key in named.split():
+                self.say(key, outcome, reason)
+
+    def say_values(self, at: str, values: Mapping[str, Any], read: Collection[str]) -> None:
+        """Record the values of a source that are neither `read` nor have an outcome."""
+        for key, value in values.items():
+            if key not in read and f"{at}.{key}" not in self.outcomes:
+                reason = f"{shown(value)}: no field of a source corresponds to it"
+                self.say(f"{at}.{key}", "no counterpart", reason)
+
+    def held_out(self, key: str) -> None:
+        """Translate the number of rows that are held out; it may be a fraction of the rows."""
+        size = self.get(key)
+        if isinstance(size, float) and 0 < size < 1:
+            reason = f"a fraction of the rows, {size}: set eval_rows to a number of rows"
+            self.say(key, "no counterpart", reason)
+        elif size:
+            self.move(key, "eval_rows")
+        else:
+            self.say(key, "not needed", "nothing is held out")
+
     def refuse_flag(self, key: str, text: str) -> None:
         """Record a switch without a counterpart: not needed if off, no counterpart if on."""
-        if key in self.source:
-            off = self.source[key] in (False, "false", "none", "no", 0, "", [], {})
-            self.say(key, "not needed" if off else "no counterpart", text)
+        off = self.get(key) in (False, "false", "none", "no", 0, "", [], {})
+        self.say(key, "not needed" if off else "no counterpart", text)
+
+    def refuse_flags(self, keys: Mapping[str, str]) -> None:
+        """Record switches without a counterpart, which are listed by the reason."""
+        for reason, named in keys.items():
+            for key in named.split():
+                self.refuse_flag(key, reason)
 
     def finish(self) -> None:
         """Record every key without an outcome as one without a counterpart."""
@@ -60,13 +103,18 @@ class Translation:
 
 def shown(value: Any) -> str:
     """A value as in `key=value` on the command line, truncated if it is long."""
-    text = {True: "true", False: "false", None: "null"}.get(value) if _is_word(value) else None
-    text = str(value) if text is None else text
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+def listed(value: Any) -> list[Any]:
+    """A list as it is, another value as a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """An object as it is; empty for other values."""
+    return value if isinstance(value, dict) else {}
 
 
 def text(value: Any) -> str:

@@ -33,7 +33,6 @@ from finetune.models.quantization import compute_in, keep_unpacked, loading_argu
 from finetune.models.scoring import auto_class, draw_head, without_new_head
 from finetune.models.threads import settle_threads
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
-from finetune.planner import limits
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
 from finetune.process.progress import progress
 from finetune.recipe import Recipe, Scores
@@ -204,8 +203,6 @@ def load_weights(
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
     with progress(f"loading {name}"), within_memory(str(name)), reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
-        if found := list(limits.too_many_layers(fields)):
-            raise FinetuneError(*(f"{name}: {each}" for each in found))
         loaded: Any = auto_class(scores).from_pretrained(
             str(name),
             config=_config(name, revision, trust_remote_code, scores),

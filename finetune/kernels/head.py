@@ -18,11 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from finetune.errors import FinetuneError
 from finetune.kernels.balance import Balance, documents_of
 from finetune.kernels.chunked_loss import ChunkedLogProbs, ChunkedLoss
+from finetune.planner.families import family_of
 from finetune.planner.kernels import (
     CHUNK_ENTRIES,
     GPU_CHUNK_ENTRIES,
     GPU_TILE_ENTRIES,
-    LOGITS,
     TILE_ENTRIES,
 )
 
@@ -85,7 +85,7 @@ def plain_head(model: PreTrainedModel) -> nn.Module:
 
 def logit_function(config: PretrainedConfig) -> tuple[float, float | None]:
     """Scale and soft cap c of logits: c * tanh(scale * x / c), or scale * x if c is None."""
-    match LOGITS[config.model_type]:
+    match family_of(config.model_type).logits:
         case "softcapped":
             return 1.0, config.final_logit_softcapping
         case "divided":

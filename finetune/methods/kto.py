@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from finetune.data.samples import Sample
     from finetune.data.store import Rows
     from finetune.methods.losses import Loss
+    from finetune.training.passes import StepPasses
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-6, "warmup": 0.1}
 HIGH_LR = {"adapter": 1e-4, "all weights": 5e-6}
@@ -35,7 +36,7 @@ class KTO(Recipe):
     takes: ClassVar[Kind] = "judged"
     columns: ClassVar[tuple[str, ...]] = ("wanted",)
     reads_reference: ClassVar[bool] = True
-    reads_kl: ClassVar[bool] = True
+    passes_before_step: ClassVar[int] = 1
     unit: ClassVar[str] = "answers"
     encoding_fields: ClassVar[tuple[str, ...] | None] = ()
     metrics: ClassVar[tuple[str, ...]] = (
@@ -104,11 +105,19 @@ class KTO(Recipe):
     def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
         return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum())
 
+    def before_step(self, passes: "StepPasses") -> float:
+        """The KL of the step in nats, estimated from answers to the prompts of other rows."""
+        summed, answers = passes.mismatched_logps()
+        return (summed - passes.reference) / answers if answers else 0.0
+
+    def reference_of_step(self, passes: "StepPasses") -> float:
+        return passes.mismatched_logps()[0]
+
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
         """Sum over answers, eq. 7 and 8.
 
         With r the log-probability of an answer minus that of the reference, and z the KL of the
-        step (`batch.kl`, clamped at 0, without gradient): weight x (1 - sigmoid(beta (r - z))) for
+        step (`before_step`, clamped at 0, no gradient): weight x (1 - sigmoid(beta (r - z))) for
         a wanted answer, weight x (1 - sigmoid(beta (z - r))) for an unwanted one.
         """
         import torch
@@ -116,7 +125,7 @@ class KTO(Recipe):
         from finetune.methods.losses import Loss, sequence_values
 
         logps, logits, entropies, balance = sequence_values(model, batch)  # (documents,)
-        gains, kl = logps - batch.columns["reference"], max(0.0, batch.kl)
+        gains, kl = logps - batch.columns["reference"], max(0.0, batch.of_step)
         wanted = batch.columns["wanted"] > 0
         margins = torch.where(wanted, gains - kl, kl - gains)
         weights = torch.where(wanted, self.desirable_weight, self.undesirable_weight)

@@ -12,7 +12,7 @@ from finetune.kernels.balance import Balance
 from finetune.models import blank, targets
 from finetune.models import model as models
 from finetune.models.quantization import quantised_notes, quantization_config
-from finetune.planner.experts import BALANCED, DEFAULT
+from finetune.planner.families import family_of
 from finetune.recipe import Recipe
 
 
@@ -62,11 +62,12 @@ def _balance_notes(base: nn.Module, recipe: Recipe) -> list[str]:
     fields = config.to_dict()
     if asked == "none" and fields.get("output_router_logits"):
         return ["model.router_aux_loss: none, although config.json has output_router_logits=true"]
-    known = config.model_type in BALANCED and targets.has_experts(base)
+    default = family_of(config.model_type).balance
+    known = default is not None and targets.has_experts(base)
     if known and recipe.adapter is None and asked == "model":
         return [
             "model.router_aux_loss: no load-balancing loss is added while routers are trained, "
             "because config.json has output_router_logits=false; a factor such as "
-            f"{fields.get('router_aux_loss_coef') or DEFAULT:g} adds one"
+            f"{fields.get('router_aux_loss_coef') or default:g} adds one"
         ]
     return []

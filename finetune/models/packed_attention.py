@@ -28,7 +28,8 @@ from finetune.kernels import cpu
 from finetune.kernels.chains import Chain
 from finetune.kernels.precision import compute_dtype
 from finetune.kernels.repeated import repeated
-from finetune.planner.kernels import SINKS, against_one_call
+from finetune.planner.families import family_of
+from finetune.planner.kernels import against_one_call
 from finetune.planner.padding import Padding, against, leaks, padding
 from finetune.recipe import Recipe
 
@@ -93,7 +94,7 @@ def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> l
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dropped = bool(getattr(config, "attention_dropout", 0))
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    sinks = config.model_type in SINKS
+    sinks = family_of(config.model_type).sinks
     found = against_one_call(device, precision, dropped, capped, sinks)
     instead = ""
     if device == "cuda":

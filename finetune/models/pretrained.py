@@ -204,7 +204,8 @@ def _stored_fields(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 def advice(error: Exception) -> str:
     """Advice at the end of a loading error, on other kinds of models, custom code and pickles."""
     if "Unrecognized configuration class" in str(error):
-        return f"; {DECODER_ONLY}"
+        scores = "SequenceClassification" in str(error)
+        return f"; {'use Qwen3, Llama, Mistral or Gemma' if scores else DECODER_ONLY}"
     if "custom code" in str(error):
         return "; that code runs only with model.trust_remote_code=true"
     if "model.safetensors" in str(error):

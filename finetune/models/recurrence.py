@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.planner.padding import FORGETFUL, RECURRENT, rope_types
+from finetune.planner.families import family_of
+from finetune.planner.padding import rope_types
 
 BOUNDARIES = (
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_ends",
@@ -40,10 +41,10 @@ def separate_documents(model: PreTrainedModel) -> None:
     Classes are replaced by subclasses of the same name, as `kernels.head.give_loss` does. Call that
     first: boundaries are recorded when the complete model is called.
     """
-    kind = model.config.get_text_config().model_type
+    family = family_of(model.config.get_text_config().model_type)
     boundaries = SharedBoundaries()
-    wanted: dict[str, type] = dict.fromkeys(RECURRENT.get(kind, ()), PerDocument)
-    wanted |= dict.fromkeys(FORGETFUL.get(kind, ()), WithBoundaries)
+    wanted: dict[str, type] = dict.fromkeys(family.recurrent, PerDocument)
+    wanted |= dict.fromkeys(family.forgetful, WithBoundaries)
     if "longrope" in rope_types(model.config.get_text_config().to_dict()):
         rotary = {type(each).__name__ for each in model.modules()}
         wanted |= dict.fromkeys(

@@ -15,7 +15,7 @@ from finetune.models.packed_attention import check_layout, layout
 from finetune.models.pretrained import compute_dtype, pretrained
 from finetune.models.quantization import keep_unpacked
 from finetune.models.vocabulary import check_words, rows_needed
-from finetune.planner.kernels import LOGITS
+from finetune.planner.families import family_of
 from finetune.recipe import Model, Recipe
 
 MOST_NAMED = 3
@@ -72,7 +72,7 @@ def give(engine: Engine, student: PreTrainedModel, install: Any) -> None:
             )
             raise FinetuneError(*problems) from None
         kind = teacher.config.model_type
-        if kind not in LOGITS:
+        if family_of(kind).logits is None:
             raise FinetuneError(
                 f"teacher.name: how {kind} scales and caps logits is not known here; store its "
                 "log-probabilities with finetune teach, and name them in teacher_logps"

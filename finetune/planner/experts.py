@@ -4,23 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.planner.families import family_of
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import Model
 
-BALANCED = (
-    "mixtral", "granitemoe", "granitemoeshared", "granitemoehybrid", "gpt_oss", "phimoe",
-    "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe",
-    "flex_olmo", "ernie4_5_moe", "jamba",
-)  # fmt: skip
-"""Model types whose loss is `load_balancing_loss_func` of transformers 5.23."""
 EXPERT_FIELDS = (
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
 )  # fmt: skip
 """Config fields for the number of routed experts."""
-DEFAULT = 0.001
-"""Default of `router_aux_loss_coef` in configs without it."""
-DEFAULTS = {"olmoe": 0.01, "flex_olmo": 0.01}
-"""Defaults of model types that differ from `DEFAULT`."""
 
 
 def coefficient(model: Model, fields: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -30,23 +21,24 @@ def coefficient(model: Model, fields: Mapping[str, Any]) -> tuple[float | None, 
         fields: the model's config; empty if it is not known yet.
     """
     asked = model.router_aux_loss
-    kind = fields.get("model_type")
+    default = family_of(fields).balance
     if asked == "none" or not fields:
         return None, ""
     if asked == "model":
         if not fields.get("output_router_logits"):
             return None, ""
         stated = fields.get("router_aux_loss_coef")
-        factor = DEFAULTS.get(str(kind), DEFAULT) if stated is None else float(stated)
+        factor = default if stated is None else float(stated)
     else:
         factor = float(asked)
     if factor == 0:
         return None, ""
-    if kind in BALANCED and expert_count(fields) > 1:
+    if default is not None and expert_count(fields) > 1:
         return factor, ""
     source = "config.json has output_router_logits=true" if asked == "model" else f"got {asked}"
     return None, (
-        f"model.router_aux_loss: {source}, but no load-balancing loss is implemented for {kind}; "
+        f"model.router_aux_loss: {source}, but no load-balancing loss is implemented for "
+        f"{fields.get('model_type')}; "
         "set model.router_aux_loss=none to train without one"
     )
 

@@ -1,50 +1,17 @@
 """Choose the kernel options of a run, each with the reason for a fallback."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Literal
 
 from finetune.backend import Backend
 from finetune.planner.engines import TRAITS
-from finetune.planner.shapes.config_files import config_paths
+from finetune.planner.families import family_of
+from finetune.planner.shapes.config_files import model_fields
 from finetune.planner.shapes.read_config import caps_scores
 from finetune.recipe import Recipe
 
-Logits = Literal["plain", "softcapped", "divided", "multiplied"]
-
-LOGITS: dict[str, Logits] = {
-    "llama": "plain",
-    "mistral": "plain",
-    "mixtral": "plain",
-    "qwen2": "plain",
-    "qwen2_moe": "plain",
-    "qwen3": "plain",
-    "qwen3_moe": "plain",
-    "gemma": "plain",
-    "gemma2": "softcapped",
-    "gemma3_text": "softcapped",
-    "granite": "divided",
-    "cohere": "multiplied",
-    "cohere2": "multiplied",
-    "phi3": "plain",
-    "olmo2": "plain",
-    "smollm3": "plain",
-}
-"""Computation between backbone and loss, by `model_type` in transformers 5.23: only the head, or
-the head followed by cap * tanh(x / cap) (`final_logit_softcapping`), a division
-(`logits_scaling`), or a multiplication (`logit_scale`)."""
-
-UNFUSED: dict[str, tuple[str, ...]] = {
-    "mixtral": ("activation",),
-    "qwen3_moe": ("activation",),
-    "phi3": ("activation", "rotary"),
-    "olmo2": ("norm", "rotary"),
-    "cohere": ("norm", "activation", "rotary"),
-    "cohere2": ("norm", "activation", "rotary"),
-}
-"""Kernel options without an implementation in `finetune/kernels`, by model type."""
 PARTS = {"norm": "norms", "activation": "feed-forward layers", "rotary": "attention layers"}
 
 CHUNK_ENTRIES = 2**23
@@ -67,9 +34,6 @@ SCORE_ENTRIES = 2**23
 """Maximum number of elements in these scores, unless `SCORE_LEAST` queries need more."""
 SCORE_LEAST = 64
 """Minimum number of queries per block."""
-
-SINKS = ("gpt_oss",)
-"""Model types whose attention adds a sink to the scores of each query."""
 
 COMPILE_FROM = {"cpu": 10_000, "cuda": 3_000_000}
 """Tokens of a run from which `kernels.pointwise=auto` compiles. An estimate of where compiling
@@ -100,11 +64,6 @@ BLOCKS_RULES: dict[DeviceType, str] = {
 }
 COMPILED = "kernels.blocks=compiled fuses it with the rest of a block"
 """Why the kernel options inside of blocks are not used."""
-COMPILED_BLOCKS = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "cohere",
-    "phi3", "olmo2", "smollm3",
-)  # fmt: skip
-"""Model types of which `kernels.blocks=compiled` is supported: blocks without experts."""
 ONE_CALL: dict[DeviceType, tuple[str, str]] = {
     "cpu": ("a CPU with AMX or AVX-512 for bf16", "one pass where pointwise is compiled"),
     "cuda": ("a GPU from Ampere on", "one variable-length kernel"),
@@ -150,7 +109,7 @@ def attention_rules(recipe: Recipe, backend: Backend) -> dict[DeviceType, str]:
     traits = (
         bool(fields.get("attention_dropout")),
         caps_scores(fields),
-        fields.get("model_type") in SINKS,
+        family_of(fields).sinks,
     )
     rules: dict[DeviceType, str] = {}
     for device, (where, call) in ONE_CALL.items():
@@ -192,7 +151,7 @@ def _head(recipe: Recipe, backend: Backend, kind: str | None) -> Choice:
         return Choice("head", "whole", "the head has an adapter (adapter.targets)")
     if recipe.adapter is not None and recipe.adapter.trainable_token_indices:
         return Choice("head", "whole", "its rows are trained (adapter.trainable_token_indices)")
-    if kind is not None and kind not in LOGITS:
+    if kind is not None and family_of(kind).logits is None:
         return Choice("head", "whole", f"the steps from head to loss of {kind} are not known here")
     if backend.axes.tensor > 1:
         return Choice("head", "labelled", f"{backend.name} divides the head over processes")
@@ -214,7 +173,7 @@ def _on_head(targets: str | tuple[str, ...]) -> bool:
 def _part(option: str, asked: str, kind: str | None, compiled: bool) -> Choice:
     if asked == "fused" and compiled:
         return Choice(option, "plain", COMPILED)
-    if asked == "fused" and kind is not None and option in UNFUSED.get(kind, ()):
+    if asked == "fused" and option in family_of(kind).unfused:
         return Choice(option, "plain", f"the {PARTS[option]} of {kind} are not known here")
     return Choice(option, asked)
 
@@ -239,23 +198,6 @@ def _lora(recipe: Recipe, backend: Backend) -> Choice:
 def model_type(recipe: Recipe) -> str | None:
     """The model type of a recipe; None if the model's config is not on this machine."""
     return model_fields(recipe).get("model_type")
-
-
-def model_fields(recipe: Recipe) -> dict[str, Any]:
-    """The config of a recipe's model; empty if it is not on this machine."""
-    model = recipe.model
-    if model.config is not None:
-        return dict(model.config)
-    if model.name is None:
-        return {}
-    for path in config_paths(model.name, model.revision):
-        if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError):
-                return {}  # loading the model reports the error
-            return cast(dict[str, Any], found) if isinstance(found, dict) else {}
-    return {}
 
 
 def score_block(heads: int, length: int) -> int:

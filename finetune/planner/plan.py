@@ -11,10 +11,12 @@ from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.experts import quantised_share
 from finetune.planner.kernels import Choice, DeviceType, attention_rules, choices, model_type
 from finetune.planner.mesh import Mesh, mesh_of
-from finetune.planner.padding import Padding, known_fields, padding
+from finetune.planner.padding import Padding, padding
 from finetune.planner.rules import incompatibilities
+from finetune.planner.shapes.config_files import fields_of, known_fields
 from finetune.planner.shared_prompts import SharedPrompts, shared_prompts
 from finetune.recipe import Recipe
+from finetune.recipe.sections import Every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,17 @@ class Plan:
         rows *= self.recipe.rows_per_sample
         return max(1, math.ceil(self.recipe.epochs * rows / self.recipe.batch.rows))
 
+    def interval(self, every: Every | None, rows: int) -> int | None:
+        """Optimizer steps of a cadence in the recipe, on a training set of `rows` rows."""
+        if every is None or isinstance(every, int):
+            return every
+        if isinstance(every, float):
+            steps = every * self.steps(rows)
+        else:
+            epoch = rows * self.recipe.rows_per_sample / self.recipe.batch.rows
+            steps = float(every.split()[0]) * epoch
+        return max(1, math.ceil(round(steps, 6)))
+
     def notes(self) -> list[str]:
         """Warnings that do not prevent the run."""
         notes: list[str] = []
@@ -107,7 +120,7 @@ class Plan:
                 f"{self.processes} processes ({optim.lr:.3g} on one)"
             )
         notes += self.recipe.advice()
-        notes += limits.advice(self.recipe, limits.fields_of(self.recipe))
+        notes += limits.advice(self.recipe, fields_of(self.recipe))
         return notes + [choice.line() for choice in self.kernels if choice.fallback]
 
     def summary(self) -> dict[str, object]:
@@ -203,7 +216,7 @@ class Plan:
 
     def _stored(self) -> str:
         """The quantized share of the base model, as text."""
-        kind, share = self.recipe.model.quantization, quantised_share(limits.fields_of(self.recipe))
+        kind, share = self.recipe.model.quantization, quantised_share(fields_of(self.recipe))
         if share is None:
             return f"linear layers of the base in {kind}, embeddings and head not"
         return f"{share:.1%} of the base in {kind} (linear layers, without the head)"

@@ -9,24 +9,16 @@ from collections.abc import Iterator
 from finetune.backend import Backend
 from finetune.planner import division, limits
 from finetune.planner.engines import TRAITS
-from finetune.planner.kernels import COMPILED_BLOCKS, choices, model_type
+from finetune.planner.families import family_of
+from finetune.planner.kernels import choices, model_type
 from finetune.planner.mesh import mesh_of
-from finetune.planner.padding import against, known_fields, padding
+from finetune.planner.padding import against, padding
+from finetune.planner.shapes.config_files import fields_of, known_fields
 from finetune.planner.shapes.prequantised import prequantised
 from finetune.planner.shared_prompts import sharing_problems
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
-
-
-WITHOUT_SDPA = (
-    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "falcon_mamba",
-    "flint", "gemma2", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj",
-    "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "mamba", "mamba2", "megatron-bert",
-    "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer",
-    "rwkv", "trocr", "vaultgemma", "xglm", "xlm", "xlnet", "xlstm",
-)  # fmt: skip
-"""Model types without SDPA in transformers 5.23; unpadded rows use our own attention."""
 
 
 def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
@@ -74,7 +66,7 @@ def _completeness(recipe: Recipe, backend: Backend, processes: int) -> Iterator[
 
 
 def _limits(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    yield from limits.problems(recipe, limits.fields_of(recipe))
+    yield from limits.problems(recipe, fields_of(recipe))
 
 
 def _mixture(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
@@ -295,7 +287,7 @@ def _attention(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
         return
     fields = known_fields(recipe)
     kind = fields.get("model_type")
-    if kind in WITHOUT_SDPA and not padding(recipe, fields).free:
+    if not family_of(kind).sdpa and not padding(recipe, fields).free:
         free = padding(dataclasses.replace(recipe, batch=Batch()), fields).free
         yield (
             f"model.attention: transformers has no sdpa for {kind}; use model.attention=eager"
@@ -319,7 +311,8 @@ def _blocks(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
     kind, checkpointing = model_type(recipe), recipe.model.activation_checkpointing
     cuts = TRAITS[backend.engine].for_own_module and backend.shard == "params"
     reasons = {
-        f"blocks of {kind} are not known to compile": kind not in (None, *COMPILED_BLOCKS),
+        f"blocks of {kind} are not known to compile": kind is not None
+        and not family_of(kind).compiles,
         f"{backend.name} divides the products of a block": backend.axes.any,
         f"{backend.name} gathers weights in hooks of modules inside of a block": cuts,
         f"model.quantization={recipe.model.quantization} has products that are not compiled": (
@@ -369,6 +362,11 @@ def _optimizer(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str
         yield (
             f"optim.name: adafactor needs complete rows and columns of matrices, which "
             f"{backend.name} shards; use adamw, or ddp"
+        )
+    if backend.engine == "deepspeed" and (":" in name or name in ("lion", "sgd")):
+        yield (
+            f"optim.name: checkpoints of {backend.name} hold the two moments of AdamW, and not the "
+            f"state of {name}; use fsdp_full_shard"
         )
     if name == "muon" and sharded:
         yield (

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from finetune.backend import Backend
 from finetune.planner.experts import coefficient
-from finetune.planner.padding import RECURRENT, Padding, padding, rope_types
+from finetune.planner.families import family_of
+from finetune.planner.padding import Padding, padding, rope_types
 from finetune.recipe import Recipe
 
 SEVERAL = {"pairs": "both answers of a pair", "prompts": "the completions of a group"}
@@ -77,9 +78,8 @@ def against_sharing(recipe: Recipe, backend: Backend, fields: Mapping[str, Any])
 
 def _of_model(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Reasons in a model's config."""
-    kind = fields.get("model_type")
-    if kind in RECURRENT:
-        yield f"'{kind}' models have layers with a state"
+    if family_of(fields).recurrent:
+        yield f"'{fields['model_type']}' models have layers with a state"
     if "longrope" in rope_types(fields):
         yield "'longrope' positions depend on the length of each document"
     if random := sorted(set(_random(fields))):

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.changes import Changes
 from finetune.errors import Checked
+from finetune.recipe.changes import Changes
 from finetune.recipe.sections import (
     STRICT,
     Batch,
     Data,
     Evaluation,
+    HeldOut,
     Kernels,
     LoRA,
     Model,
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
     from finetune.data.samples import Sample
     from finetune.data.store import Rows
     from finetune.methods.losses import Loss
+    from finetune.training.passes import DataPasses, StepPasses
 
 __all__ = [
-    "STRICT", "Batch", "Data", "Evaluation", "Kernels", "Kind", "LoRA", "Model", "Optim",
-    "Positive", "Recipe", "Saving", "Scores", "Teacher", "Text",
+    "STRICT", "Batch", "Data", "Evaluation", "HeldOut", "Kernels", "Kind", "LoRA", "Model",
+    "Optim", "Positive", "Recipe", "Saving", "Scores", "Teacher", "Text",
 ]  # fmt: skip
 
 Kind = Literal["text", "pairs", "judged", "labelled", "prompts"]
@@ -71,17 +73,16 @@ class Recipe(Changes, metaclass=Checked):
     """Names of the per-row numbers that `encode` returns; `loss` reads them from the batch."""
     reads_reference: ClassVar[bool] = False
     """Whether `loss` reads the log-probabilities of a reference model from the batch."""
-    reads_kl: ClassVar[bool] = False
-    """Whether `loss` reads the KL of the complete step (`batch.kl`), an extra forward pass."""
+    passes_before_step: ClassVar[int] = 0
+    """Forward passes over as many rows as a step has that `before_step` makes before each step."""
     encoding_fields: ClassVar[tuple[str, ...] | None] = None
     """Fields of the method that `encode` depends on; None for all of them."""
-    adapter_kind: ClassVar[type] = LoRA
 
     model: Model = Field(default_factory=Model)
     data: tuple[Data, ...] = ()
     eval_data: tuple[Data, ...] = ()
-    eval_rows: Positive | None = None
-    """Number of rows of `data` to hold out for evaluation when there is no `eval_data`."""
+    eval_rows: HeldOut | None = None
+    """Rows of `data` to hold out for evaluation without `eval_data`: a number, or a fraction."""
     data_checks: Literal["refuse", "report"] = "refuse"
     """Refuse or report data that must be a mistake: no row ends, rows exceed the context, ..."""
     adapter: LoRA | None = None
@@ -111,6 +112,12 @@ class Recipe(Changes, metaclass=Checked):
     def taught_by(self) -> Model | None:
         """The teacher model, loaded next to the student; None without a teacher."""
         return None
+
+    def held_out(self, rows: int) -> int:
+        """Rows of `data` that are held out for evaluation, of all its rows."""
+        if isinstance(self.eval_rows, float):
+            return max(1, round(self.eval_rows * rows))
+        return self.eval_rows or 0
 
     def label_counts(self, rows: "Rows") -> dict[str, int]:
         """Number of rows for each label; empty for a method without labels."""
@@ -217,11 +224,37 @@ class Recipe(Changes, metaclass=Checked):
         """The sum of `count` over the chosen rows, computed on any rank without communication."""
         raise NotImplementedError
 
+    def before_training(self, passes: "DataPasses") -> "Mapping[str, np.ndarray]":
+        """Values of each document that `loss` reads from `batch.columns`, computed before step 1.
+
+        Called on every rank with the model at the start of training; the values are kept with the
+        run, and a resumed run reads them from there.
+
+        Returns:
+            (documents,) fp64 by name, from `passes.of_documents`.
+        """
+        return {}
+
+    def before_step(self, passes: "StepPasses") -> Any:
+        """A value of the complete step that `loss` reads as `batch.of_step`, without gradient.
+
+        Called on every rank before the passes of each step and of each evaluation, if
+        `passes_before_step` is not 0; it must be the same on every rank.
+        """
+        return None
+
+    def reference_of_step(self, passes: "StepPasses") -> float:
+        """A value of each step by the reference, which `before_step` reads: `passes.reference`.
+
+        Called before the first step for a method with `reads_reference` and `passes_before_step`.
+        """
+        return 0.0
+
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
         """Sum of the loss over the terms of a micro-batch, and sums of the method's metrics.
 
-        Each term depends only on its own row, so the sum over a step does not depend on how the
-        step is split into micro-batches.
+        Each term depends only on its own row, and on what `before_step` computed of the complete
+        step, so the sum over a step does not depend on how the step is split into micro-batches.
         """
         raise NotImplementedError
 

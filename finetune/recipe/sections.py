@@ -3,16 +3,49 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic.dataclasses import dataclass
 
-from finetune.errors import Checked
+from finetune.errors import Checked, did_you_mean
 
 STRICT = ConfigDict(extra="forbid", str_strip_whitespace=True, allow_inf_nan=False)
 
 Positive = Annotated[int, Field(gt=0, le=10**12)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def cadence(value: Any) -> Any:
+    """Check steps, a fraction of the run, or a text such as `0.5 epochs`."""
+    epochs = isinstance(value, str) and re.fullmatch(r"(\d*\.?\d+) epochs?", value)
+    share = isinstance(value, float) and 0 < value < 1
+    steps = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 10**12
+    if steps or share or (epochs and float(epochs[1])):
+        return value
+    raise ValueError(
+        "expected steps (100), a fraction of the run (0.1), or text such as 0.5 epochs"
+    )
+
+
+def rows_or_share(value: Any) -> Any:
+    """Check a number of rows, or a fraction of all rows."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and (0 < value < 1 or (1 <= value <= 10**12 and value == int(value))):
+        return value if value < 1 else int(value)
+    raise ValueError("expected a number of rows (500), or a fraction of all rows (0.05)")
+
+
+def optimizer(name: str) -> str:
+    """Check a built-in name; `module:Class` is imported when it is used."""
+    if ":" not in name and name not in OPTIMIZERS:
+        known = f"{', '.join(OPTIMIZERS)}, or module:Class of a torch.optim.Optimizer"
+        raise ValueError(f"expected one of {known}{did_you_mean(name, OPTIMIZERS)}")
+    return name
+
+
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon", "lion", "sgd")
+Every = Annotated[int | float | str, BeforeValidator(cadence)]
+HeldOut = Annotated[int | float, BeforeValidator(rows_or_share)]
 
 
 def split_names(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -170,14 +203,17 @@ class Batch(metaclass=Checked):
 class Optim(metaclass=Checked):
     """The optimizer and its schedule, in optimizer steps of the complete job."""
 
-    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
-    """Optimizer."""
+    name: Annotated[str, AfterValidator(optimizer)] = "adamw"
+    """Optimizer: a built-in name, or `module:Class` of any `torch.optim.Optimizer`."""
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply `lr` by the number of processes (`linear`), by its square root, or not at all."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Learning rate schedule after warmup."""
+    schedule: Literal[
+        "constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
+        "inverse_sqrt", "warmup_stable_decay",
+    ] = "cosine"  # fmt: skip
+    """Learning rate schedule after warmup, by its name in transformers."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
     """Warmup: a fraction of all steps if below 1, otherwise a number of steps."""
     min_lr: Share = 0.0
@@ -185,7 +221,7 @@ class Optim(metaclass=Checked):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay on matrices; vectors (biases, norms) are never decayed."""
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """Decay rates of the first and second moments."""
+    """Decay rates of the first and second moments; for `lion`, usually [0.9, 0.99]."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Term added to the denominator for numerical stability."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -194,6 +230,10 @@ class Optim(metaclass=Checked):
     """On a NaN or infinite loss or gradient: stop, or skip the step. The step is never applied."""
     max_skipped: Positive = 10
     """Maximum number of skipped steps in a run; one more stops it."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the optimizer besides the fields above, such as `momentum` of `sgd`."""
+    schedule_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the schedule in transformers, such as `num_cycles`, `power`, `min_lr_rate`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -222,8 +262,8 @@ class Kernels(metaclass=Checked):
 class Evaluation(metaclass=Checked):
     """Evaluation on `eval_data` during training."""
 
-    every: Positive | None = None
-    """Optimizer steps between evaluations; by default once, at the end."""
+    every: Every | None = None
+    """Between evaluations: steps, a fraction of the run, or `0.5 epochs`; by default at the end."""
     micro_rows: Positive | None = None
     """Rows per forward pass; by default `batch.micro_rows`."""
     best: Text = "loss"
@@ -242,8 +282,8 @@ class Evaluation(metaclass=Checked):
 class Saving(metaclass=Checked):
     """When checkpoints are written, and how many are kept."""
 
-    every: Positive | None = None
-    """Optimizer steps between checkpoints; by default once, at the end."""
+    every: Every | None = None
+    """Between checkpoints: steps, a fraction of the run, or `0.5 epochs`; by default at the end."""
     keep: Positive = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
     background: bool = False

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.reports.curves import Curve, Point, draw, finite, smooth
+from finetune.reports.drawings import Chart, Curve, Point, chart, finite, smooth
 from finetune.reports.evaluation import shown
-from finetune.reports.page import Chart, templates
+from finetune.reports.page import templates
 from finetune.reports.tables import Table
 from finetune.runs import units
 from finetune.runs.environment import public
@@ -173,11 +173,7 @@ def _charts(names: Sequence[str], histories: Sequence[History]) -> list[Chart]:
         curves = [
             Curve(name, points, "smooth" if kind.startswith("training ") else "dots", number)
             for number, (name, points) in enumerate(zip(names, each, strict=True))
-            if finite(points)
         ]
-        if all(len(finite(curve.points)) < 2 for curve in curves):
-            continue  # the table has single values
-        drawing = draw(curves, label=kind, show=lambda value: f"{value:.4g}", size="wide")
-        if drawing:
-            charts.append(Chart(kind, "wide", drawing, curves))
+        if any(len(finite(curve.points)) > 1 for curve in curves):  # the table has single values
+            charts.append(chart(kind, curves, size="wide"))
     return charts

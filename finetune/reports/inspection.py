@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,24 @@ from rich.markup import escape
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from finetune import catalog
 from finetune.cache import cache
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import load_chat
+from finetune.data.formats import find_format, fitting
 from finetune.data.order import permutation
 from finetune.data.prepare import Prepared, prepare
+from finetune.data.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.models.model import load_tokenizer
-from finetune.recipe import Recipe
+from finetune.recipe import Kind, Recipe
 
 BROKEN = "\ufffd"
 """Decoded text of an incomplete character."""
+METHODS: dict[Kind, str] = {"text": "sft", "pairs": "dpo", "judged": "kto"}
+"""A method with no required fields for each kind of sample, to show data without a recipe."""
+ANY_LENGTH = 2**20
+"""Maximum tokens of a row that is shown without a recipe: none is cut or refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +104,35 @@ class Inspection:
     packed row."""
     completions: list[list[Scored]] = dataclasses.field(default_factory=list[list[Scored]])
     """Completions by the initial model for each row shown; empty unless requested."""
+
+
+def recipe_of_data(source: str, model: str | None, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe with the defaults for data: a format that reads its first row, and a method.
+
+    Args:
+        source: A file, folder, glob or hub data set.
+        model: Name or folder of the model.
+        overrides: `key=value` words, which come last: `data.0.format=ranked_all` replaces the
+            format that was found.
+
+    Raises:
+        FinetuneError: there is no such data, or an override is wrong.
+    """
+
+    def made(method: str, **data: Any) -> Recipe:
+        fields = {
+            "method": method, "model": {"name": model}, "batch": {"max_length": ANY_LENGTH},
+            "data": [{"source": source, **data}],
+        }  # fmt: skip
+        return catalog.override(catalog.from_fields(fields), overrides)
+
+    recipe = made("sft", format="messages")
+    name, columns = recipe.data[0].format, dict[str, str | None]()
+    if not any(word.startswith("data.0.format=") for word in overrides):
+        # Where nothing fits, `messages` stays: preparing the data says what the row has instead.
+        row = next(find_source(recipe.data[0]).rows(), None)
+        name, columns = fitting(row and row.value, METHODS) or (name, columns)
+    return made(METHODS.get(find_format(name).gives, "sft"), format=name, columns=columns)
 
 
 def inspect(recipe: Recipe, rows: int = 3) -> Inspection:

@@ -4,20 +4,20 @@ The page is self-contained: no scripts, fonts or requests. A section is left out
 missing, so runs in progress, killed runs and runs without evaluation have a page too.
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 import yaml
-from markupsafe import Markup
 
-from finetune.reports import mesh_drawings
-from finetune.reports.curves import MANY, Curve, Point, draw, finite, smooth
-from finetune.reports.run_mesh import drawings
+from finetune.backend.axes import Axes
+from finetune.planner import schedules
+from finetune.planner.estimate.moments import Moment
+from finetune.planner.mesh import AXES, Mesh
+from finetune.reports.drawings import Chart, Curve, Drawings, Size, chart, loss_curves
 from finetune.reports.sections import sections
 from finetune.reports.tables import cell
 from finetune.runs import units
@@ -55,7 +55,7 @@ def report(run: Run) -> Path:
         command = command_line(read_object(run.environment).get("command", []))
     parts = sections(run, history)
     with of_record(run.plan):
-        processes = drawings(run, history)
+        drawn, waits = _drawings(run, history)
     with of_record(run.root):
         text = (
             templates()
@@ -68,8 +68,8 @@ def report(run: Run) -> Path:
                 made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
                 tiles=tiles,
                 charts=charts,
-                processes=processes,
-                part_words=mesh_drawings.PART_WORDS,
+                drawings=drawn,
+                waits=waits,
                 sections=parts,
                 samples=samples[:SHOWN_SAMPLES],
                 exact=exact,
@@ -141,36 +141,18 @@ def _reward_tiles(history: History) -> list[tuple[str, str, str]]:
     return tiles
 
 
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """A drawing with its name; `legend` has the curves to list in a legend."""
-
-    name: str
-    size: Literal["wide", "small"]
-    drawing: Markup
-    legend: Sequence[Curve] = ()
-
-
 def _charts(history: History) -> list[Chart]:
     """The charts that have at least one value."""
     trained = history.trained
     online = bool(history.starts) and history.starts[-1].unit == "completions"
-    losses: list[Point] = [(record.step, record.loss) for record in trained]
-    measured: list[Point] = [(record.step, record.loss) for record in history.evaluated]
-    curves = [Curve("training loss", losses, "raw" if len(losses) >= MANY else "smooth")]
-    if len(losses) >= MANY:
-        curves.append(Curve("smoothed", smooth(losses), "smooth"))
+    curves, best = loss_curves(history), history.best
     charts = list[Chart]()
     if online:  # the loss of an evaluation is its negative reward
         charts.append(_measured(history, "reward", "wide"))
+        charts.append(chart("loss", curves[:-1]))
     else:
-        curves.append(Curve("evaluation loss", measured, "dots"))
-    best = (history.best.step, history.best.loss) if history.best and not online else None
-    curves = [curve for curve in curves if finite(curve.points)]
-    size = "small" if online else "wide"
-    charts.append(
-        Chart("loss", size, draw(curves, label="loss", show=_short, size=size, best=best), curves)
-    )
+        place = (best.step, best.loss) if best else None
+        charts.append(chart("loss", curves, size="wide", best=place))
     scale, unit = (2**30, "GiB") if history.peak_memory >= 2**30 else (2**20, "MiB")
     for name, points, show in (
         ("learning rate", [(r.step, r.lr) for r in trained], units.learning_rate),
@@ -179,27 +161,47 @@ def _charts(history: History) -> list[Chart]:
         ("tokens per second", [(r.step, r.tokens_per_second) for r in trained], _thousands),
         (f"memory, {unit}", [(r.step, r.memory / scale) for r in trained], _short),
     ):
-        curve = Curve(name, points, "smooth")
-        drawing = draw([curve], label=name, show=show, from_zero=True)
-        charts.append(Chart(name, "small", drawing))
+        charts.append(chart(name, [Curve(name, points, "smooth")], show=show, from_zero=True))
     for name in _measured_names(history):
         if not (online and name == "reward"):
             charts.append(_measured(history, name, "small"))
-    return [chart for chart in charts if chart.drawing]
+    return [each for each in charts if each.drawing]
 
 
-def _measured(history: History, name: str, size: Literal["wide", "small"]) -> Chart:
+def _measured(history: History, name: str, size: Size) -> Chart:
     """The chart of a metric in training and in evaluations."""
-    looks: list[tuple[str, Sequence[Trained | Evaluated], Literal["smooth", "dots"]]] = [
-        ("training", history.trained, "smooth"),
-        ("evaluation", history.evaluated, "dots"),
-    ]
-    curves = [
-        Curve(kind, [(r.step, r.metrics.get(name, math.nan)) for r in records], look)
-        for kind, records, look in looks
-    ]
-    curves = [curve for curve in curves if finite(curve.points)]
-    return Chart(name, size, draw(curves, label=name, show=_short, size=size), curves)
+
+    def points(records: Sequence[Trained | Evaluated]) -> list[tuple[float, float]]:
+        return [(record.step, record.metrics.get(name, math.nan)) for record in records]
+
+    trained = Curve("training", points(history.trained), "smooth")
+    evaluated = Curve("evaluation", points(history.evaluated), "dots")
+    return chart(name, [trained, evaluated], size=size)
+
+
+def _drawings(run: Run, history: History) -> tuple[Drawings | None, str]:
+    """The drawings of a run's plan beside its measurements, and the pipeline's bubble as text.
+
+    None with one process or without a prediction.
+    """
+    plan = read_object(run.plan) if run.plan.is_file() else {}
+    prediction = plan.get("prediction") or {}
+    if plan.get("processes", 1) < 2 or "layers" not in prediction:
+        return None, ""
+    mesh = Mesh(**{axis: plan["mesh"].get(axis, 1) for axis in (*AXES, "experts")})
+    sizes = {axis: getattr(mesh, axis) for axis in ("pipeline", "sequence", "tensor", "experts")}
+    axes = Axes(**sizes, schedule=plan.get("schedule", "1F1B"))
+    peaks, fullest = list[Moment](), list[int]()
+    if history.measured:
+        counted = history.measured[-1]
+        peaks = [Moment("", dict(parts)) for parts in counted.parts]
+        each = len(counted.peaks) // max(1, len(peaks))
+        fullest = [max(counted.peaks[at * each : (at + 1) * each]) for at in range(len(peaks))]
+    count = plan["accumulation"]
+    layers, sent = prediction["layers"], prediction["sent"]
+    drawings = Drawings(axes, mesh, layers, sent, count, mesh.processes, peaks, measured=fullest)
+    waits = schedules.bubble(axes, count)
+    return drawings, f"{axes.schedule}: a stage waits {waits:.1%} of a step"
 
 
 def _measured_names(history: History) -> list[str]:

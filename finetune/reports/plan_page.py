@@ -8,8 +8,7 @@ from pathlib import Path
 
 from finetune.planner.estimate import page as words
 from finetune.planner.estimate.predict import Prediction
-from finetune.planner.plan import Plan
-from finetune.reports import mesh_drawings as draw
+from finetune.reports.drawings import Drawings
 from finetune.reports.page import templates
 from finetune.reports.tables import Cell, Table
 from finetune.runs.run import write_whole
@@ -32,9 +31,16 @@ def write(prediction: Prediction, path: Path) -> None:
 
 def _text(prediction: Prediction) -> str:
     plan, machine = prediction.plan, prediction.machine
-    peaks = draw.peaks_of(prediction)
-    sent = {link.axis: link.sent for link in prediction.links}
-    axes, pipeline = plan.backend.axes, plan.mesh.pipeline > 1
+    drawings = Drawings(
+        plan.backend.axes,
+        plan.mesh,
+        prediction.source.shape.layers,
+        {link.axis: link.sent for link in prediction.links},
+        plan.accumulation,
+        machine.per_node,
+        [stage.peak for stage in prediction.stages],
+        usable=prediction.usable,
+    )
     return (
         templates()
         .get_template("plan.html.jinja")
@@ -45,23 +51,13 @@ def _text(prediction: Prediction) -> str:
             verdict=plan.mesh.words(),
             model=plan.recipe.model.name or "from scratch",
             tiles=_tiles(prediction),
-            mesh=draw.mesh(axes, plan.mesh, prediction.source.shape.layers, sent, machine.per_node),
-            memory=draw.memory(peaks, prediction.usable),
-            parts=draw.parts_of(peaks),
-            part_words=draw.PART_WORDS,
+            drawings=drawings,
+            waits=plan.pipeline_words(),
             links=_links(prediction),
-            schedule=draw.schedule(axes, plan.accumulation) if pipeline else None,
-            schedule_words=_schedule_words(plan) if pipeline else "",
-            kinds=draw.kinds(axes) if pipeline else [],
             text=f"{prediction.page()}\n\n{plan.explain('cuda')}",
             made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
         )
     )
-
-
-def _schedule_words(plan: Plan) -> str:
-    """Caption with the pipeline's bubble and the part of the step that is drawn."""
-    return f"{plan.pipeline_words()}. {draw.about(plan.backend.axes, plan.accumulation)}"
 
 
 def _tiles(prediction: Prediction) -> list[tuple[str, str, str]]:

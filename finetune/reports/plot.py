@@ -1,9 +1,11 @@
 """Plot the loss of a run: `loss.png`."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.reports.curves import MANY, Point, finite, smooth
+from finetune.reports.drawings import Point, finite, loss_curves
 from finetune.runs import units
 from finetune.runs.metrics import History, read_history
 from finetune.runs.run import Run, read_object
@@ -19,6 +21,12 @@ except ModuleNotFoundError as error:
     raise FinetuneError(f"a picture needs matplotlib: {install('plots')}") from error
 
 BLUE, ORANGE, GREY = "#2f6bd8", "#e0791b", "#6b7280"
+LOOKS: Mapping[str, Mapping[str, Any]] = {
+    "raw": {"color": BLUE, "linewidth": 0.8, "alpha": 0.35},
+    "smooth": {"color": BLUE, "linewidth": 2},
+    "dots": {"color": ORANGE, "marker": "o", "markersize": 5},
+}
+"""How matplotlib draws each look of a curve."""
 
 
 def plot_loss(run: Run) -> Path | None:
@@ -53,23 +61,14 @@ def plot_loss(run: Run) -> Path | None:
 
 
 def _losses(axes: Axes, history: History) -> None:
-    losses: list[Point] = [(record.step, record.loss) for record in history.trained]
-    many = len(losses) >= MANY
-    width, alpha = (0.8, 0.35) if many else (1.8, 1.0)
-    marker = "o" if len(losses) == 1 else ""
-    axes.plot(
-        *_columns(losses), color=BLUE, linewidth=width, alpha=alpha, marker=marker, label="training"
-    )
-    if many:
-        axes.plot(*_columns(smooth(losses)), color=BLUE, linewidth=2, label="training, smoothed")
-    measured: list[Point] = [(record.step, record.loss) for record in history.evaluated]
-    if measured:
-        axes.plot(*_columns(measured), color=ORANGE, marker="o", markersize=5, label="evaluation")
+    for curve in loss_curves(history):
+        if points := finite(curve.points):
+            marker = {"marker": "o"} if len(points) == 1 else {}
+            axes.plot(*_columns(points), label=curve.name, **{**LOOKS[curve.look], **marker})
     if history.best is not None:
-        place = (history.best.step, history.best.loss)
         axes.annotate(
             f"best {units.loss(history.best.loss)}",
-            place,
+            (history.best.step, history.best.loss),
             xytext=(0, 11),
             textcoords="offset points",
             ha="center",

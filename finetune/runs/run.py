@@ -8,6 +8,7 @@ RUN/
   starting_adapter.json   folder, SHA-256 and base of the adapter that training started from, if any
   data.json          counts: rows, tokens, trained tokens, dropped, truncated
   reference.npz      log-probabilities of a method's reference, one per sequence
+  values.npz         what a method computes for each sequence before the first step
   bad_rows.jsonl     rows dropped by `on_bad_row=drop`, each with its file, row and problem
   rollouts/          completions of a sampling that several steps train on
   completions.jsonl  some completions of each sampling, with their rewards
@@ -78,6 +79,11 @@ class Run:
     def reference(self) -> Path:
         """`reference.npz`: log-probabilities of the reference, read by a resumed run (`DPO`)."""
         return self.root / "reference.npz"
+
+    @property
+    def values(self) -> Path:
+        """`values.npz`: what a method computed for each document before the first step."""
+        return self.root / "values.npz"
 
     @property
     def rollouts(self) -> Path:

@@ -1,4 +1,4 @@
-"""Compute log-probabilities of answers without gradients, and the KL of a step."""
+"""Compute log-probabilities of answers without gradients."""
 
 from collections.abc import Iterable
 
@@ -55,16 +55,3 @@ def sum_logps(engine: Engine, batches: Iterable[MicroBatch]) -> tuple[float, int
     brought = [float(total), float(count)] if engine.counts else [0.0, 0.0]
     summed, counted = engine.sum(brought)
     return summed, int(counted)
-
-
-def step_kl(engine: Engine, batches: Iterable[MicroBatch], reference: float) -> float:
-    """Mean of policy minus reference log-probability over a step's `mismatched` answers.
-
-    The same on every rank and for every cut into micro-batches; 0 without answers.
-
-    Args:
-        batches: this rank's micro-batches.
-        reference: sum of the reference's log-probabilities of the answers over all ranks.
-    """
-    summed, counted = sum_logps(engine, batches)
-    return (summed - reference) / counted if counted else 0.0

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -14,13 +14,16 @@ from finetune.data.collate import MicroBatch, collate
 from finetune.data.order import of_rank, rows_of_step, split_rows
 from finetune.data.store import Rows
 from finetune.distributed.base import Engine
-from finetune.kernels.balance import parts
-from finetune.methods.losses import Loss, Sum
+from finetune.methods.losses import Sum
 from finetune.recipe import Recipe
-from finetune.training.answers import mismatched_batches, step_kl
 from finetune.training.feed import Feed, feed
 from finetune.training.nonfinite import propagate_nonfinite, suspects
 from finetune.training.optim import learning_rate
+from finetune.training.passes import StepPasses
+from finetune.training.sums import BALANCE, LOSS, Sums, means
+
+SLOTS, TERMS = "slots", "terms"
+"""Names of sums over ranks besides those of `Sums`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +41,17 @@ class StepRows:
     """Tokens with a label, over all ranks."""
     real_tokens: int
     """Tokens that are not padding, over all ranks; a shared prompt counts for each document."""
-    mismatched: list[MicroBatch] = dataclasses.field(default_factory=list[MicroBatch])
-    """This rank's micro-batches of mismatched answers, for methods that read the KL of a step."""
-    reference: float = 0.0
-    """Sum of the reference's log-probabilities of the mismatched answers, over all ranks."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """Metrics known before the forward pass, the same on every rank."""
     passed_over: Mapping[str, Sum] = dataclasses.field(default_factory=dict[str, Sum])
     """This rank's contribution to the method's metrics from rows without a forward pass."""
+    passes: StepPasses | None = None
+    """What the method's `before_step` gets; None for a method without passes before a step."""
+
+    @property
+    def slots(self) -> int:
+        """Token slots of this rank, including padding; a shared prompt counts once."""
+        return sum(batch.ids.numel() for batch in self.batches)
 
 
 class TakesSteps(Protocol):
@@ -57,8 +63,46 @@ class TakesSteps(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Tokens of a step over all ranks."""
+
+    trained: int
+    real: int
+    slots: int
+    """Token slots computed, including padding; a shared prompt counts once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The micro-batch over which the memory of a step is measured, on this rank."""
+
+    shape: tuple[int, int]
+    """Rows of the last micro-batch and slots per row; the mean if padding-free."""
+    padded: bool
+    """Whether it contains padding."""
+    labelled: int
+    """Tokens with a label; the most of any micro-batch in a pipeline, which holds several."""
+    longest: int
+    """Tokens of its longest document; 0 if it is not padding-free."""
+    attended: int
+    """Its tokens in attention, where a shared prompt is repeated for each document."""
+
+    @classmethod
+    def of(cls, batches: list[MicroBatch], pipeline: bool) -> "Peak":
+        """The last of the micro-batches of a step, or all of them in a pipeline."""
+        last, held = batches[-1], batches if pipeline else batches[-1:]
+        return cls(
+            shape=last.shape,
+            padded=last.attention_mask is not None,
+            labelled=max(each.trained_tokens for each in held),
+            longest=max(each.boundaries.longest if each.boundaries else 0 for each in held),
+            attended=last.attended,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, over all ranks."""
+    """Result of one optimizer step, over all ranks but for `peak`."""
 
     loss: float
     """Mean over the loss terms of the global batch, including the load-balancing loss."""
@@ -67,24 +111,12 @@ class StepResult:
     grad_norm: float
     """Norm of the unsharded gradient before clipping."""
     lr: float
-    trained_tokens: int
-    real_tokens: int
-    slots: int
-    """Token slots computed, including padding; a shared prompt counts once."""
-    shape: tuple[int, int]
-    """Rows of this rank's last micro-batch and slots per row; the mean if padding-free."""
-    padded: bool
-    """Whether that micro-batch contains padding."""
-    labelled: int
-    """Tokens with a label in that micro-batch."""
-    longest: int
-    """Tokens of its longest document; 0 if it is not padding-free."""
-    attended: int
-    """Its tokens in attention, where a shared prompt is repeated for each document."""
+    tokens: Tokens
+    peak: Peak
     seconds: float
     data_seconds: float
     """Part of `seconds` spent waiting for rows."""
-    largest: list[int]
+    noticed: Mapping[str, float]
     """Maximum over ranks of each value of `noticed`."""
     suspects: list[int] | None = None
     """Row numbers of a step that was skipped because its loss or gradient was not finite."""
@@ -113,73 +145,6 @@ class EvalResult:
         return self.loss if best == "loss" else sign * self.metrics.get(name, math.nan)
 
 
-class _Metrics:
-    """Sums and counts of a method's metrics over the micro-batches of one rank."""
-
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, names = recipe, recipe.metrics
-        self.names = names
-        self.sums = torch.zeros(len(names), dtype=torch.float32, device=device)
-        self.counts = [0] * len(names)
-        self.device_counts = torch.zeros_like(self.sums)
-        """Counts that are known on the device only."""
-        self.largest = torch.full((len(recipe.extremes),), -math.inf, device=device)
-        """Running maxima; a minimum is stored negated."""
-
-    def add(self, loss: Loss) -> None:
-        """Add the metrics of a micro-batch, without synchronizing with the device."""
-        if loss.extremes:
-            named = [(name, loss.extremes[name].detach()) for name in self.recipe.extremes]
-            given = torch.stack([-e if name.startswith("min_") else e for name, e in named])
-            self.largest = torch.maximum(self.largest, given.float())
-        self.add_sums(loss.metrics)
-
-    def add_sums(self, found: Mapping[str, Sum]) -> None:
-        if not self.names:
-            return
-        unknown = found.keys() - set(self.names)
-        assert not unknown, f"not in the method's `metrics`: {unknown}"
-        nothing = torch.zeros((), device=self.sums.device), 0
-        of_names = [found.get(name, nothing) for name in self.names]
-        self.sums += torch.stack([each.detach().float() for each, _ in of_names])
-        counts = [count for _, count in of_names]
-        if any(isinstance(each, torch.Tensor) for each in counts):
-            zero = nothing[0]
-            self.device_counts += torch.stack(
-                [each.float() if isinstance(each, torch.Tensor) else zero for each in counts]
-            )
-        self.counts = [
-            total + (0 if isinstance(each, torch.Tensor) else each)
-            for total, each in zip(self.counts, counts, strict=True)
-        ]
-
-    def on_device(self) -> torch.Tensor:
-        """Sums, and counts that are known on the device, (2 * metrics,)."""
-        return torch.cat([self.sums, self.device_counts])
-
-    def sums_and_counts(self, read: list[float]) -> list[float]:
-        """All sums, then all counts, from the values of `on_device`."""
-        sums, counts = read[: len(self.names)], read[len(self.names) :]
-        return [*sums, *(a + b for a, b in zip(self.counts, counts, strict=True))]
-
-    def over_ranks(self, totals: list[float], largest: list[float]) -> dict[str, float]:
-        """Metrics of all ranks.
-
-        Args:
-            totals: sums over ranks of each metric, then of each count.
-            largest: maxima over ranks.
-        """
-        extremes = {
-            name: -value if name.startswith("min_") else value
-            for name, value in zip(self.recipe.extremes, largest, strict=True)
-            if math.isfinite(value)
-        }
-        sums, counts = totals[: len(self.names)], totals[len(self.names) :]
-        found = zip(self.names, sums, counts, strict=True)
-        means = {name: total / count for name, total, count in found if count}
-        return self.recipe.derived(means) | means | extremes
-
-
 def feeding(
     engine: Engine, rows: Rows, pad_id: int, steps: int
 ) -> contextlib.AbstractContextManager[Feed[StepRows]]:
@@ -191,23 +156,25 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     """This rank's micro-batches of a step, without communication."""
     recipe = engine.plan.recipe
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
-    mine = micro_batches(engine, rows, chosen)
-    batches = [collate(rows, taken, pad_id, engine.device) for _, taken in mine]
-    given, reference = list[MicroBatch](), 0.0
-    if recipe.reads_kl:
-        assert rows.step_reference is not None
-        given = mismatched_batches(engine, rows, chosen, epoch_of(step, recipe, rows), pad_id)
-        reference = float(rows.step_reference[step])
+    cut = micro_batches(engine, rows, chosen)
+    numbers, mine = [number for number, _ in cut], [taken for _, taken in cut]
+    batches = [collate(rows, taken, pad_id, engine.device) for taken in mine]
+    batches, passes = engine.local_batches(batches, pad_id), None
+    if recipe.passes_before_step:
+        seeds = tuple(_dropout_seed(recipe.seed, step, number) for number in numbers)
+        passes = StepPasses(
+            engine, rows, pad_id, chosen, step, epoch_of(step, recipe, rows), mine,
+            batches.__getitem__, seeds,
+        )  # fmt: skip
     return StepRows(
-        batches=engine.local_batches(batches, pad_id),
-        numbers=[number for number, _ in mine],
+        batches=batches,
+        numbers=numbers,
         chosen=chosen,
-        mine=[taken for _, taken in mine],
+        mine=mine,
         terms=recipe.terms(rows, chosen),
         trained_tokens=int(rows.labelled[chosen].sum()),
         real_tokens=int(rows.lengths[chosen].sum()),
-        mismatched=given,
-        reference=reference,
+        passes=passes,
     )
 
 
@@ -216,8 +183,22 @@ def epoch_of(step: int, recipe: Recipe, rows: Rows) -> int:
     return step * recipe.batch.rows // len(rows)
 
 
-def _nothing() -> list[int]:
-    return []
+def micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Row numbers of this rank's micro-batches of a step, with their global positions."""
+    batch = engine.plan.recipe.batch
+    cuts = split_rows(
+        chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side, rows.prompts
+    )
+    return of_rank(cuts, engine.data_rank, engine.data_world)
+
+
+def _dropout_seed(seed: int, step: int, number: int) -> int:
+    """Depends only on the position in the global batch, so not on ranks or micro-batches."""
+    return (seed * 1_000_003 + step * 65_537 + number) % 2**63
+
+
+def _nothing() -> dict[str, int]:
+    return {}
 
 
 def train_step(
@@ -226,87 +207,71 @@ def train_step(
     step: int,
     steps: int,
     measuring: contextlib.AbstractContextManager[None] | None = None,
-    noticed: Callable[[], list[int]] = _nothing,
+    noticed: Callable[[], Mapping[str, int]] = _nothing,
 ) -> StepResult:
     """Take optimizer step `step` (from 0) of `steps`.
 
     The gradient is that of the mean over all loss terms of the global batch: each micro-batch's
     sum is scaled by world x accumulation / terms, which undoes the engine's division by the
     accumulation and the mean over ranks. If the gradient is not finite, nothing is updated.
-    Apart from the engine's reduction of gradients there is one collective, at the end.
 
     Args:
         measuring: entered for the last micro-batch, its backward pass and the update, where the
             memory of a step peaks.
-        noticed: more numbers of this rank for the collective, which reduces them to their
-            maximum; every rank gives equally many.
+        noticed: more numbers of this rank by name, which are reduced to their maximum; every rank
+            gives the same names.
     """
     started = time.perf_counter()
-    plan = engine.plan
-    recipe = plan.recipe
-    taken_rows = feed.take(step)
-    batches, terms, real_tokens = taken_rows.batches, taken_rows.terms, taken_rows.real_tokens
+    plan, recipe = engine.plan, engine.plan.recipe
+    rows = feed.take(step)
     waited = time.perf_counter() - started
-    if recipe.reads_kl:
-        kl = step_kl(engine, taken_rows.mismatched, taken_rows.reference)
-        batches = [dataclasses.replace(batch, kl=kl) for batch in batches]
+
+    # The method may look at the complete step, with the weights that it starts from.
+    batches = rows.batches if rows.passes is None else [*_with_step_values(recipe, rows.passes)]
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
-    tokens_per_term = real_tokens / max(1, terms)
-    scale = engine.averaged * plan.accumulation / max(1, terms)
-    # Dropout depends only on the seed, the step and the position in the global batch.
-    seeds = [_dropout_seed(recipe.seed, step, number) for number in taken_rows.numbers]
+    scale = engine.averaged * plan.accumulation / max(1, rows.terms)
+    tokens_per_term = rows.real_tokens / max(1, rows.terms)
+    seeds = [_dropout_seed(recipe.seed, step, number) for number in rows.numbers]
     tried = _attempt(engine, batches, seeds, lr, scale, tokens_per_term, measuring)
-    while not tried.taken and engine.scale.lower():  # an overflow of fp16
+    while not tried.taken and engine.scale.lower():  # an overflow of fp16: the same step again
         tried = _attempt(engine, batches, seeds, lr, scale, tokens_per_term, None)
-    metrics = tried.metrics
-    metrics.add_sums(taken_rows.passed_over)
-    norm, taken = tried.norm, tried.taken
-    # One copy from the device; converted on the host because not every device has fp64.
-    read = torch.cat([tried.sums.flatten(), metrics.on_device(), metrics.largest]).cpu().double()
-    losses, balances = read[: 2 * len(batches)].chunk(2)  # (accumulation,)
-    slots = sum(batch.ids.numel() for batch in batches)
-    sums_end = 2 * len(batches) + 2 * len(metrics.names)
-    measured_sums = metrics.sums_and_counts(read[2 * len(batches) : sums_end].tolist())
-    brought = [losses.sum().item(), balances.sum().item(), slots, *measured_sums]
-    seen: list[float] = [*noticed(), *read[sums_end:].tolist()]
-    totals, most = engine.sums_and_maxima(_counted(engine, brought), seen)
-    largest = [int(each) for each in most[: len(seen) - len(recipe.extremes)]]
-    mean, balance = totals[0] / max(1, terms), totals[1] / max(1, terms)
-    blamed = None if taken else suspects(engine, losses, taken_rows.mine, taken_rows.chosen)
-    seconds = time.perf_counter() - started
-    final = batches[-1]
-    # Memory is measured over the last micro-batch, or over all of them in a pipeline.
-    counted = batches if plan.mesh.pipeline > 1 else batches[-1:]
+    tried.sums.add_metrics(rows.passed_over)
+
+    # Besides the engine's reduction of gradients, this is the only collective of a step.
+    sums, maxima, losses = tried.sums.on_host()
+    local = {name: float(value) for name, value in noticed().items()}
+    total, largest = engine.reduced(sums | {SLOTS: float(rows.slots)}, maxima | local)
+    # A rank alone knows which of its micro-batches was not finite; a skipped step may gather.
+    blamed = None if tried.taken else suspects(engine, losses, rows.mine, rows.chosen)
     return StepResult(
-        loss=mean,
-        balance=balance if balance else math.nan,
-        grad_norm=norm,
+        loss=total[LOSS] / max(1, rows.terms),
+        balance=total[BALANCE] / max(1, rows.terms) or math.nan,
+        grad_norm=tried.norm,
         lr=lr,
-        trained_tokens=taken_rows.trained_tokens,
-        real_tokens=real_tokens,
-        slots=int(totals[2]),
-        shape=final.shape,
-        padded=final.attention_mask is not None,
-        labelled=max(batch.trained_tokens for batch in counted),
-        longest=max(batch.boundaries.longest if batch.boundaries else 0 for batch in counted),
-        attended=final.attended,
-        seconds=seconds,
+        tokens=Tokens(rows.trained_tokens, rows.real_tokens, int(total[SLOTS])),
+        peak=Peak.of(batches, plan.mesh.pipeline > 1),
+        seconds=time.perf_counter() - started,
         data_seconds=waited,
-        largest=largest,
+        noticed={name: largest[name] for name in local},
         suspects=blamed,
-        metrics={
-            **taken_rows.metrics,
-            **metrics.over_ranks(totals[3:], most[len(largest) :]),
-        },
+        metrics={**rows.metrics, **means(recipe, total, largest)},
     )
+
+
+def _with_step_values(recipe: Recipe, passes: StepPasses) -> Iterator[MicroBatch]:
+    """The micro-batches with what the method computes of the complete step before its passes."""
+    value = recipe.before_step(passes)
+    for at in range(len(passes.mine)):
+        batch = passes.batch_of(at)
+        places = torch.from_numpy(passes.places(at)).to(batch.ids.device)
+        yield dataclasses.replace(batch, of_step=value, in_step=places)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
     """Result of the forward and backward passes of a step and its update."""
 
-    sums: torch.Tensor  # (2, accumulation): losses, and balances in them
-    metrics: _Metrics
+    sums: Sums
     norm: float
     taken: bool
 
@@ -322,14 +287,10 @@ def _attempt(
 ) -> _Attempt:
     """Compute the gradient of a step and update the weights if it is finite."""
     recipe = engine.plan.recipe
-    sums = torch.zeros(2, len(batches), device=engine.device)
-    metrics = _Metrics(recipe, engine.device)
+    sums = Sums(recipe, len(batches), engine.device)
 
     def loss_of(index: int, model: torch.nn.Module) -> torch.Tensor:
-        found = recipe.loss(model, batches[index])
-        loss, balance = parts(found.sum, found.balance, tokens_per_term)
-        metrics.add(found)
-        sums[:, index] = torch.stack([loss.detach(), balance.detach()])
+        loss = sums.add(index, recipe.loss(model, batches[index]), tokens_per_term)
         return propagate_nonfinite(loss) * (scale * engine.scale.value)
 
     engine.model.train()
@@ -337,25 +298,7 @@ def _attempt(
         entered = measuring or contextlib.nullcontext()
         engine.accumulate(batches, seeds, loss_of, lambda: measured.enter_context(entered))
         norm, taken = engine.step(lr)
-    return _Attempt(sums, metrics, norm, taken)
-
-
-def _counted(engine: Engine, brought: list[float]) -> list[float]:
-    """This rank's summands; zeros if another rank with the same rows already counts them."""
-    return brought if engine.counts else [0.0] * len(brought)
-
-
-def micro_batches(engine: Engine, rows: Rows, chosen: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Row numbers of this rank's micro-batches of a step, with their global positions."""
-    batch = engine.plan.recipe.batch
-    cuts = split_rows(
-        chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side, rows.prompts
-    )
-    return of_rank(cuts, engine.data_rank, engine.data_world)
-
-
-def _dropout_seed(seed: int, step: int, number: int) -> int:
-    return (seed * 1_000_003 + step * 65_537 + number) % 2**63
+    return _Attempt(sums, norm, taken)
 
 
 @torch.no_grad()
@@ -365,40 +308,38 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
     recipe = engine.plan.recipe
     micro_rows = recipe.evaluation.micro_rows
     micro_tokens = recipe.batch.micro_tokens if micro_rows is None else None
+    chosen = np.arange(len(rows))
     cuts = split_rows(
-        np.arange(len(rows)), rows.slots, micro_rows or recipe.batch.micro_rows, micro_tokens,
-        rows.side_by_side,
-    )  # fmt: skip
-    sums: list[torch.Tensor] = []
-    metrics, terms, kl = _Metrics(recipe, engine.device), 0, 0.0
-    if recipe.reads_kl:
-        assert rows.step_reference is not None
-        given = mismatched_batches(engine, rows, np.arange(len(rows)), 0, pad_id)
-        kl = step_kl(engine, given, float(rows.step_reference[0]))
-    engine.model.eval()
+        chosen, rows.slots, micro_rows or recipe.batch.micro_rows, micro_tokens, rows.side_by_side
+    )
     # Equally many batches on every rank, because forward passes are collective.
-    for _, indices in of_rank(cuts, engine.data_rank, engine.data_world):
-        given = dataclasses.replace(collate(rows, indices, pad_id, engine.device), kl=kl)
-        (batch,) = engine.local_batches([given], pad_id)
+    mine = [taken for _, taken in of_rank(cuts, engine.data_rank, engine.data_world)]
+
+    def batch_of(at: int) -> MicroBatch:  # one at a time in memory
+        collated = collate(rows, mine[at], pad_id, engine.device)
+        return engine.local_batches([collated], pad_id)[0]
+
+    batches = map(batch_of, range(len(mine)))
+    if recipe.passes_before_step:
+        passes = StepPasses(engine, rows, pad_id, chosen, 0, 0, mine, batch_of)
+        batches = _with_step_values(recipe, passes)
+    sums, terms = Sums(recipe, len(mine), engine.device), 0
+    engine.model.eval()
+    for at, batch in enumerate(batches):
         terms += recipe.count(batch)
 
-        def forward(_: int, model: torch.nn.Module, batch: MicroBatch = batch) -> torch.Tensor:
-            found = recipe.loss(model, batch)
-            sums.append(found.sum)
-            metrics.add(found)
-            return found.sum
+        def forward(
+            _: int, model: torch.nn.Module, batch: MicroBatch = batch, at: int = at
+        ) -> torch.Tensor:
+            return sums.add(at, dataclasses.replace(recipe.loss(model, batch), balance=None))
 
         engine.forward_only(batch, forward)
     engine.reshard()
-    # Summed in fp64 on the host, because not every device has fp64.
-    total = sum(torch.stack(sums).cpu().tolist()) if sums else 0.0
-    brought = [total, float(terms), *metrics.sums_and_counts(metrics.on_device().tolist())]
-    (summed, counted, *measured), most = engine.sums_and_maxima(
-        _counted(engine, brought), metrics.largest.tolist()
-    )
+    found, maxima, _ = sums.on_host()
+    total, largest = engine.reduced(found | {TERMS: float(terms)}, maxima)
     return EvalResult(
-        loss=summed / max(1.0, counted),
-        tokens=int(counted),
+        loss=total[LOSS] / max(1.0, total[TERMS]),
+        tokens=int(total[TERMS]),
         seconds=time.perf_counter() - started,
-        metrics=metrics.over_ranks(measured, most),
+        metrics=means(recipe, total, largest),
     )

@@ -1,15 +1,25 @@
 """Build optimizers and compute the learning rate, from the recipe and the step alone."""
 
+import functools
+import inspect
+import json
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import get_scheduler
 
+from finetune import extensions
 from finetune.distributed.parameters import unsharded_shape
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, first_line
 from finetune.models.scoring import head_of
 from finetune.recipe import Optim
 from finetune.version import install
+
+Groups = list[dict[str, Any]]
+"""Parameters with their weight decay, as torch's optimizers take them."""
 
 
 def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
@@ -23,8 +33,38 @@ def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
     if optim.schedule == "constant":
         return peak
     done = (step - warmup) / max(1, steps - warmup)
-    left = 1 - done if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    if optim.schedule == "linear":
+        left = 1 - done
+    elif optim.schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        arguments = json.dumps(optim.schedule_arguments)
+        left = _of_transformers(optim.schedule, warmup, steps, peak, arguments)(step)
     return peak * (optim.min_lr + (1 - optim.min_lr) * left)
+
+
+@functools.cache
+def _of_transformers(
+    name: str, warmup: int, steps: int, peak: float, arguments: str
+) -> Callable[[int], float]:
+    """A schedule of transformers as a function of the step alone, relative to the peak.
+
+    So a resumed run continues it exactly, without a state of its own.
+
+    Raises:
+        FinetuneError: the schedule does not take the arguments.
+    """
+    given: dict[str, Any] = json.loads(arguments)
+    if name == "warmup_stable_decay" and not given.keys() & {"num_decay_steps"}:
+        given["num_decay_steps"] = max(1, (steps - warmup) // 10)
+    nothing = torch.optim.SGD([torch.zeros(1)], lr=peak)
+    try:
+        made: Any = get_scheduler(name, nothing, warmup, steps, given)
+        (share,) = made.lr_lambdas
+        share(warmup)
+    except (TypeError, ValueError) as error:
+        raise FinetuneError(f"optim.schedule_arguments: {name}: {first_line(error)}") from None
+    return share
 
 
 def dimensions(parameter: nn.Parameter) -> int:
@@ -43,16 +83,73 @@ def build(model: nn.Module, optim: Optim, peak: float, device: torch.device) -> 
         return []
     if optim.name == "muon":
         return _muon(model, optim, peak)
-    groups = _decay_groups(trained, optim.weight_decay)
+    return [_of_groups(_decay_groups(trained, optim.weight_decay), optim, peak)]
+
+
+def _of_groups(groups: Groups, optim: Optim, peak: float) -> Any:
+    """The optimizer of a recipe for these groups of parameters.
+
+    Raises:
+        FinetuneError: it cannot be imported, is none, or does not take the arguments.
+    """
+    if optim.name in ("adamw_8bit", "paged_adamw_8bit"):
+        return _bitsandbytes(groups, optim, peak)
+    given: dict[str, Any] = {"lr": peak, "betas": optim.betas, "eps": optim.eps}
+    like = {"betas": tuple, "eps": float}  # Adafactor's `eps` is a pair, of something else
+    kind = extensions.find("optim.name", optim.name, OPTIMIZERS)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise FinetuneError(f"optim.name: '{optim.name}' is not a torch.optim.Optimizer")
     if optim.name == "adamw":
         # `foreach` allocates a copy of the gradients; `fused` does not, and runs on CPU and CUDA.
-        return [torch.optim.AdamW(groups, peak, optim.betas, optim.eps, fused=True)]
-    if optim.name == "adafactor":
-        return [torch.optim.Adafactor(groups, peak)]
-    return [_bitsandbytes(groups, optim, peak)]
+        given["fused"] = True
+    taken = inspect.signature(kind).parameters
+    given = {
+        name: value
+        for name, value in given.items()
+        if name in taken and isinstance(taken[name].default, like.get(name, object))
+    } | optim.arguments
+    if "weight_decay" not in taken:  # else each group has its own
+        groups = [{"params": group["params"]} for group in groups]
+    try:
+        return kind(groups, **given)
+    except (TypeError, ValueError) as error:
+        raise FinetuneError(f"optim.arguments: {optim.name}: {first_line(error)}") from None
 
 
-def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+def check(optim: Optim, sharded: bool) -> None:
+    """Refuse an optimizer that cannot be used, before a model is loaded.
+
+    Sharded, each process updates its part of a tensor, which equals one process only if elements
+    do not affect each other: two steps on a tensor and on its halves are compared.
+
+    Raises:
+        FinetuneError: as `_of_groups`; it needs a closure; or it is not element-wise, and sharded.
+    """
+    if optim.name in BY_PLAN:
+        return
+    whole = torch.linspace(-1, 1, 32).view(8, 4)
+    parts = [[nn.Parameter(whole.clone())], [nn.Parameter(half.clone()) for half in whole.split(4)]]
+    for parameters in parts:
+        made = _of_groups([{"params": parameters, "weight_decay": 0.1}], optim, 1e-2)
+        for step in (1, 2):
+            torch.cat([*parameters]).mul(whole * step).square().sum().backward()
+            try:
+                made.step()
+            except (TypeError, RuntimeError) as error:
+                raise FinetuneError(
+                    f"optim.name: {optim.name} cannot take a step from gradients alone "
+                    f"({first_line(error)}); use one that takes dense gradients and no closure"
+                ) from None
+            made.zero_grad()
+    (one,), halves = parts
+    if sharded and not torch.equal(one, torch.cat([*halves])):
+        raise FinetuneError(
+            f"optim.name: {optim.name} does not update each element by itself, and this backend "
+            "shards tensors, so the result would depend on the number of processes; use ddp"
+        )
+
+
+def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> Groups:
     matrices = [parameter for parameter in parameters if dimensions(parameter) >= 2]
     vectors = [parameter for parameter in parameters if dimensions(parameter) < 2]
     groups = [
@@ -89,9 +186,7 @@ def _muon(model: nn.Module, optim: Optim, peak: float) -> list[torch.optim.Optim
     return optimizers
 
 
-def _bitsandbytes(
-    groups: list[dict[str, object]], optim: Optim, peak: float
-) -> torch.optim.Optimizer:
+def _bitsandbytes(groups: Groups, optim: Optim, peak: float) -> torch.optim.Optimizer:
     try:
         from bitsandbytes import optim as library  # optional: it needs a build for the machine
     except ImportError as error:
@@ -100,3 +195,37 @@ def _bitsandbytes(
         ) from None
     rules = {"adamw_8bit": library.AdamW8bit, "paged_adamw_8bit": library.PagedAdamW8bit}
     return rules[optim.name](groups, peak, optim.betas, optim.eps)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv:2302.06675, algorithm 2): the sign of an interpolated momentum."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            (now, later), lr = group["betas"], group["lr"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(moment.lerp(parameter.grad, 1 - now).sign_(), alpha=-lr)
+                moment.lerp_(parameter.grad, 1 - later)
+
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "sgd": torch.optim.SGD,
+    "lion": Lion,
+}  # fmt: skip
+BY_PLAN = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon")
+"""Optimizers whose backends the plan knows (`finetune.planner.rules`)."""

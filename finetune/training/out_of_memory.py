@@ -14,8 +14,8 @@ from finetune.planner.estimate.changes import changes
 from finetune.planner.estimate.forecast import Forecast
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.workload import Workload
-from finetune.planner.limits import fields_of
 from finetune.planner.rules import incompatibilities
+from finetune.planner.shapes.config_files import fields_of
 from finetune.runs import units
 from finetune.training.memory_meter import peak_bytes
 

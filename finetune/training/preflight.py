@@ -20,6 +20,7 @@ from finetune.methods.online import Online
 from finetune.models import starting_adapter
 from finetune.planner import Plan, limits, plan
 from finetune.planner.engines import TRAITS
+from finetune.planner.shapes.config_files import fields_of
 from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
 from finetune.recipe import Model, Recipe
@@ -85,13 +86,13 @@ def misnamed(recipe: Recipe) -> list[str]:
 
     The model is built without weights if the formulas do not know every name.
     """
-    adapter, fields = recipe.adapter, limits.fields_of(recipe)
+    adapter, fields = recipe.adapter, fields_of(recipe)
     if adapter is None or recipe.model.adapter is not None or not fields:
         return []
     if recipe.model.trust_remote_code and fields.get("auto_map"):
         return []  # the code is loaded with the weights
-    unbuildable = [*limits.too_many_layers(fields), *limits.architecture(recipe, fields)]
-    if unbuildable or limits.names_only_matrices(adapter, fields):
+    unfit = [*limits.architecture(recipe, fields)]
+    if unfit or limits.names_only_matrices(adapter, fields):
         return []
     from finetune.models import adapters, blank  # imports torch
 
@@ -136,7 +137,7 @@ def _missing_packages(planned: Plan) -> list[str]:
 
 def below_a_plan(recipe: Recipe) -> Iterator[str]:
     """Lines below a printed plan: which experts are adapted, and missing files."""
-    fields = limits.fields_of(recipe)
+    fields = fields_of(recipe)
     if recipe.adapter is not None and limits.expert_count(fields) > 1:
         from finetune.models import (
             experts,  # imports torch, which takes seconds that other plans do not need

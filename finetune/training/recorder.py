@@ -45,7 +45,7 @@ from finetune.runs.metrics import (
 )
 from finetune.runs.run import Run, write_json
 from finetune.runs.trackers import open_trackers, track
-from finetune.training.loop import EvalResult, StepResult
+from finetune.training.loop import EvalResult, Peak, StepResult
 from finetune.training.nonfinite import places, verdict
 from finetune.training.pair_watch import PairWatch
 
@@ -146,7 +146,8 @@ class Recorder:
         Args:
             peak: largest peak memory of any process so far, in bytes.
         """
-        self.tokens, self.spent = self.tokens + result.real_tokens, self.spent + result.seconds
+        tokens = result.tokens
+        self.tokens, self.spent = self.tokens + tokens.real, self.spent + result.seconds
         self.metrics.write(
             Trained(
                 step=progress.step,
@@ -154,11 +155,11 @@ class Recorder:
                 router_aux_loss=result.balance,
                 grad_norm=result.grad_norm,
                 lr=result.lr,
-                trained_tokens=result.trained_tokens,
-                real_tokens=result.real_tokens,
-                slots=result.slots,
+                trained_tokens=tokens.trained,
+                real_tokens=tokens.real,
+                slots=tokens.slots,
                 seconds=result.seconds,
-                tokens_per_second=result.real_tokens / result.seconds,
+                tokens_per_second=tokens.real / result.seconds,
                 memory=peak,
                 data_seconds=result.data_seconds,
                 mfu=self._mfu(result),
@@ -182,8 +183,8 @@ class Recorder:
         recipe = self.plan.recipe
         needed = step_flops(
             self.forecast.workload.shape,
-            tokens=min(result.real_tokens, result.slots),
-            trained_tokens=result.trained_tokens,
+            tokens=min(result.tokens.real, result.tokens.slots),
+            trained_tokens=result.tokens.trained,
             length=float(self.data.train.documents.lengths.mean()),
             adapter=self.parameters[0] if recipe.adapter is not None else 0,
         )
@@ -215,24 +216,21 @@ class Recorder:
         Args:
             counted: peak bytes on this rank; None if they could not be measured.
         """
-        mine = [
-            counted or 0, *result.shape, int(result.padded), result.labelled, result.longest,
-            result.attended,
-        ]  # fmt: skip
-        ranks = self.engine.gather(mine)
-        peaks, rows, length, padded, labelled, longest, attended = map(
-            list, zip(*ranks, strict=True)
-        )
+        ranks: list[tuple[int, Peak]] = self.engine.gather((counted or 0, result.peak))
+        peaks, held = [bytes_ for bytes_, _ in ranks], [peak for _, peak in ranks]
         # With sequence parallelism each process has a part of a row's tokens.
         shares = self.plan.mesh.sequence
-        rows, length = max(rows), max(length) * shares
+        rows = max(each.shape[0] for each in held)
+        length = max(each.shape[1] for each in held) * shares
         if not max(peaks):
             return
         planned, stages = list[int](), list[Moment]()
         if self.forecast is not None:
             stages = self.forecast.peaks(
-                rows, length, any(padded), max(labelled) * shares, max(longest),
-                max(attended) / (rows * length),
+                rows, length, any(each.padded for each in held),
+                max(each.labelled for each in held) * shares,
+                max(each.longest for each in held),
+                max(each.attended for each in held) / (rows * length),
             )  # fmt: skip
             planned = self.forecast.of_ranks(stages)
         # Padding-free rows may count as one row of `length` tokens: give each row its share.

@@ -14,42 +14,38 @@ import hashlib
 import json
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from finetune.cache import cache
 from finetune.checkpoints.base_weights import fingerprint
-from finetune.data.collate import MicroBatch, collate
 from finetune.data.order import rows_of_step
 from finetune.data.prepare import Prepared
-from finetune.data.store import Rows
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
-from finetune.methods.losses import sequence_logps
 from finetune.models import starting_adapter
 from finetune.models.adapters import reads_base
-from finetune.models.model import compute_dtype, frozen, weight_dtype
+from finetune.models.model import compute_dtype, weight_dtype
 from finetune.models.teacher import REFERENCE, compare_tokenizer, refuse_tokens_without_rows
 from finetune.planner import Plan
-from finetune.recipe import Model
+from finetune.recipe import Recipe
 from finetune.recipe.references import BASE, START, other_model, reference_of
 from finetune.runs.run import Run, replacing
-from finetune.training.answers import answer_micro_batches, mismatched_batches, sum_logps
 from finetune.training.loop import epoch_of
+from finetune.training.passes import DataPasses, StepPasses, used
 from finetune.training.startup_checks import libraries
 
 COLUMN = "reference"
 """Name of the log-probabilities in a batch's columns."""
 TRAIN, EVAL = "kl", "kl_eval"
-"""Names of the sums over `mismatched` answers, of each step and of the evaluation."""
+"""Names of `Recipe.reference_of_step` of each step, and of the evaluation."""
 
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
 Numbers = dict[str, np.ndarray]
-"""Values of a reference by these names, in fp64."""
+"""Values by name, in fp64."""
 
 
 def with_other(
@@ -110,7 +106,7 @@ def with_reference(
             the recipe names another one.
         run: stores the values.
         data: training and evaluation rows.
-        steps: number of steps of the run; methods that read the KL have one sum per step.
+        steps: number of steps of the run, each with its `reference_of_step`.
         pad_id: token id for padding.
         base: identity of the weights of the base or the other model; None if not known.
         resumed: whether the run is resumed; then its stored values are used.
@@ -120,7 +116,7 @@ def with_reference(
     """
     numbers, started, other = used(data), time.perf_counter(), other_model(engine.plan.recipe)
     sizes = {COLUMN: len(numbers)}
-    if engine.plan.recipe.reads_kl:
+    if engine.plan.recipe.passes_before_step:
         sizes |= {TRAIN: steps, EVAL: 1}
     key = cache_key(engine.plan, data, steps, base)
     cached = None if key is None else cache("reference") / f"{key}.npz"
@@ -148,95 +144,38 @@ def with_reference(
     return data, f"\nreference  {len(numbers):,} log-probabilities{of}, {origin}"
 
 
-def used(data: Prepared) -> np.ndarray:
-    """Numbers of the documents used by any row, ascending.  # (documents,) int64"""
-    return np.unique(np.concatenate([data.train.members, data.eval.members]))
-
-
 def compute(engine: Engine, data: Prepared, steps: int, pad_id: int) -> Numbers:
-    """Log-probabilities of the documents of `used`, on every rank.
-
-    For methods that read the KL of a step, also the sums over the `mismatched` answers of each of
-    the `steps` and of the evaluation.
-    """
-    recipe = engine.plan.recipe
-    with _as_reference(engine):
-        found = {COLUMN: _document_logps(engine, data, pad_id)}
-        if recipe.reads_kl:
+    """Log-probabilities of the documents of `used`, on every rank, and `reference_of_step`s."""
+    recipe, passes = engine.plan.recipe, DataPasses(engine, data, pad_id)
+    other = other_model(recipe)
+    with _own(engine) if other is None else passes.other(other):
+        logps = passes.of_documents(share_prompts=other is None)
+        found = {COLUMN: logps[used(data)]}
+        if recipe.passes_before_step:
+            rows, size = data.train, recipe.batch.rows
             found[TRAIN] = np.array([
-                sum_logps(engine, mismatched_batches(
-                    engine, data.train,
-                    rows_of_step(step, len(data.train), recipe.batch.rows, recipe.seed),
-                    epoch_of(step, recipe, data.train), pad_id,
-                ))[0]
+                recipe.reference_of_step(StepPasses(
+                    engine, rows, pad_id, rows_of_step(step, len(rows), size, recipe.seed), step,
+                    epoch_of(step, recipe, rows),
+                ))
                 for step in range(steps)
             ])  # fmt: skip
-            held_out = np.arange(len(data.eval))
-            given = mismatched_batches(engine, data.eval, held_out, 0, pad_id)
-            found[EVAL] = np.array([sum_logps(engine, given)[0]])
+            held_out = StepPasses(engine, data.eval, pad_id, np.arange(len(data.eval)), 0, 0)
+            found[EVAL] = np.array([recipe.reference_of_step(held_out)])
     return found
 
 
-@torch.no_grad()
-def _document_logps(engine: Engine, data: Prepared, pad_id: int) -> np.ndarray:
-    """(documents,) fp64, in eval mode, because dropout would make the values random."""
-    numbers, each = used(data), engine.plan.recipe.documents_per_row
-    bounds = np.arange(0, len(numbers) + 1, each)
-    train, other = data.train, other_model(engine.plan.recipe)
-    rows = Rows(
-        train.documents, numbers, bounds, packed=train.side_by_side,
-        share_prompts=train.share_prompts and other is None,
-    )  # fmt: skip
-    places, found = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
-    engine.model.eval()
-    for indices in answer_micro_batches(engine, rows):
-        (batch,) = engine.local_batches([collate(rows, indices, pad_id, engine.device)], pad_id)
-
-        def forward(
-            _: int,
-            model: torch.nn.Module,
-            batch: MicroBatch = batch,
-            indices: np.ndarray = indices,
-        ) -> torch.Tensor:
-            logps, _ = sequence_logps(model, batch)
-            if len(logps):  # documents of divided rows are on one process
-                places.extend(rows.bounds[index] + np.arange(each) for index in indices)
-                found.append(logps.cpu().numpy())
-            return logps.sum()
-
-        engine.forward_only(batch, forward)
-    engine.reshard()
-    values = np.full(len(numbers), np.nan)
-    for at, logps in engine.gather((np.concatenate(places), np.concatenate(found))):
-        values[at] = logps
-    return values
-
-
-def _as_reference(engine: Engine) -> contextlib.AbstractContextManager[None]:
+def _own(engine: Engine) -> contextlib.AbstractContextManager[None]:
     """Make the engine's model the recipe's reference inside this context.
 
     An initialization that subtracts the adapter's product from the base equals the base only with
     the adapter enabled; then both references are the same.
     """
-    recipe = engine.plan.recipe
-    other = other_model(recipe)
-    if other is not None:
-        return _as_other(engine, other)
-    module, switched_off = engine.module, reference_of(recipe) == BASE
+    recipe, module = engine.plan.recipe, engine.module
+    switched_off = reference_of(recipe) == BASE
     if switched_off and isinstance(module, PeftModel) and not reads_base(recipe.adapter):
         return module.disable_adapter()
     return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _as_other(engine: Engine, chosen: Model) -> Iterator[None]:
-    """Run another model in the engine inside this context, in training's compute precision."""
-    dtype = compute_dtype(engine.plan)
-    with (
-        engine.running(frozen(engine, chosen)),
-        torch.autocast(engine.device.type, dtype, enabled=dtype != torch.float32),
-    ):
-        yield
 
 
 def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str | None:
@@ -247,7 +186,7 @@ def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str |
     Args:
         plan: plan of the run.
         data: rows of the run.
-        steps: number of steps; part of the hash only for methods that read the KL of a step.
+        steps: number of steps; part of the hash only if it has a `reference_of_step`.
         base: identity of the base's weights.
     """
     recipe = plan.recipe
@@ -267,12 +206,49 @@ def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str |
         "base": base or [model.config, recipe.seed],
         "model": [model.quantization, model.attention, list(model.add_tokens)],
         "adapter": start,
-        "steps": [steps, recipe.batch.rows, recipe.seed] if recipe.reads_kl else None,
+        "steps": [steps, recipe.batch.rows, recipe.seed] if recipe.passes_before_step else None,
         "precision": [str(compute_dtype(plan)), str(weight_dtype(plan))],
         "kernels": dataclasses.asdict(recipe.kernels),
         "libraries": libraries(""),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def with_values(engine: Engine, run: Run, data: Prepared, pad_id: int, resumed: bool) -> Prepared:
+    """The same rows with what the method computes once for each document (`before_training`).
+
+    Raises:
+        FinetuneError: a resumed run has lost its values.
+    """
+    recipe, count = engine.plan.recipe, len(data.train.documents)
+    if type(recipe).before_training is Recipe.before_training:
+        return data
+    found: Numbers | None = None
+    if resumed:
+        found = engine.on_rank_0(lambda: _read_values(run.values, count))
+    if found is None:
+        found = dict(recipe.before_training(DataPasses(engine, data, pad_id)))
+        engine.on_rank_0(lambda: _write(run.values, found))
+    return data.with_columns(found)
+
+
+def _read_values(path: Path, count: int) -> Numbers:
+    try:
+        with np.load(path) as found:
+            values = dict(found)
+        if wrong := [name for name, each in values.items() if len(each) != count]:
+            raise ValueError(f"{wrong[0]} has values of {len(values[wrong[0]])} documents")
+    except UNREADABLE as error:
+        raise _lost(path, "values of the documents", error) from None
+    return values
+
+
+def _lost(path: Path, what: str, problem: Exception | None) -> FinetuneError:
+    return FinetuneError(
+        f"{path}: the {what} cannot be read ({problem}); they were computed before the first step, "
+        "and cannot be computed from a checkpoint: restore the file from a copy, or choose another "
+        "--output"
+    )
 
 
 def _known(
@@ -288,14 +264,10 @@ def _known(
     for path in ([run.reference] if resumed else []) + ([cached] if cached is not None else []):
         try:
             return _read(path, sizes)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except UNREADABLE as error:
             problem = problem or error
     if resumed and not again:
-        raise FinetuneError(
-            f"{run.reference}: the log-probabilities of the reference cannot be read ({problem}); "
-            "they were computed before the first step, and cannot be computed from a checkpoint: "
-            "restore the file from a copy, or choose another --output"
-        )
+        raise _lost(run.reference, "log-probabilities of the reference", problem)
     return None
 
 
@@ -307,8 +279,8 @@ def _read(path: Path, sizes: dict[str, int]) -> Numbers:
         values = read[name]
         if name == TRAIN and values.ndim == 1 and len(values) < count:
             raise ValueError(
-                f"the KL was computed for {len(values)} steps, and the run now has {count}: "
-                "max_steps and epochs of a method that reads it cannot be raised"
+                f"they were computed for {len(values)} steps, and the run now has {count}: "
+                "max_steps and epochs of this method cannot be raised"
             )
         read[name] = values[:count] if name == TRAIN else values
         if read[name].shape != (count,) or values.dtype.kind != "f":

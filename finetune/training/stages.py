@@ -1,10 +1,13 @@
-"""Stages of a training on one rank: claim, prepare, build, step, evaluate, save, publish."""
+"""A training on one rank as a chain of values: read, built, started; then its steps."""
 
 import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from finetune.checkpoints import checkpoint, handover
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
@@ -13,7 +16,7 @@ from finetune.checkpoints.lock import locked
 from finetune.checkpoints.resume import claim, refuse_other_data
 from finetune.checkpoints.saver import Saver, restore_best
 from finetune.data.audit import identity
-from finetune.data.chat.render import load_chat
+from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.distributed.heartbeat import Heartbeat
@@ -21,15 +24,14 @@ from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe, publish
 from finetune.models import adapters, experts, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
-from finetune.planner import Plan
-from finetune.planner.estimate.forecast import Forecast
+from finetune.planner.padding import Padding
 from finetune.planner.shared_prompts import SharedPrompts, shared_prompts, sharing_problems
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
 from finetune.rewards.process import RewardFailure
 from finetune.runs.run import Run
 from finetune.training import optim
-from finetune.training.answering import answering
+from finetune.training.answering import Answering, answering
 from finetune.training.compiled import choose_compiled
 from finetune.training.fit import check_context
 from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
@@ -37,8 +39,8 @@ from finetune.training.memory_meter import Meter, peak_bytes
 from finetune.training.options import Options
 from finetune.training.profiler import STEP, profile_of
 from finetune.training.recorder import Reason, Recorder
-from finetune.training.reference import with_other, with_own
-from finetune.training.rollouts import rollouts_of, second_model
+from finetune.training.reference import with_other, with_own, with_values
+from finetune.training.rollouts import Rollouts, rollouts_of, second_model
 from finetune.training.shared_rows import prepare_on_ranks
 from finetune.training.startup_checks import (
     refuse_full_gpu,
@@ -47,9 +49,198 @@ from finetune.training.startup_checks import (
 )
 from finetune.training.vllm_server import ServerFailure
 
+PEAK, SIGNALLED = "peak", "signalled"
+"""Values of a rank in a step: its peak bytes so far, and whether it got a signal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run reads before its model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: Chat
+    data: Prepared
+    steps: int
+    """Steps of the complete run."""
+    evaluation_every: int | None
+    saving_every: int | None
+    """Steps between evaluations, and between checkpoints; None for once, at the end."""
+    resumed: int | None
+    """Step of the checkpoint to continue from; None at the beginning."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """The model in its engine, and what was decided from it and its config."""
+
+    data: Prepared
+    """Rows in the layout of the model."""
+    tokenizer: PreTrainedTokenizerBase
+    """With the stop tokens of the model."""
+    pad_id: int
+    base: str | None
+    """Identity of the base weights; None if it is not known."""
+    padding: Padding
+    prompts: SharedPrompts
+    parameters: tuple[int, int]
+    """Counts of trained and of all parameters."""
+    stored: dict[str, int]
+    reference: nn.Module | None
+    """A second model, where the loss needs one in memory."""
+    notes: list[str]
+    progress: Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A run that can take its next step."""
+
+    inputs: Inputs
+    built: Built
+    data: Prepared
+    """Rows with everything that was computed for them before the first step."""
+    recorder: Recorder
+    meter: Meter
+    answering: Answering | None
+    rollouts: Rollouts | None
+
+
+def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack) -> Inputs:
+    """Claim the run directory and prepare its data, the same on every rank.
+
+    Args:
+        engine: engine without a model.
+        run: directory of the run.
+        options: say whether it may continue.
+        held: keeps the lock of the directory, on rank 0.
+    """
+
+    def claimed() -> int | None:
+        held.enter_context(locked(run))
+        return claim(run, engine.plan, options.resume)
+
+    plan, recipe = engine.plan, engine.plan.recipe
+    resumed = engine.on_rank_0(claimed)
+    tokenizer = model.load_tokenizer(recipe)
+    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
+    tokenizer.chat_template = chat.saved  # saved: inference then renders as training did
+    data = prepare_on_ranks(engine, recipe, chat)
+    if recipe.teaches:
+        data = teacher.ready(recipe, tokenizer, data)
+    if resumed is not None:
+        refuse_other_data(run, resumed, identity(data.counts))
+    # The layout of the forecast: the plan read the config file, if there is one yet.
+    data = data.side_by_side(plan.padding.free, plan.prompts.shared)
+    steps = plan.steps(len(data.train))
+    optim.check(recipe.optim, plan.backend.shard != "none" or plan.backend.axes.any)
+    optim.learning_rate(steps - 1, steps, recipe.optim, plan.lr)  # refuses wrong arguments
+    refuse_full_gpu(engine, data, steps)
+    cadences = recipe.evaluation.every, recipe.saving.every
+    evaluated, saved = (plan.interval(every, len(data.train)) for every in cadences)
+    return Inputs(tokenizer, chat, data, steps, evaluated, saved, resumed)
+
+
+def start(
+    engine: Engine, run: Run, options: Options, inputs: Inputs, recorder: Recorder
+) -> Started:
+    """Build the model, check it, and compute what its method needs before the first step."""
+    resumed, steps = inputs.resumed is not None, inputs.steps
+    meter = Meter(engine.device)
+    # Another model as reference runs first: it has left memory when the model is loaded.
+    data, other = with_other(engine, run, inputs.data, steps, inputs.tokenizer, resumed)
+    built = build(engine, run, dataclasses.replace(inputs, data=data), recorder)
+    report = run_checks(engine, run, options, inputs, built, recorder)
+    asked = answering(engine, built.data, inputs.chat, built.pad_id)
+    # The model itself as reference needs its engine, and the weights at the start.
+    data, own = with_own(engine, run, built.data, steps, built.pad_id, built.base, resumed)
+    data = with_values(engine, run, data, built.pad_id, resumed)
+    rollouts = rollouts_of(engine, run, data.train, built.tokenizer, built.pad_id, built.reference)
+    if engine.is_main:
+        print(report + other + own, flush=True)
+    return Started(inputs, built, data, recorder, meter, asked, rollouts)
+
+
+def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built:
+    """Build model, optimizer and engine; load the newest checkpoint when resuming.
+
+    The order is that of what may fail: a mistake leaves the run directory unused.
+    """
+    plan, recipe, data = engine.plan, engine.plan.recipe, inputs.data
+    compiled = choose_compiled(engine, data, inputs.steps)
+    network: Any = engine.on_every_rank(lambda: model.build(engine, recipe.seed))
+    base = fingerprint(recipe.model)  # a hub model is downloaded by now
+    padding, prompts = layout(recipe, network.config), _prompts(engine, network.config.to_dict())
+    data = data.side_by_side(padding.free, prompts.shared)
+    pad_id, vocabulary_notes = scoring.fit_tokens(
+        recipe, network, inputs.tokenizer, data.train.documents
+    )
+    tokenizer = handover.set_stop_tokens(network, inputs.chat, data.train)
+    parameters, stored = sizes.counts(network), sizes.stored(engine, network)
+    notes = [
+        *plan.notes(), *recipe.data_advice(data.counts["train"]),
+        *_origin(engine, run, inputs.resumed), *vocabulary_notes,
+        *check_context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
+        *experts.notes(network, recipe), *_cadences(recipe, inputs),
+    ]  # fmt: skip
+    engine.on_rank_0(recorder.write_request)
+    folder = None if inputs.resumed is None else run.checkpoint(inputs.resumed)
+    if folder is None and engine.is_main and adapters.reads_base(recipe.adapter):
+        # Such an adapter subtracted its initial product from the base: keep it to undo that.
+        network.save_pretrained(run.initial_adapter)
+        handover.follow_umask(run.initial_adapter)
+    reference = second_model(engine, network)  # a copy of the start, so before the checkpoint
+    if folder is not None:
+        if recipe.adapter is not None:
+            refuse_other_base(folder, recipe.model)
+        checkpoint.load_weights(network, folder)
+    engine.prepare(network, optim.build(network, recipe.optim, plan.lr, engine.device))
+    progress = Progress(data=identity(data.counts), base=base)
+    if folder is not None:
+        checkpoint.load_state(engine, folder)
+        saved = checkpoint.progress_of(folder)
+        progress = dataclasses.replace(saved, data=progress.data, base=base)
+        engine.on_rank_0(lambda: restore_best(run, progress))
+    return Built(
+        data, tokenizer, pad_id, base, padding, prompts, parameters, stored, reference,
+        notes + engine.notes, progress,
+    )  # fmt: skip
+
+
+def _prompts(engine: Engine, fields: dict[str, Any]) -> SharedPrompts:
+    """Whether documents share prompts with a model of this config.
+
+    Raises:
+        FinetuneError: the recipe requires it, and they cannot.
+    """
+    given = engine.plan.recipe, engine.plan.backend, fields
+    if problems := list(sharing_problems(*given)):
+        raise FinetuneError(*problems)
+    return shared_prompts(*given)
+
+
+def _origin(engine: Engine, run: Run, resumed: int | None) -> list[str]:
+    """Record the adapter that training starts from; returns a note about it."""
+    recipe = engine.plan.recipe
+    if recipe.model.adapter is None:
+        return []
+    return [engine.on_rank_0(lambda: starting_adapter.record(recipe, run, resumed is None))]
+
+
+def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:
+    """What the cadences of a recipe that are not given in steps come to."""
+    for field, given, steps in (
+        ("evaluation.every", recipe.evaluation.every, inputs.evaluation_every),
+        ("saving.every", recipe.saving.every, inputs.saving_every),
+    ):
+        if given != steps:
+            yield f"{field}: {given} is every {steps} of {inputs.steps} steps"
+
 
 class Training:
-    """The stages of one run on one rank: `prepare`, then `train`."""
+    """The steps of a started run on one rank: train, evaluate, save, publish.
+
+    `Progress` is handed from step to step; nothing here changes but the run's files.
+    """
 
     def __init__(
         self,
@@ -58,249 +249,187 @@ class Training:
         options: Options,
         interruption: Interruption,
         heartbeat: Heartbeat,
+        started: Started,
     ) -> None:
-        self.engine = engine
-        self.run = run
-        self.options = options
-        self.interruption = interruption
-        self.heartbeat = heartbeat
-        self.resources = contextlib.ExitStack()
-        """Holds the lock of the run directory, on rank 0."""
-        self.forecast: Forecast | None = None
-        """The prediction for this run; None until the data is prepared, or without formulas."""
-        self.plan: Plan = engine.plan
-        self.recipe: Recipe = engine.plan.recipe
-
-    def prepare(self) -> None:
-        if self.engine.is_main:
-            for note in self.engine.notes:  # on the device: printed before the model is loaded
-                print(f"note: {note}", flush=True)
-        self.engine.notes.clear()
-        self.resumed = self.engine.on_rank_0(self._claim)
-        self.tokenizer = model.load_tokenizer(self.recipe)
-        self.data = self._data()
-        if self.resumed is not None:
-            refuse_other_data(self.run, self.resumed, identity(self.data.counts))
-        self.steps = self.plan.steps(len(self.data.train))
-        plan = self.plan  # its layout is that of the forecast
-        self.data = self.data.side_by_side(plan.padding.free, plan.prompts.shared)
-        refuse_full_gpu(self.engine, self.data, self.steps)
-        self.recorder = Recorder(self.engine, self.run, self.data, self.steps)
-        self.forecast = self.recorder.forecast
-        self.meter = Meter(self.engine.device)
-        self.data, other = with_other(
-            self.engine, self.run, self.data, self.steps, self.tokenizer, self.resumed is not None
-        )
-        self.progress = self._build()
-        (self.peak,) = self.engine.largest([peak_bytes(self.engine.device)])
-        report = run_checks(self) + other
-        self.answering = answering(self.engine, self.data, self.chat, self.pad_id)
-        self.data, own = with_own(
-            self.engine, self.run, self.data, self.steps, self.pad_id, self.base,
-            self.resumed is not None,
-        )  # fmt: skip
-        self.rollouts = rollouts_of(
-            self.engine, self.run, self.data.train, self.tokenizer, self.pad_id, self.reference
-        )
-        if self.engine.is_main:
-            print(report + own, flush=True)
-
-    def _claim(self) -> int | None:
-        self.resources.enter_context(locked(self.run))
-        return claim(self.run, self.plan, self.options.resume)
+        self.engine, self.run, self.options = engine, run, options
+        self.interruption, self.heartbeat = interruption, heartbeat
+        self.recipe, self.started, self.built = engine.plan.recipe, started, started.built
+        self.data, self.steps = started.data, started.inputs.steps
+        self.recorder, self.rollouts = started.recorder, started.rollouts
+        self.saver = Saver(engine, run, self.built.tokenizer, self.recipe.saving)
 
     def train(self) -> None:
-        left = self.steps - self.progress.step
+        """Take all steps that are left, and write the result."""
+        built, progress = self.built, self.built.progress
+        left, notes = self.steps - progress.step, list(built.notes)
         if self.options.profile and left <= STEP:
-            self.notes.append(
+            notes.append(
                 f"--profile has no effect: it traces step {STEP + 1} after a start, and {left} "
                 "remain"
             )
-        layout = self.prompts.line(self.padding)
         self.recorder.open(
-            self.progress, self.resumed, self.parameters, self.notes, self.padding, layout
-        )
+            progress, self.started.inputs.resumed, built.parameters, notes, built.padding,
+            built.prompts.line(built.padding),
+        )  # fmt: skip
         try:
-            self._loop()
+            self.interruption.defer()
+            with self._feed() as feed:
+                progress, reason, peak = self._take_steps(feed, progress)
+            self._finish_saving()
+            self._end(progress, reason, peak)
         finally:
             self.recorder.close()
 
-    def _data(self) -> Prepared:
-        chosen = self.recipe.model
-        self.chat = chat = load_chat(
-            self.tokenizer, chosen.chat_template, chosen.chat_template_kwargs
-        )
-        self.tokenizer.chat_template = chat.saved  # saved: inference then renders as training did
-        data = prepare_on_ranks(self.engine, self.recipe, chat)
-        return teacher.ready(self.recipe, self.tokenizer, data) if self.recipe.teaches else data
+    def _feed(self) -> contextlib.AbstractContextManager[TakesSteps]:
+        if self.rollouts is not None:
+            return contextlib.closing(self.rollouts)
+        return feeding(self.engine, self.data.train, self.built.pad_id, self.steps)
 
-    def _build(self) -> Progress:
-        """Build model, optimizer and engine; load the newest checkpoint when resuming."""
-        engine = self.engine
-        compiled = choose_compiled(engine, self.data, self.steps)
-        network = engine.on_every_rank(lambda: model.build(engine, self.recipe.seed))
-        self.base = fingerprint(self.recipe.model)  # a hub model is downloaded by now
-        self.padding = layout(self.recipe, network.config)
-        self.prompts = self._prompts(network.config.to_dict())
-        self.data = self.data.side_by_side(self.padding.free, self.prompts.shared)
-        self.pad_id, vocabulary_notes = scoring.fit_tokens(
-            self.recipe, network, self.tokenizer, self.data.train.documents
-        )
-        self.tokenizer = handover.set_stop_tokens(network, self.chat, self.data.train)
-        self.parameters = sizes.counts(network)
-        self.stored = sizes.stored(engine, network)
-        self.notes = [
-            *self.plan.notes(), *self.recipe.data_advice(self.data.counts["train"]),
-            *self._origin(), *vocabulary_notes,
-            *check_context(self.recipe, network, self.data),
-            *model.kernel_notes(network, self.plan), *compiled,
-            *experts.notes(network, self.recipe),
-        ]  # fmt: skip
-        self.engine.on_rank_0(self.recorder.write_request)
-        folder = None if self.resumed is None else self.run.checkpoint(self.resumed)
-        if folder is None and engine.is_main and adapters.reads_base(self.recipe.adapter):
-            # Such an adapter subtracted its initial product from the base: keep it to undo that.
-            network.save_pretrained(self.run.initial_adapter)
-            handover.follow_umask(self.run.initial_adapter)
-        self.reference = second_model(engine, network)
-        if folder is not None:
-            if self.recipe.adapter is not None:
-                refuse_other_base(folder, self.recipe.model)
-            checkpoint.load_weights(network, folder)
-        rules = optim.build(network, self.recipe.optim, self.plan.lr, engine.device)
-        engine.prepare(network, rules)
-        self.notes += engine.notes
-        rows = identity(self.data.counts)
-        if folder is None:
-            return Progress(data=rows, base=self.base)
-        checkpoint.load_state(engine, folder)
-        progress = dataclasses.replace(checkpoint.progress_of(folder), data=rows, base=self.base)
-        self.engine.on_rank_0(lambda: restore_best(self.run, progress))
-        return progress
-
-    def _prompts(self, fields: dict[str, Any]) -> SharedPrompts:
-        """Whether documents share prompts with a model of this config.
-
-        Raises:
-            FinetuneError: the recipe requires it, and they cannot.
-        """
-        given = self.recipe, self.plan.backend, fields
-        if problems := list(sharing_problems(*given)):
-            raise FinetuneError(*problems)
-        return shared_prompts(*given)
-
-    def _origin(self) -> list[str]:
-        """Record the adapter that training starts from; returns a note about it."""
-        if self.recipe.model.adapter is None:
-            return []
-        given = self.recipe, self.run, self.resumed is None
-        return [self.engine.on_rank_0(lambda: starting_adapter.record(*given))]
-
-    def _loop(self) -> None:
-        self.saver = Saver(self.engine, self.run, self.tokenizer, self.recipe.saving)
-        self.interruption.defer()
-        if self.rollouts is None:
-            with feeding(self.engine, self.data.train, self.pad_id, self.steps) as feed:
-                stop = self._take_steps(feed)
-        else:
-            with contextlib.closing(self.rollouts):
-                stop = self._take_steps(self.rollouts)
-        self._finish_saving()
-        self._end("early stop" if stop else "finished")
-
-    def _take_steps(self, feed: TakesSteps) -> bool:
-        """Train to the last step or until patience runs out; returns whether it ran out."""
-        self._make_up_evaluation()
-        first, stop = self.progress.step, self._patience_is_over()
+    def _take_steps(self, feed: TakesSteps, progress: Progress) -> tuple[Progress, Reason, int]:
+        """Train to the last step or until patience runs out; returns why it ended, and the peak."""
+        (peak,) = self.engine.largest([peak_bytes(self.engine.device)])
+        progress = self._make_up_evaluation(progress)
+        first, stop = progress.step, self._patience_is_over(progress)
         folder = self.run.profile if self.options.profile else None
         profile = profile_of(self.engine, folder, self.recorder.forecast)
-        while self.progress.step < self.steps and not stop:
-            step = self.progress.step
+        meter = self.started.meter
+        while progress.step < self.steps and not stop:
+            step = progress.step
             self.heartbeat.step = step + 1
             # The second step of a process is the first to begin with optimizer moments in memory.
             counted = step == min(first + 1, self.steps - 1)
-            measuring = self.meter.measuring(self.engine.model, self.reference) if counted else None
+            measuring = (
+                meter.measuring(self.engine.model, self.built.reference) if counted else None
+            )
             with profile.of_step(step - first):
-                result = self._step(feed, measuring)
-            self.progress = dataclasses.replace(self.progress, step=step + 1)
-            self.peak, interrupted = result.largest
-            self._record(result)
-            self._warn()
+                result = self.take_step(feed, progress, measuring)
+            peak = int(result.noticed[PEAK])
+            progress = self._record(dataclasses.replace(progress, step=step + 1), result, peak)
             if counted:
-                self.recorder.memory(step + 1, result, self.meter.peak)
+                self.recorder.memory(step + 1, result, meter.peak)
             if step == first:
-                self.recorder.realised(self.parameters, self.stored)
+                self.recorder.realised(self.built.parameters, self.built.stored)
                 self.recorder.compiled()
-            better = self._evaluate_if_due(step + 1 == self.steps)
-            stop = self._patience_is_over()
-            done = stop or step + 1 == self.steps
-            self._save_if_due(done or bool(interrupted), better)
+            progress, better = self._evaluate_if_due(progress)
+            stop = self._patience_is_over(progress)
+            interrupted, done = bool(result.noticed[SIGNALLED]), stop or step + 1 == self.steps
+            due = self._due(progress, self.started.inputs.saving_every)
+            if better or done or interrupted or due:
+                self.saver.save(progress, better)
             self.recorder.saved(self.saver.written())
             if interrupted and not done:
                 self._finish_saving()
-                self._end_interrupted()
-        return stop
+                self._end_interrupted(progress, peak)
+        return progress, "early stop" if stop else "finished", peak
 
-    def _step(
-        self, feed: TakesSteps, measuring: contextlib.AbstractContextManager[None] | None
+    def take_step(
+        self,
+        feed: TakesSteps,
+        progress: Progress,
+        measuring: contextlib.AbstractContextManager[None] | None,
     ) -> StepResult:
-        step = self.progress.step
-        with self._saving_if_sampling_fails():
-            return train_step(self.engine, feed, step, self.steps, measuring, self._local_values)
+        """Take the step after `progress`."""
+        with self._saving_if_sampling_fails(progress):
+            return train_step(
+                self.engine, feed, progress.step, self.steps, measuring, self._local_values
+            )
 
     @contextlib.contextmanager
-    def _saving_if_sampling_fails(self) -> Iterator[None]:
+    def _saving_if_sampling_fails(self, progress: Progress) -> Iterator[None]:
         """Save the progress before the failure of a reward or of a sampling server is raised."""
         try:
             yield
         except (RewardFailure, ServerFailure) as error:
-            step = self.progress.step
+            step = progress.step
             if step > self.saver.last:
-                self.saver.save(self.progress, False)
+                self.saver.save(progress, False)
             self._finish_saving()
             then = f"continue with --resume: step {step} is saved"
             if not step:
                 then = "start again: no step is finished, and nothing is saved"
             raise type(error)(*(f"{problem}; then {then}" for problem in error.problems)) from None
 
-    def _local_values(self) -> list[int]:
-        """This rank's values to reduce in a step: peak bytes, and whether it got a signal."""
-        return [peak_bytes(self.engine.device), int(self.interruption.asked)]
+    def _local_values(self) -> dict[str, int]:
+        return {PEAK: peak_bytes(self.engine.device), SIGNALLED: int(self.interruption.asked)}
+
+    def _record(self, progress: Progress, result: StepResult, peak: int) -> Progress:
+        """Record a step, taken or skipped; returns the progress after it."""
+        if result.suspects is None:
+            self.recorder.step(progress, result, peak)
+        else:
+            if not progress.skipped:
+                refuse_weights_not_finite(self.engine)
+            progress = dataclasses.replace(progress, skipped=progress.skipped + 1)
+            self.recorder.skipped(progress, result, result.suspects)
+        self._warn(progress)
+        return progress
+
+    def _warn(self, progress: Progress) -> None:
+        if self.rollouts is not None:
+            for warning in self.rollouts.warnings:
+                self.recorder.warned(progress.step, warning)
+            self.rollouts.warnings.clear()
+
+    def _due(self, progress: Progress, every: int | None) -> bool:
+        return every is not None and progress.step % every == 0
+
+    def _patience_is_over(self, progress: Progress) -> bool:
+        patience = self.recipe.evaluation.patience
+        return patience is not None and progress.stale >= patience
+
+    def _evaluate_if_due(self, progress: Progress) -> tuple[Progress, bool]:
+        """Evaluate if due; returns the progress, and whether the result is the best so far."""
+        chosen, step = self.recipe.evaluation, progress.step
+        due = step == self.steps or self._due(progress, self.started.inputs.evaluation_every)
+        if not due or not len(self.data.eval):
+            return progress, False
+        if self.rollouts is None:
+            result = evaluate(self.engine, self.data.eval, self.built.pad_id)
+        else:
+            with self._saving_if_sampling_fails(progress):
+                result = self.rollouts.evaluate(self.data.eval)
+            self._warn(progress)
+        if self.started.answering is not None:
+            result = result.with_metrics(self.started.answering.measure(self.engine))
+        judged, best = result.judged_by(chosen.best), progress.best_loss
+        better = math.isfinite(judged) and (best is None or judged < best)
+        self.recorder.evaluated(step, result, better)
+        if better:
+            now = dataclasses.replace(progress, best_loss=judged, best_step=step, stale=0)
+        else:
+            now = dataclasses.replace(progress, stale=progress.stale + 1)
+        return now, better
+
+    def _make_up_evaluation(self, progress: Progress) -> Progress:
+        """Evaluate the step that a run resumes from, if a reward function failed there."""
+        step, every = progress.step, self.started.inputs.evaluation_every
+        if not step or self.rollouts is None or (step < self.steps and every is None):
+            return progress
+        known = self.engine.on_rank_0(
+            lambda: {each["step"] for each in self.run.read_metrics("eval")}
+        )
+        if step in known:
+            return progress
+        progress, better = self._evaluate_if_due(progress)
+        if better:
+            self.saver.save(progress, True)
+        return progress
 
     def _finish_saving(self) -> None:
         self.saver.close()
         self.recorder.saved(self.saver.written())
 
-    def _patience_is_over(self) -> bool:
-        patience = self.recipe.evaluation.patience
-        return patience is not None and self.progress.stale >= patience
-
-    def _warn(self) -> None:
-        if self.rollouts is not None:
-            for warning in self.rollouts.warnings:
-                self.recorder.warned(self.progress.step, warning)
-            self.rollouts.warnings.clear()
-
-    def _record(self, result: StepResult) -> None:
-        if result.suspects is None:
-            self.recorder.step(self.progress, result, self.peak)
-            return
-        if not self.progress.skipped:
-            refuse_weights_not_finite(self.engine)
-        self.progress = dataclasses.replace(self.progress, skipped=self.progress.skipped + 1)
-        self.recorder.skipped(self.progress, result, result.suspects)
-
-    def _end_interrupted(self) -> None:
-        self.recorder.end(self.progress.step, "interrupted", self.peak)
+    def _end_interrupted(self, progress: Progress, peak: int) -> None:
+        self.recorder.end(progress.step, "interrupted", peak)
         raise Interrupted(
-            f"interrupted by {self.interruption.name} after step {self.progress.step} of "
+            f"interrupted by {self.interruption.name} after step {progress.step} of "
             f"{self.steps}, which is saved: continue with --resume, or --resume auto"
         )
 
-    def _end(self, reason: Reason) -> None:
+    def _end(self, progress: Progress, reason: Reason, peak: int) -> None:
         """Write the result, the final record and the model card."""
         self._finish_record(self._publish)
-        self.recorder.end(self.progress.step, reason, self.peak)
+        self.recorder.end(progress.step, reason, peak)
         self._finish_record(lambda: describe(self.run, self.options.plot))
         self.engine.accelerator.wait_for_everyone()
 
@@ -316,46 +445,3 @@ class Training:
     def _publish(self) -> None:
         with self.engine.without_partitioning():  # of a model loaded on one rank, by ZeRO-3
             publish(self.run)
-
-    def _evaluate_if_due(self, done: bool) -> bool:
-        """Evaluate if due; returns whether the result is the best so far."""
-        every = self.recipe.evaluation.every
-        due = done or (every is not None and self.progress.step % every == 0)
-        if not due or not len(self.data.eval):
-            return False
-        if self.rollouts is None:
-            result = evaluate(self.engine, self.data.eval, self.pad_id)
-        else:
-            with self._saving_if_sampling_fails():
-                result = self.rollouts.evaluate(self.data.eval)
-            self._warn()
-        if self.answering is not None:
-            result = result.with_metrics(self.answering.measure(self.engine))
-        judged, best = result.judged_by(self.recipe.evaluation.best), self.progress.best_loss
-        better = math.isfinite(judged) and (best is None or judged < best)
-        if better:
-            self.progress = dataclasses.replace(
-                self.progress, best_loss=judged, best_step=self.progress.step, stale=0
-            )
-        else:
-            self.progress = dataclasses.replace(self.progress, stale=self.progress.stale + 1)
-        self.recorder.evaluated(self.progress.step, result, better)
-        return better
-
-    def _make_up_evaluation(self) -> None:
-        """Evaluate the step that a run resumes from, if a reward function failed there."""
-        step, every = self.progress.step, self.recipe.evaluation.every
-        if not step or self.rollouts is None or (step < self.steps and every is None):
-            return
-        known = self.engine.on_rank_0(
-            lambda: {each["step"] for each in self.run.read_metrics("eval")}
-        )
-        if step not in known and self._evaluate_if_due(step == self.steps):
-            self.saver.save(self.progress, True)
-
-    def _save_if_due(self, done: bool, better: bool) -> None:
-        every = self.recipe.saving.every
-        due = done or (every is not None and self.progress.step % every == 0)
-        if not (due or better):
-            return
-        self.saver.save(self.progress, better)

@@ -11,15 +11,13 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from finetune import backend as backends
 from finetune import catalog
 from finetune.checkpoints import checkpoint
-from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.staging import Staging
 from finetune.data.prepare import Prepared
 from finetune.distributed import device
@@ -39,46 +37,41 @@ from finetune.runs.run import Run
 from finetune.training.options import Options
 from finetune.training.recorder import Recorder, expected
 
-
-class Job(Protocol):
-    """The part of `finetune.training.stages.Training` that the checks need."""
-
-    engine: Engine
-    run: Run
-    plan: Plan
-    data: Prepared
-    tokenizer: PreTrainedTokenizerBase
-    progress: Progress
-    steps: int
-    resumed: int | None
-    base: str | None
-    recorder: Recorder
-    options: Options
+if TYPE_CHECKING:
+    from finetune.training.stages import Built, Inputs
 
 
-def run_checks(job: Job) -> str:
+def run_checks(
+    engine: Engine,
+    run: Run,
+    options: Options,
+    inputs: "Inputs",
+    built: "Built",
+    recorder: Recorder,
+) -> str:
     """Run all checks, collectively on every rank; returns the six lines.
 
     Raises:
         FinetuneError: a check failed.
         TrainingFailure: the rehearsal of a checkpoint failed.
     """
-    engine, saving = job.engine, job.plan.recipe.saving
-    ranks = agree(engine.gather(identity(job.plan, job.data, job.base)))
+    saving, resumed, tokenizer = engine.plan.recipe.saving, inputs.resumed, built.tokenizer
+    ranks = agree(engine.gather(identity(engine.plan, built.data, built.base)))
     if engine.world > 1:
-        ranks += f"; each waits at most {job.options.timeout_minutes:g} min for the others"
-    size, left = checkpoint_bytes(engine, len(job.tokenizer)), job.steps - job.progress.step
+        ranks += f"; each waits at most {options.timeout_minutes:g} min for the others"
+    size, left = checkpoint_bytes(engine, len(tokenizer)), inputs.steps - built.progress.step
+    disk = engine.on_rank_0(lambda: check_disk(run, size, saving.keep, left, inputs.saving_every))
+    begins = "from the beginning"
+    if resumed is not None:
+        begins = f"after step {resumed}, whose checkpoint is intact"
+    rehearsed = "off (saving.rehearse=true turns it on)"
     lines = {
         "ranks": ranks,
-        "memory": memory_line(job.recorder.forecast, engine.device),
-        "disk": job.engine.on_rank_0(
-            lambda: check_disk(job.run, size, saving.keep, left, saving.every)
-        ),
-        "model": check_model(job),
-        "start": f"after step {job.resumed}, whose checkpoint is intact"
-        if job.resumed is not None
-        else "from the beginning",
-        "rehearsal": rehearse(job) if saving.rehearse else "off (saving.rehearse=true turns it on)",
+        "memory": memory_line(recorder.forecast, engine.device),
+        "disk": disk,
+        "model": check_model(engine, built),
+        "start": begins,
+        "rehearsal": rehearse(engine, run, built) if saving.rehearse else rehearsed,
     }
     return "\n".join(f"{name:<9}  {line}" for name, line in lines.items())
 
@@ -187,9 +180,10 @@ def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     recipe = engine.plan.recipe
     trained = sum(map(math.prod, trained_shapes(engine.module).values()))
     state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
+    state |= {"lion": 4, "sgd": 4}
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes per token.
-    return int(trained * (4 + state[recipe.optim.name] + usable)) + 100 * tokens + 2**16
+    return int(trained * (4 + state.get(recipe.optim.name, 8) + usable)) + 100 * tokens + 2**16
 
 
 def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) -> str:
@@ -247,24 +241,24 @@ def memory_line(forecast: Forecast | None, place: torch.device) -> str:
     return summary if predicted <= free else f"{summary}: it may run out of memory"
 
 
-def check_model(job: Job) -> str:
+def check_model(engine: Engine, built: "Built") -> str:
     """Check a forward pass of a few tokens, collectively on every rank; returns the report line.
 
     Raises:
         FinetuneError: the pass fails, the model is not causal, or its weights are not finite.
     """
-    engine = job.engine
-    if job.plan.mesh.pipeline * job.plan.mesh.sequence > 1:
+    plan = engine.plan
+    if plan.mesh.pipeline * plan.mesh.sequence > 1:
         refuse_weights_not_finite(engine)
-        lacks = "all layers" if job.plan.mesh.pipeline > 1 else "all tokens of a row"
+        lacks = "all layers" if plan.mesh.pipeline > 1 else "all tokens of a row"
         return f"weights finite; no process has {lacks}, so causality was not checked"
-    rows = token_rows(engine.module) or len(job.tokenizer)
+    rows = token_rows(engine.module) or len(built.tokenizer)
     with soundness.explained(
         "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY
     ):
         found = soundness.causality(
-            engine.model, rows, engine.device, compute_dtype(job.plan),
-            job.data.train.side_by_side, scores=job.plan.recipe.scores is not None,
+            engine.model, rows, engine.device, compute_dtype(plan),
+            built.data.train.side_by_side, scores=plan.recipe.scores is not None,
         )  # fmt: skip
         engine.reshard()
         engine.gather_frozen_units()
@@ -293,17 +287,16 @@ def refuse_weights_not_finite(engine: Engine) -> None:
         raise FinetuneError(soundness.blame(names, base, teacher and teacher.name))
 
 
-def rehearse(job: Job) -> str:
+def rehearse(engine: Engine, run: Run, built: "Built") -> str:
     """Write a checkpoint of the real state to the run and read it back; returns the report line.
 
     Raises:
         TrainingFailure: it could not be written, or it reads back with different values.
     """
-    engine, progress = job.engine, job.progress
-    place = Run(job.run.root / ".rehearsal")
+    progress, place = built.progress, Run(run.root / ".rehearsal")
     started = time.perf_counter()
     state = checkpoint.take(engine, Staging(engine.device))
-    size = checkpoint.write(engine, place, progress, job.tokenizer, state)
+    size = checkpoint.write(engine, place, progress, built.tokenizer, state)
     written = time.perf_counter()
     folder = place.checkpoint(progress.step)
 
@@ -312,10 +305,10 @@ def rehearse(job: Job) -> str:
         if found:
             raise TrainingFailure(*(f"rehearsal: {problem}" for problem in found))
 
-    job.engine.on_rank_0(verify)
+    engine.on_rank_0(verify)
     differing = checkpoint.compare(engine, folder)
     everybody = engine.gather(differing)
-    job.engine.on_rank_0(lambda: shutil.rmtree(place.root))
+    engine.on_rank_0(lambda: shutil.rmtree(place.root))
     wrong = sorted({name for names in everybody for name in names})
     if wrong:
         raise TrainingFailure(

@@ -1,5 +1,6 @@
 """Run one process of a training: start it, train, and handle every way it can end."""
 
+import contextlib
 import datetime
 import os
 import signal
@@ -19,6 +20,7 @@ from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe
 from finetune.kernels import cpu
 from finetune.models.load_checks import is_out_of_memory
+from finetune.planner.estimate.forecast import Forecast
 from finetune.process import rendezvous
 from finetune.process.loopback import listen_on_loopback
 from finetune.process.signals import Interruption
@@ -27,7 +29,8 @@ from finetune.runs.run import Run
 from finetune.training.options import Options
 from finetune.training.out_of_memory import out_of_memory
 from finetune.training.preflight import check_here
-from finetune.training.stages import Training
+from finetune.training.recorder import Recorder
+from finetune.training.stages import Training, read, start
 
 
 def train(
@@ -86,46 +89,58 @@ class Worker:
         run: Run,
         options: Options,
         interruption: Interruption | None = None,
-        stages: type[Training] = Training,
+        steps: type[Training] = Training,
     ) -> None:
-        self.engine = engine
-        self.run = run
+        self.engine, self.run, self.options, self.steps = engine, run, options, steps
         self.interruption = interruption or Interruption()  # not entered: handles no signals
         self.heartbeat = self._heartbeat()
-        self.training = stages(engine, run, options, self.interruption, self.heartbeat)
 
     def train(self) -> Run:
         """Train to the end and return the run."""
-        with self.training.resources:
+        engine, run, options = self.engine, self.run, self.options
+        forecast: Forecast | None = None
+        with contextlib.ExitStack() as held:
             self.heartbeat.start()
             try:
-                self.training.prepare()
-                self.training.train()
+                self._print_notes()
+                inputs = read(engine, run, options, held)
+                recorder = Recorder(engine, run, inputs.data, inputs.steps)
+                forecast = recorder.forecast
+                started = start(engine, run, options, inputs, recorder)
+                steps = self.steps(engine, run, options, self.interruption, self.heartbeat, started)
+                steps.train()
             except Interrupted:
                 if not self.interruption.deferring:  # torch's agent ends surviving ranks this way
                     lost = self.heartbeat.lost_local_rank()
                     if lost is not None:
                         raise lost from None
                 self.heartbeat.stop()
-                self.engine.close()
+                engine.close()
                 raise
             except FinetuneError:
                 raise
             except Exception as error:  # collectives raise many types when another rank is lost
                 self.interruption.defer()
                 if is_out_of_memory(error):
-                    raise self._out_of_memory(error) from None
+                    raise self._out_of_memory(error, forecast) from None
                 explained = self.heartbeat.explain(error)
                 if explained is None:
                     raise
                 raise explained from None
             finally:
                 self.heartbeat.stop()
-        self.engine.close()
-        return self.run
+        engine.close()
+        return run
 
-    def _out_of_memory(self, error: Exception) -> TrainingFailure:
-        engine, forecast, step = self.engine, self.training.forecast, self.heartbeat.step
+    def _print_notes(self) -> None:
+        """Print what is known of the device before the model is loaded."""
+        if self.engine.is_main:
+            for note in self.engine.notes:
+                print(f"note: {note}", flush=True)
+        self.engine.notes.clear()
+
+    def _out_of_memory(self, error: Exception, forecast: Forecast | None) -> TrainingFailure:
+        engine, step = self.engine, self.heartbeat.step
         failure = out_of_memory(
             error, engine.plan, engine.rank, engine.device, forecast, step, self.run.standing()
         )

@@ -6,10 +6,10 @@ from torch import nn
 from traced import PADDED, Seen, forward, gpu
 
 from finetune.kernels.head import LabelledHead
-from finetune.planner.kernels import LOGITS
-from finetune.planner.rules import WITHOUT_SDPA
+from finetune.planner.families import FAMILIES, family_of
 
-KINDS = (*LOGITS, "glm4", "ernie4_5", "exaone4", "seed_oss")
+KNOWN = [kind for kind, family in FAMILIES.items() if family.logits]
+KINDS = (*KNOWN, "glm4", "ernie4_5", "exaone4", "seed_oss")
 """Sixteen architectures whose every part is known here, and some others."""
 CAPPED = ("gemma2",)
 """Types whose scores the one kernel does not cap, as their plan says."""
@@ -19,7 +19,7 @@ CAPPED = ("gemma2",)
 @pytest.mark.parametrize("trained", ["full", "lora", "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_pass_stays_on_the_gpu_and_calls_the_kernel_that_is_promised(kind, trained, way):
-    if way in PADDED and kind in WITHOUT_SDPA:
+    if way in PADDED and not family_of(kind).sdpa:
         pytest.skip(f"transformers has no sdpa for padded rows of {kind}")
     found = forward(kind, trained != "full", way, nf4=trained == "nf4")
     assert (found.loss.device.type, found.loss.dtype) == ("cuda", torch.float32)

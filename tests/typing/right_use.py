@@ -11,6 +11,7 @@ recipe = (
     .with_lora(r=8, targets=("q_proj", "v_proj"), rank_pattern={"q_proj": 4})
     .with_batch(rows=16, micro_rows=4, overlong="split", micro_tokens=None)
     .with_optim(lr=2e-4, betas=(0.9, 0.95), max_grad_norm=None)
+    .with_optim(ft.Optim(lr=2e-4))
     .with_kernels(pointwise="eager")
     .with_evaluation(every=10, patience=3)
     .with_saving(every=10, keep=1)

@@ -9,6 +9,7 @@ recipe.with_optim(warmpu=3)  # error
 recipe.with_optim(name="adamww")  # error
 recipe.with_optim(warmup=3)
 recipe.with_lora(alhpa=3)  # error
+recipe.with_lora(ft.Batch())  # error
 recipe.with_lora(16, targets=["q_proj"])  # error
 recipe.with_qlora(r="8")  # error
 recipe.with_qlora(r=8)

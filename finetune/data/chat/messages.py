@@ -6,7 +6,7 @@ Content is text, arguments are objects, every tool call has an id, and no value 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from finetune.data.chat.parts import divided
+from finetune.data.chat.strings import divided
 from finetune.data.chat.tools import calls_in, calls_of, keys_of_call, without_call_key
 from finetune.data.values import RowProblem, is_given, kind_of, list_of, shown, text_of
 from finetune.errors import did_you_mean

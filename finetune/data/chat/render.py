@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from finetune.data.chat.chat_templates import BUILT_IN, added_before, choose
 from finetune.data.chat.next_marks import ended_spans, with_last_end
-from finetune.data.chat.parts import excerpt
 from finetune.data.chat.template_spans import Span
-from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns
+from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
 from finetune.data.samples import (
     Completion,
     Conversation,

@@ -18,18 +18,7 @@ import jinja2
 from finetune.data.chat.call_forms import forms, writes_as_python
 from finetune.data.chat.chat_templates import check_variables, text_of_chat
 from finetune.data.chat.messages import Message, without_key
-from finetune.data.chat.parts import (
-    BESIDE_CALLS,
-    SHORT,
-    excerpt,
-    has_thought,
-    holds_some,
-    leaves_out_details,
-    lost,
-    lost_of_tool,
-    stray_marks,
-    without_space,
-)
+from finetune.data.chat.strings import THOUGHTS, has_thought, lost, lost_of_tool, text_name
 from finetune.data.chat.template_limits import within_limits
 from finetune.data.chat.template_spans import Marked, Span, mark
 from finetune.data.samples import Conversation, cut_to, with_message
@@ -46,7 +35,8 @@ COMPARED = 16
 """Conversations of each shape that are compared with the output of transformers."""
 EXCEEDED = 2
 """Conversations that may exceed the limits of time or memory before a template is given up."""
-THOUGHTS = "the thoughts of message {}"
+SHORT = 12
+"""Maximum length, in characters, of a text that may occur in a chat by chance."""
 
 
 @dataclass
@@ -171,69 +161,46 @@ class Turns:
     def _check_tool(self, rendered: Rendered, tool: dict[str, Any]) -> None:
         """Refuse a template that leaves out a tool; note one that leaves out details of it."""
         text = rendered.marked.outside(_indices_by_role(rendered.sample, ("assistant", "tool")))
-        missing = lost_of_tool(tool, text)
-        if not missing and leaves_out_details(tool, text):
-            rendered.notes.add("tool_details")
+        missing, leaves_out_details = lost_of_tool(tool, text)
         if missing:
             raise FinetuneError(
                 f"chat template: it leaves out the tools ({', '.join(missing)}); "
                 "set model.chat_template to a template that writes them"
             )
+        if leaves_out_details:
+            rendered.notes.add("tool_details")
 
     def _check_written(self, rendered: Rendered, number: int) -> None:
-        """Refuse a template that leaves out a part of a message.
+        """Refuse a template that leaves out a string of a message.
 
         Thoughts of earlier turns may be left out if the template writes those of the last turn.
         """
         message, marked = rendered.sample.messages[number], rendered.marked
+        role, content = message["role"], message["content"]
         written = marked.written(number)
-        if message["role"] == "assistant":
+        if role == "assistant":
             written = written.removeprefix(self._usual_header)
-            self._check_marks(rendered, number)
         missing = lost(message, written)
-        is_short = "tool_calls" in message and len(message["content"].strip()) <= SHORT
-        if is_short and not self._writes(rendered.sample, number):
-            missing = [BESIDE_CALLS]
-        elif not missing:
-            return
-        text = marked.text
-        if message["role"] != "assistant" or number not in marked.turns:
-            others = ("tool",) if message["role"] == "tool" else ("assistant", "tool")
+        by_chance = "tool_calls" in message and len(content.strip()) <= SHORT
+        if missing and (role != "assistant" or number not in marked.turns):
+            # Text outside of the loops over messages has no marks: any that is not another's.
+            others = ("tool",) if role == "tool" else ("assistant", "tool")
             text = marked.outside(_indices_by_role(rendered.sample, others, number))
-            missing = lost(message, text)
-            if not missing and self._writes(rendered.sample, number):
-                return
-            missing = missing or ["message {}"]
-        thoughts = all(part.startswith(THOUGHTS) for part in missing)
+            missing, by_chance = lost(message, text), True
+        if by_chance and not self._writes(rendered.sample, number):
+            missing = [text_name(message)]
+        if not missing:
+            return
+        thoughts = all(name.startswith(THOUGHTS) for name in missing)
         if thoughts and self._is_history(rendered.sample, number):
             rendered.notes.add("history_thoughts")
             return
-        what = " and ".join(part.format(number) for part in missing)
-        if missing == ["message {}"] and holds_some(message["content"], text):
-            what = f"a part of {what}"
+        what = " and ".join(missing).replace("{}", str(number))
         raise FinetuneError(
-            f"chat template: it leaves out {what} ({message['role']}: "
-            f"{excerpt(message['content'])}); take it out of the data, or set "
-            "model.chat_template to a template that writes it"
+            f"chat template: it leaves out {what} ({role}: "
+            f"{excerpt(content)}); take it out of the data, or set model.chat_template to a "
+            "template that writes it"
         )
-
-    def _check_marks(self, rendered: Rendered, number: int) -> None:
-        """Refuse a template that divides an answer at a mark of thoughts in its prose."""
-        content = rendered.sample.messages[number]["content"]
-        for start, end in stray_marks(content):
-            mark, text = content[start:end], rendered.marked.text
-            plain = {**rendered.sample.messages[number]}
-            plain["content"] = content[:start] + PROBE + content[end:]
-            if (
-                self.mark(with_message(rendered.sample, number, plain)).text.replace(PROBE, mark)
-                != text
-            ):
-                raise FinetuneError(
-                    f"chat template: it takes {mark!r} in message {number} (assistant: "
-                    f"{excerpt(content)}) for a mark of a thought, and moves or leaves out the "
-                    "text at it; begin a thought with its opening mark and end it at an end of a "
-                    "line, write the mark in another way, or set model.chat_template to another one"
-                )
 
     def _writes(self, sample: Conversation, number: int) -> bool:
         """Whether the template writes the content of a message, which could occur by chance."""
@@ -301,7 +268,7 @@ class Turns:
             )
         said = [span for span in marked.own(inside) if marked.text[slice(*span)].strip()]
         *others, (start, end) = said or inside
-        return [*others, (start, without_space(marked.text, start, end))]
+        return [*others, (start, start + len(marked.text[start:end].rstrip()))]
 
     def _found_by_prompt(self, rendered: Rendered, number: int) -> Span:
         """Find the span of a turn that is not written by a loop over the messages.
@@ -311,10 +278,10 @@ class Turns:
         """
         sample, text = rendered.sample, rendered.marked.text
         places = len(rendered.marked.turns.get(number, ()))
-        reason = (
+        reason = f"chat template: its assistant turns cannot be located in {excerpt(text)}: " + (
             f"it writes message {number}, or the results of its calls, in several places"
             if places
-            else (f"no loop over the messages writes message {number}")
+            else f"no loop over the messages writes message {number}"
         )
         try:
             prompt = self.mark(cut_to(sample, number), add_generation_prompt=True).text
@@ -322,15 +289,11 @@ class Turns:
             last = number + 1 == len(sample.messages)
             following = self.mark(sample, add_generation_prompt=True).text if last else text
         except FinetuneError as error:
-            raise FinetuneError(
-                f"chat template: its assistant turns cannot be located in {excerpt(text)}: "
-                f"{reason}, and it fails for the messages before it alone: {error}"
-            ) from None
+            raise FinetuneError(f"{reason}, and the messages before it alone: {error}") from None
         common = os.path.commonprefix([text, ended, following])  # noqa: RUF071, of characters
         ends = [m.end() for m in self._end_tokens.finditer(common, len(prompt))]
         if not common.startswith(prompt) or not ends:
             raise FinetuneError(
-                f"chat template: its assistant turns cannot be located in {excerpt(text)}: "
                 f"{reason}, and the text does not begin with the prompt {excerpt(prompt)}; let the "
                 "template loop over `messages` outside of macros and {% set %} blocks"
             )
@@ -425,3 +388,9 @@ class Turns:
 def _indices_by_role(sample: Conversation, roles: tuple[str, ...], but: int = -1) -> list[int]:
     """Indices of the messages with some roles, except message `but`."""
     return [n for n, m in enumerate(sample.messages) if m["role"] in roles and n != but]
+
+
+def excerpt(text: str) -> str:
+    """The repr of a text, shortened in the middle to 160 characters for error messages."""
+    shown = repr(text)
+    return shown if len(shown) <= 160 else f"{shown[:80]} ... {shown[-80:]}"

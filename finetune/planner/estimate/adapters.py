@@ -46,19 +46,13 @@ def outer(
     """Embedding and head if targets name them; as in PEFT, `all-linear` excludes both."""
     targets = targets if isinstance(targets, str) else tuple(targets)
     excluded = excluded if isinstance(excluded, str) else tuple(excluded)
-    table = shape.prefix.rsplit(".", 1)[0] + "." + TABLES.get(shape.kind, "embed_tokens")
+    table = shape.prefix.rsplit(".", 1)[0] + "." + shape.table
     maps = Matrix(table, shape.vocab, shape.hidden), Matrix(shape.head, shape.hidden, shape.vocab)
     return [
         each for each in maps
         if targets != "all-linear" and _named(each.name, targets)
         if not (excluded and _named(each.name, excluded))
     ]  # fmt: skip
-
-
-TABLES = {"gpt2": "wte", "gpt_neox": "embed_in"}
-"""Names of the embedding other than `embed_tokens`, by model type."""
-HEADS = {"gpt_neox": "embed_out"}
-"""Names of the head other than `lm_head`, by model type."""
 
 
 def _matches(

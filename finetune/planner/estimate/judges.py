@@ -11,7 +11,7 @@ from pathlib import Path
 from finetune.errors import FinetuneError
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.memory import inference
-from finetune.planner.estimate.workload import Adapter, Workload, lora
+from finetune.planner.estimate.workload import NO_ADAPTER, Workload, lora
 from finetune.planner.shapes.architecture import Architecture
 from finetune.recipe import LoRA, Model, Recipe
 from finetune.runs.run import Run, read_object
@@ -89,7 +89,7 @@ def _judge(
     shape = dataclasses.replace(shape, tied=True, scores=1)
     workload = Workload(
         shape, AT_ONCE, tokens, "fp32" if cpu else "bf16",
-        adapter=Adapter({}, 0), quantization=model.quantization, attention="masked",
+        adapter=NO_ADAPTER, quantization=model.quantization, attention="masked",
     )  # fmt: skip
     weights = workload.frozen_bytes
     if adapter is not None:

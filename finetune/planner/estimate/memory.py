@@ -122,7 +122,7 @@ class _Step:
         run, kept = self.run, self.run.kept_by(self.layers)
         casts = self._weight_casts()
         stream = float(self.workload.tokens * self.workload.shape.hidden)
-        self.incoming = stream * self.workload.numerics.residual
+        self.incoming = stream * self.workload.residual
         inside = run.layer.passing if self.checkpointed else run.layer.forward
         found = loading(self.workload)
         moments = [Moment("loading", found)] if found else []
@@ -322,7 +322,7 @@ class _Step:
             "backward: embedding",
             gradients=self._early() if self.deepspeed and self.immediate else self.whole,
             waiting=self._waiting(),
-            activations=workload.tokens * shape.hidden * float(workload.numerics.residual),
+            activations=workload.tokens * shape.hidden * float(workload.residual),
             loss=self.loss,
             units=units,
             reduction=extra + reduced,
@@ -347,7 +347,7 @@ class _Step:
     def _weight_casts(self) -> float:
         """Weight casts that autocast caches until its context ends, despite checkpointing."""
         workload = self.workload
-        if not (workload.numerics.autocast and self.checkpointed):
+        if not (workload.autocast and self.checkpointed):
             return 0.0
         return 2.0 * cast_weights(workload)
 
@@ -358,5 +358,5 @@ def inference(workload: Workload, shape: Architecture) -> float:
     Embedded tokens, the hidden state before and inside a layer, its norm, and the widest part of a
     layer: gate, up and their product.
     """
-    token = 4.0 * shape.hidden * workload.numerics.residual + 3.0 * shape.width * workload.compute
+    token = 4.0 * shape.hidden * workload.residual + 3.0 * shape.width * workload.compute
     return workload.tokens * token

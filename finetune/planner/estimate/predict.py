@@ -21,12 +21,11 @@ from finetune.planner.estimate import (
 from finetune.planner.estimate.adapters import named_expert_size
 from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORES
 from finetune.planner.estimate.judges import leaving_room
-from finetune.planner.estimate.numerics import AttentionKind
 from finetune.planner.estimate.row_counts import steps_of
 from finetune.planner.estimate.sampling import sampling
 from finetune.planner.estimate.sharding import nvme
 from finetune.planner.estimate.timing import Times, forward_share
-from finetune.planner.estimate.workload import Adapter, Workload, lora
+from finetune.planner.estimate.workload import Adapter, AttentionKind, Workload, lora
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
 from finetune.planner.shapes import published
@@ -172,7 +171,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         accumulation=plan.accumulation,
         root_unit=place.axes.any,
         synchronise_each=synchronises_each(recipe),
-        ahead=int(recipe.reads_kl),
+        ahead=recipe.passes_before_step,
         wide_gradients=True,
         fused_norms=Choice("norm", "fused") in plan.kernels,
         fused_activations=Choice("activation", "fused") in plan.kernels,
@@ -287,7 +286,7 @@ class Prediction:
             return None
         rows = self.steps * recipe.batch.rows
         read = rows / recipe.epochs if self.rows is None else self.rows
-        passes = (read + rows * recipe.reads_kl) / recipe.batch.rows
+        passes = (read + rows * recipe.passes_before_step) / recipe.batch.rows
         return passes * self.times.step * forward_share(self.workload)
 
     @property

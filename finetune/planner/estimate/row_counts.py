@@ -53,4 +53,4 @@ def local_rows(recipe: Recipe) -> int | None:
             return None
         rows = _lines(path)
         total += min(rows, data.first or rows) * data.repeat
-    return total - (recipe.eval_rows or 0) if total else None
+    return total - recipe.held_out(total) if total else None

@@ -8,8 +8,9 @@ unsharded until the last backward pass.
 
 from finetune.planner import schedules
 from finetune.planner.estimate import part
+from finetune.planner.estimate.autograd.layer import Layer
 from finetune.planner.estimate.autograd.tape import trace
-from finetune.planner.estimate.autograd.traces import layer_of, traces
+from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.moments import Moment, Timeline
 from finetune.planner.estimate.sharding.resident import cast_weights, state
 from finetune.planner.estimate.workload import Workload
@@ -37,10 +38,10 @@ class _Stage:
         self.workload = here = part.here(workload)
         self.tied = workload.tied
         self.run = traces(here)
-        tape, source, result = layer_of(here).build()
+        tape, source, result = Layer(here).build()
         self.checkpointed = here.checkpointing in ("full", "attention")
         self.again = trace(tape, source, result, self.checkpointed, accumulated=True)
-        self.stream = float(here.tokens * here.shape.hidden * here.numerics.residual)
+        self.stream = float(here.tokens * here.shape.hidden * here.residual)
         self.sharded = layout.group > 1
         self.flight: dict[tuple[int, int], float] = {}
         self.sent = 0.0
@@ -77,7 +78,7 @@ class _Stage:
     def _casts(self) -> float:
         """Weights in 16 bits, which autocast keeps until the last micro-batch has passed."""
         here = self.workload
-        if not (here.numerics.autocast and self.checkpointed):
+        if not (here.autocast and self.checkpointed):
             return 0.0
         head = here.shape.head_weights * (self.last in self.parts and here.adapter is None)
         return 2.0 * (cast_weights(here) + head)

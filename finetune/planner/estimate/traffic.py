@@ -55,7 +55,7 @@ def payloads(workload: Workload) -> dict[str, dict[str, float]]:
         numbers, last = schedules.parts_of(workload.layout.stage, axes), axes.pipeline * axes.chunks
         forward = sum(n + 1 < last and n + 1 not in numbers for n in numbers)
         back = sum(n > 0 and n - 1 not in numbers for n in numbers)
-        sent = (forward + back) * steps * stream * here.numerics.residual
+        sent = (forward + back) * steps * stream * here.residual
         found["pipeline"] = {"send": sent}
         if workload.tied and {0, last - 1} & set(numbers) and not {0, last - 1} <= set(numbers):
             width = here.gradient_width / workload.layout.share("grads")
@@ -75,7 +75,7 @@ def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, floa
     `stream` is the number of elements of the hidden states, over all micro-batches of a step.
     """
     shape, layout = here.shape, workload.layout
-    width, residual = here.numerics.compute, here.numerics.residual
+    width, residual = here.compute, here.residual
     names = {matrix.leaf for matrix in shape.matrices}
     ranks = {} if workload.adapter is None else dict(workload.adapter.ranks)
     rows = [name for name in part.ROWS if name in names]
@@ -116,14 +116,14 @@ def _sequence(workload: Workload, here: Workload) -> dict[str, float]:
     again = workload.checkpointing in ("full", "attention")
     if axes.ring > 1:
         own = here.tokens * 2.0 * shape.key * shape.layers * workload.accumulation
-        width = (2 + again) * here.numerics.compute + 4
+        width = (2 + again) * here.compute + 4
         return {"send": (axes.ring - 1) * own * width}
     if axes.context > 1:
-        whole = axes.context * here.tokens * 2.0 * shape.key * here.numerics.compute
+        whole = axes.context * here.tokens * 2.0 * shape.key * here.compute
         whole *= shape.layers * workload.accumulation
         return {"all-gather": whole * (1 + again), "reduce-scatter": whole}
     keys = max(shape.kv_heads, axes.sequence) * shape.head_dim  # each process gets one at least
-    each = here.tokens * (2.0 * shape.query + 2.0 * keys) * here.numerics.compute
+    each = here.tokens * (2.0 * shape.query + 2.0 * keys) * here.compute
     return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}
 
 
@@ -136,7 +136,7 @@ def _experts(workload: Workload, here: Workload) -> dict[str, float]:
     assert shape.experts is not None
     again = workload.checkpointing in ("full", "attention")
     chosen = here.tokens * shape.experts.active / shape.ways
-    each = 2.0 * chosen * shape.hidden * here.numerics.residual
+    each = 2.0 * chosen * shape.hidden * here.residual
     return {"all-to-all": each * shape.layers * workload.accumulation * (2 + again)}
 
 
@@ -146,7 +146,7 @@ def _slices(here: Workload) -> float:
     Each sends its slice of the tokens to the experts. Their outputs are gathered, and so are the
     gradients of the tokens and of their routing weights. A checkpoint ends its second pass before.
     """
-    shape, n = here.shape, here.numerics
+    shape, n = here.shape, here
     assert shape.experts is not None
     each = 2.0 * shape.hidden * n.residual + float(shape.experts.active * n.compute)
     return shape.layers * here.tokens * each

@@ -6,8 +6,6 @@ from typing import Literal
 
 from finetune.planner.engines import Scheme
 from finetune.planner.estimate.adapters import (
-    HEADS,
-    TABLES,
     adapted,
     adapter_size,
     expert_adapter_size,
@@ -15,13 +13,16 @@ from finetune.planner.estimate.adapters import (
 )
 from finetune.planner.estimate.head_losses import HF, Loss
 from finetune.planner.estimate.layout import Layout
-from finetune.planner.estimate.numerics import AttentionKind, Numerics
 from finetune.planner.estimate.states import adam_moments, nf4_bytes
+from finetune.planner.families import family_of
 from finetune.planner.shapes.architecture import Architecture, Matrix
 
+AttentionKind = Literal["flash", "masked", "eager"]
+"""Attention implementations. `flash`: no mask; groups of heads share keys. `masked`: SDPA with a
+materialized mask, keys and values repeated for all heads. `eager`: materialized scores and
+probabilities."""
 Checkpointing = Literal["none", "full", "attention", "selective"]
 """What layers recompute: nothing, all, all but attention, or every second matrix product."""
-Update = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Adapter:
         return self.parameters + sum(n // rows * (-rows % group) for rows, n in self.rows.items())
 
 
+NO_ADAPTER = Adapter({}, 0)
+"""Adapts nothing: the workload of a frozen model has it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """The work of one process: everything that its memory, communication and time depend on."""
@@ -70,7 +75,7 @@ class Workload:
     checkpointing: Checkpointing = "none"
     attention: AttentionKind = "flash"
     loss: Loss = HF
-    update: Update = "adamw"
+    update: str = "adamw"
     accumulation: int = 1
     stepping: Literal["fused", "foreach", "loop"] = "fused"
     """Optimizer step: `foreach` copies all gradients, `loop` copies one tensor at a time twice."""
@@ -81,7 +86,9 @@ class Workload:
     cpu: bool = False
     """Trained without an accelerator, where dropout keeps wider masks."""
     compiled: bool = False
-    """Layers run through torch.compile, which keeps only the inputs of fused operations."""
+    """Chains of pointwise operations are one kernel. It keeps its inputs and the values that the
+    gradient of a weight multiplies: the partitioner of torch 2.13 does not recompute values that
+    the backward pass must hold."""
     immediate: bool = False
     """Each tensor is updated as soon as its gradient exists, so gradients are freed one by one."""
     activations_on_host: bool = False
@@ -137,7 +144,7 @@ class Workload:
             return None
         return dataclasses.replace(
             self, shape=self.teacher_shape, quantization=self.teacher_quantization,
-            adapter=Adapter({}, 0), checkpointing="none", teacher_shape=None,
+            adapter=NO_ADAPTER, checkpointing="none", teacher_shape=None,
         )  # fmt: skip
 
     @property
@@ -159,7 +166,7 @@ class Workload:
             return 0.0
         if self.adapter is None and self.quantization == "none":
             return float(shape.parameters * (4 if self.scheme == "fsdp" else self.trained_width))
-        held = dataclasses.replace(self, shape=shape, adapter=Adapter({}, 0), reference_shape=None)
+        held = dataclasses.replace(self, shape=shape, adapter=NO_ADAPTER, reference_shape=None)
         return held.frozen_bytes
 
     @property
@@ -167,7 +174,7 @@ class Workload:
         """Bytes of block inputs that are stored in host memory for the backward pass."""
         if not self.activations_on_host:
             return 0.0
-        return float(self.shape.layers * self.tokens * self.shape.hidden * self.numerics.residual)
+        return float(self.shape.layers * self.tokens * self.shape.hidden * self.residual)
 
     @property
     def scores(self) -> int:
@@ -239,43 +246,70 @@ class Workload:
         return self.trained_width
 
     @property
-    def numerics(self) -> Numerics:
-        full, axes = self.adapter is None, self.layout.axes
-        autocast = self.scheme == "autocast"
-        # Hidden states have the data type of the embedding, which autocast does not change.
-        wide = self.scheme == "fp32" or self.kbit_prepared
-        wide = wide or (autocast and self.trains("embedding"))
-        return Numerics(
-            residual=4 if wide else 2,
-            compute=self.compute,
-            weights=self.trained_width if full else self.frozen_width,
-            autocast=autocast,
-            trained=full,
-            adapters=0 if self.adapter is None else self.adapter.width,
-            expert_rank=0 if self.adapter is None else self.adapter.experts,
-            dropout=self.adapter is not None and self.adapter.dropout,
-            dora=self.adapter is not None and self.adapter.dora,
-            widened=self.cpu or self.quantization == "none",
-            wide_masks=self.cpu,
-            inputs_kept=self.inputs_kept,
-            compiled=self.compiled,
-            dequantised=self.quantization.startswith("nf4"),
-            fused_norms=self.fused_norms,
-            fused_activations=self.fused_activations,
-            fused_rotations=self.fused_rotations,
-            chained=self.chained,
-            grouped_adapters=self.grouped_adapters and self._groups,
-            rearranged=(max(self.apart, axes.context > 1) + (axes.sequence > 1)) * (axes.ring == 1),
-            repeated=self.repeated,
-            gathered=axes.context // axes.ring,
-            ring=axes.ring,
-            dispatched=axes.experts > 1,
-        )
+    def trains_all(self) -> bool:
+        """Whether the layer's own weights get gradients."""
+        return self.adapter is None
 
     @property
-    def _groups(self) -> bool:
+    def autocast(self) -> bool:
+        """Whether each matrix product casts its inputs separately."""
+        return self.scheme == "autocast"
+
+    @property
+    def residual(self) -> int:
+        """Bytes per element of the hidden state between layers."""
+        # Hidden states have the data type of the embedding, which autocast does not change.
+        wide = self.scheme == "fp32" or self.kbit_prepared
+        return 4 if wide or (self.autocast and self.trains("embedding")) else 2
+
+    @property
+    def stored_width(self) -> int:
+        """Bytes per element of the layer's stored weights."""
+        return self.trained_width if self.adapter is None else self.frozen_width
+
+    @property
+    def widens_inputs(self) -> bool:
+        """Whether PEFT 0.21, under autocast, first casts an adapter's input to the adapter's fp32.
+
+        Its bitsandbytes layers leave casting to autocast on CUDA.
+        """
+        return self.cpu or self.quantization == "none"
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether weights are stored in 4 bits and dequantized for each product."""
+        return self.quantization.startswith("nf4")
+
+    @property
+    def groups_adapters(self) -> bool:
         """Whether adapters are grouped: ZeRO-3 gathers each module, and GPT-2's are transposed."""
-        return not self.layout.for_own_module and self.shape.kind != "gpt2"
+        transposed = family_of(self.shape.kind).transposed
+        return self.grouped_adapters and not (self.layout.for_own_module or transposed)
+
+    @property
+    def rearranged(self) -> int:
+        """Number of additional saved copies of attention's output in another order.
+
+        Concatenated documents that attended in separate calls, or heads exchanged for tokens. Ring
+        attention makes none.
+        """
+        axes = self.layout.axes
+        return (max(self.apart, axes.context > 1) + (axes.sequence > 1)) * (axes.ring == 1)
+
+    @property
+    def gathered(self) -> int:
+        """Processes whose keys and values are gathered before attention (context parallel)."""
+        return self.layout.axes.context // self.layout.axes.ring
+
+    @property
+    def ring(self) -> int:
+        """Number of processes of ring attention, which pass keys and values around."""
+        return self.layout.axes.ring
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether tokens are sent to experts on other processes."""
+        return self.layout.axes.experts > 1
 
     @property
     def paged(self) -> bool:
@@ -291,6 +325,8 @@ class Workload:
             return 0.0  # rows and columns of second moments: under a thousandth of the weights
         width = 4 if self.scheme in ("fsdp", "deepspeed") else self.trained_width
         masters = 4 if self.scheme == "deepspeed" else 0
+        if self.update in ("lion", "sgd"):
+            return width
         if self.update != "muon":
             return masters + adam_moments(width, False)
         # One moment for matrices inside layers, and the two of AdamW for everything else.
@@ -395,10 +431,7 @@ def lora(
     layers = len({layer for layer, _ in chosen})
     parameters += layers * expert_adapter_size(shape, experts)
     names = frozenset(name.rsplit(".", 1)[-1] for name in saved)
-    tables = {
-        TABLES.get(shape.kind, "embed_tokens"): "embedding",
-        HEADS.get(shape.kind, "lm_head"): "head",
-    }
+    tables = {shape.table: "embedding", shape.head: "head"}
     parts = frozenset(part for name, part in tables.items() if name in names)
     fully_trained = shape.embedding * len(parts)
     return Adapter(

@@ -85,6 +85,8 @@ class Architecture:
     context: int = 0
     """Maximum sequence length of the model."""
     prefix: str = "model.layers"
+    table: str = "embed_tokens"
+    """Name of the embedding."""
     head: str = "lm_head"
     scores: int = 0
     """Outputs of a score head that replaces the logits; 0 for a language model."""

@@ -1,12 +1,15 @@
 """A model's `config.json`: where it may be on this machine, and what it says of the head."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from finetune.cache import hub_cache
 from finetune.errors import FinetuneError
-from finetune.recipe import Scores
+from finetune.planner.families import family_of
+from finetune.planner.shapes import published
+from finetune.recipe import Recipe, Scores
 
 
 def config_paths(name: str, revision: str | None) -> list[Path]:
@@ -16,6 +19,36 @@ def config_paths(name: str, revision: str | None) -> list[Path]:
     reference = folder / "refs" / wanted
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
     return [Path(name) / "config.json", folder / "snapshots" / commit / "config.json"]
+
+
+def model_fields(recipe: Recipe) -> dict[str, Any]:
+    """The config of a recipe's model; empty if it is not on this machine."""
+    model = recipe.model
+    if model.config is not None:
+        return dict(model.config)
+    if model.name is None:
+        return {}
+    for path in config_paths(model.name, model.revision):
+        if path.is_file():
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError):
+                return {}  # loading the model reports the error
+            return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    return {}
+
+
+def fields_of(recipe: Recipe) -> Mapping[str, Any]:
+    """`model_fields`, or the fields in the table of published shapes; empty if not known."""
+    found = model_fields(recipe)
+    return found or (published.find(recipe.model.name) if recipe.model.name else None) or {}
+
+
+def known_fields(recipe: Recipe) -> Mapping[str, Any]:
+    """`fields_of` for the model that is loaded: of some multimodal types, the language model."""
+    fields = fields_of(recipe)
+    alone = family_of(fields).text_only and "text_config" in fields
+    return fields["text_config"] if alone else fields
 
 
 def has_score_head(fields: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from finetune.backend import Backend
 from finetune.planner.engines import TRAITS
-from finetune.planner.kernels import model_fields
+from finetune.planner.shapes.config_files import model_fields
 from finetune.recipe import Recipe
 
 DEQUANTISED = ("fp8", "mxfp4")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from finetune.errors import FinetuneError, did_you_mean
+from finetune.planner.families import FAMILIES, Shape, family_of
 from finetune.planner.shapes.architecture import Activation, Architecture, Experts, Matrix
 
 
@@ -73,17 +74,17 @@ def _gated(h: int, f: int, bias: bool) -> list[Matrix]:
 
 def _llama(kind: str, fields: _Fields) -> Architecture:
     """Llama, and families that differ from it in biases, norms or the activation."""
-    gemma = kind in ("gemma", "gemma2", "gemma3_text")
-    qwen3 = kind in ("qwen3", "qwen3_moe")
+    family = family_of(kind)
+    gemma = family.gemma
     h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     # transformers: Llama defaults to as many key heads as heads; other classes have other defaults
     kv = fields.size("num_key_value_heads", heads if kind == "llama" else None)
-    implied = h // heads if not (gemma or qwen3) or kind == "qwen3_moe" else None
+    implied = h // heads if not (gemma or kind == "qwen3") else None
     if implied is not None and fields.values.get("head_dim") is None and h % heads:
         fields.problems.append(f"hidden_size: {h} does not divide into {heads} heads")
     head_dim = fields.size("head_dim", implied)
-    bias = kind == "qwen2" or fields.flag("attention_bias", False)
-    out_bias = kind != "qwen2" and fields.flag("attention_bias", False)
+    bias = family.qkv_bias or fields.flag("attention_bias", False)
+    out_bias = not family.qkv_bias and fields.flag("attention_bias", False)
     width = fields.size("intermediate_size")
     experts = _experts(kind, fields, width)
     mlp = [] if experts else _gated(h, width, fields.flag("mlp_bias", False))
@@ -101,10 +102,10 @@ def _llama(kind: str, fields: _Fields) -> Architecture:
         experts=experts,
         activation=fields.activation("gelu_pytorch_tanh" if gemma else "silu"),
         norm="gemma" if gemma else "rms",
-        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
-        qk_norm=qwen3 or kind == "gemma3_text",
+        norms=family.norms,
+        qk_norm=family.qk_norm,
         capped_scores=caps_scores(fields.values),
-        capped_logits=kind == "gemma2" and fields.capped("final_logit_softcapping"),
+        capped_logits=family.capped and fields.capped("final_logit_softcapping"),
         context=fields.size("max_position_embeddings", 2048),
     )
 
@@ -178,6 +179,8 @@ def _gpt_neox(kind: str, fields: _Fields) -> Architecture:
         norm="layer",
         context=fields.size("max_position_embeddings", 2048),
         prefix="gpt_neox.layers",
+        table="embed_in",
+        head="embed_out",
     )
 
 
@@ -207,30 +210,22 @@ def _gpt2(kind: str, fields: _Fields) -> Architecture:
         positions=positions,
         context=positions,
         prefix="transformer.h",
+        table="wte",
     )
 
 
-READERS: dict[str, Callable[[str, _Fields], Architecture]] = {
+READERS: dict[Shape, Callable[[str, _Fields], Architecture]] = {
     "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _llama,
-    "qwen3": _llama,
-    "qwen3_moe": _llama,
-    "mixtral": _llama,
-    "gemma": _llama,
-    "gemma2": _llama,
-    "gemma3_text": _llama,
-    "smollm3": _llama,
     "phi3": _phi3,
     "gpt_neox": _gpt_neox,
     "gpt2": _gpt2,
 }
-"""Architectures whose parameters are all known, checked against transformers 5.23."""
+"""Readers of configs whose parameters are all known, checked against transformers 5.23."""
 
 
 def caps_scores(config: Mapping[str, Any]) -> bool:
     """Whether attention scores are soft-capped; Gemma 2 does so by default in transformers."""
-    default = 50.0 if config.get("model_type") == "gemma2" else None
+    default = 50.0 if family_of(config).capped else None
     return config.get("attn_logit_softcapping", default) is not None
 
 
@@ -242,11 +237,12 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
             every problem.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in READERS:
-        known = ", ".join(sorted(READERS))
+    reader = family_of(config).shape
+    if reader is None:
+        known = sorted(kind for kind, family in FAMILIES.items() if family.shape)
         raise FinetuneError(
-            f"{where}: model_type: got {kind!r}; the formulas know {known}"
-            f"{did_you_mean(str(kind), READERS)}; `finetune plan` traces any other that "
+            f"{where}: model_type: got {kind!r}; the formulas know {', '.join(known)}"
+            f"{did_you_mean(str(kind), known)}; `finetune plan` traces any other that "
             "transformers has"
         )
     if config.get("quantization_config"):
@@ -255,7 +251,7 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
             "model and set model.quantization"
         )
     fields = _Fields(config, [])
-    shape = READERS[kind](kind, fields)
+    shape = READERS[reader](str(kind), fields)
     if shape.heads % shape.kv_heads:
         fields.problems.append(
             f"num_key_value_heads: {shape.heads} heads do not divide into groups of "

@@ -48,27 +48,26 @@ def _width(workload: Workload) -> int:
     copied = workload.adapter is not None and "head" in workload.adapter.saved
     if workload.kbit_prepared or (copied and workload.scheme == "autocast"):
         return 4
-    return workload.numerics.weights
+    return workload.stored_width
 
 
 def _whole(workload: Workload) -> Head:
-    shape, numerics = workload.shape, workload.numerics
-    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    shape, builder = workload.shape, Layer(workload)
     tape: Tape = builder.tape
-    source = Value(workload.tokens * shape.hidden * numerics.residual)
+    source = Value(workload.tokens * shape.hidden * workload.residual)
     normed = builder.norm(source)
     of_norm = len(tape.nodes)
     width, trained = _width(workload), workload.trains("head")
     weight = Value(shape.embedding * width, grad=trained, leaf=True)
     given, entries = normed, workload.tokens * shape.vocab
-    inner = workload.tokens * shape.hidden * numerics.compute
-    if numerics.autocast and normed.size != inner:
+    inner = workload.tokens * shape.hidden * workload.compute
+    if workload.autocast and normed.size != inner:
         given = tape.run(inner, (normed,))
-    if numerics.autocast and width != numerics.compute:
-        weight = tape.run(shape.embedding * numerics.compute, (weight,))
+    if workload.autocast and width != workload.compute:
+        weight = tape.run(shape.embedding * workload.compute, (weight,))
     keeps = ([given] if trained else []) + ([] if weight.leaf else [weight])
     loss = workload.loss
-    size = entries * numerics.compute if loss.logits else 0.0
+    size = entries * workload.compute if loss.logits else 0.0
     logits = tape.run(size, (given, weight), keeps)
     if shape.capped_logits:
         logits = builder.capped(logits)
@@ -83,19 +82,18 @@ def _labelled(workload: Workload) -> Head:
     The logits of a head that tensor parallelism splits are gathered: first concatenated, then put
     in the order of the vocabulary.
     """
-    shape, numerics = workload.shape, workload.numerics
-    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    shape, builder = workload.shape, Layer(workload)
     tape = builder.tape
-    source = Value(float(workload.tokens * shape.hidden * numerics.residual))
+    source = Value(float(workload.tokens * shape.hidden * workload.residual))
     normed = builder.norm(source)
     of_norm = len(tape.nodes)
     picked = tape.run(normed.size * workload.labelled, (normed,))
     width, trained = _width(workload), workload.trains("head")
     weight = Value(float(shape.embedding * width), grad=trained, leaf=True)
-    given, compute = picked, numerics.compute
-    if numerics.autocast and picked.size != workload.labelled_tokens * shape.hidden * compute:
+    given, compute = picked, workload.compute
+    if workload.autocast and picked.size != workload.labelled_tokens * shape.hidden * compute:
         given = tape.run(picked.size / 2, (picked,), holds=(normed,))
-    if numerics.autocast and width != compute:
+    if workload.autocast and width != compute:
         weight = tape.run(float(shape.embedding * compute), (weight,))
     keeps = ([given] if trained else []) + ([] if weight.leaf else [weight])
     own = float(workload.labelled_tokens * shape.vocab * compute)
@@ -148,10 +146,9 @@ def _chunked(workload: Workload) -> Head:
     hidden states and, if it is trained, of the head. `forward` of the returned trace is the memory
     in use once the loss is computed.
     """
-    shape, numerics = workload.shape, workload.numerics
-    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    shape, builder = workload.shape, Layer(workload)
     tape, stream = builder.tape, float(workload.tokens * shape.hidden)
-    source = Value(stream * numerics.residual)
+    source = Value(stream * workload.residual)
     normed = builder.norm(source)
     of_norm = len(tape.nodes)
     picked = tape.run(normed.size * workload.labelled, (normed,))
@@ -174,10 +171,9 @@ def _chunked(workload: Workload) -> Head:
 
 def _scores(workload: Workload) -> Head:
     """Final norm and a score head, which reads one token per row and computes in fp32."""
-    shape, numerics = workload.shape, workload.numerics
-    builder = Layer(shape, numerics, workload.rows, workload.length, workload.attention, {})
+    shape, builder = workload.shape, Layer(workload)
     tape = builder.tape
-    source = Value(float(workload.tokens * shape.hidden * numerics.residual))
+    source = Value(float(workload.tokens * shape.hidden * workload.residual))
     normed = builder.norm(source)
     of_norm = len(tape.nodes)
     picked = tape.run(4.0 * workload.rows * shape.hidden, (normed,))

@@ -5,34 +5,23 @@ Sizes are bytes for T tokens. Each operation was compared with a FakeTensor trac
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from finetune.planner.estimate.autograd.products import Products
 from finetune.planner.estimate.autograd.ring import ring_attention
 from finetune.planner.estimate.autograd.tape import Tape, Value, parameter
-from finetune.planner.estimate.numerics import AttentionKind, Numerics
+from finetune.planner.estimate.workload import NO_ADAPTER, Workload
 from finetune.planner.kernels import score_block
-from finetune.planner.shapes.architecture import Architecture
 
 
 class Layer:
     """Builds the tape of one layer."""
 
-    def __init__(
-        self,
-        shape: Architecture,
-        numerics: Numerics,
-        rows: int,
-        length: int,
-        attention: AttentionKind,
-        ranks: Mapping[str, int],
-        scored: int = 0,
-    ) -> None:
-        self.shape, self.numerics = shape, numerics
-        self.rows, self.length, self.tokens = rows, length, rows * length
-        self.attention, self.scored = attention, scored
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.shape = workload, workload.shape
+        self.adapter = workload.adapter or NO_ADAPTER
+        self.rows, self.length, self.tokens = workload.rows, workload.length, workload.tokens
         self.tape = Tape()
-        self.products = Products(self.tape, shape, numerics, self.tokens, ranks)
+        self.products = Products(self.tape, workload)
 
     def build(self, enters: bool = True) -> tuple[Tape, Value, Value]:
         """The tape, the input hidden state and the output hidden state.
@@ -40,7 +29,7 @@ class Layer:
         Args:
             enters: whether the input needs a gradient.
         """
-        h, n = self.shape.hidden, self.numerics
+        h, n = self.shape.hidden, self.workload
         source = Value(self.tokens * h * n.residual, grad=enters)
         if self.shape.kind == "gpt_neox":
             return self.tape, source, self._parallel(source)
@@ -68,14 +57,14 @@ class Layer:
         elements = elements or self.shape.hidden
         size = self.tokens * elements
         width = value.size / size
-        trained = self.numerics.trained
+        trained = self.workload.trains_all
         if self.shape.norm == "layer":
             weight = parameter(0, trained)
             return self.tape.run(value.size, (value, weight), (value,))
-        if self.numerics.compiled:
-            width = self.numerics.compute if self.numerics.autocast else int(width)
+        if self.workload.compiled:
+            width = self.workload.compute if self.workload.autocast else int(width)
             return self.tape.run(width * size, (value, parameter(0, trained)), (value,))
-        if self.numerics.fused_norms:
+        if self.workload.fused_norms:
             return self._fused_norm(value, size, elements)
         # Llama: x.float(), x * rsqrt(mean(x^2)), cast back, times the weight. Gemma casts last.
         exact = value if width == 4 else self.tape.run(4 * size, (value,))
@@ -102,7 +91,7 @@ class Layer:
         first their product, which is summed and freed; if the hidden state is fp32, the result is
         one of these copies.
         """
-        trained, chained = self.numerics.trained, self.numerics.chained
+        trained, chained = self.workload.trains_all, self.workload.chained
         narrow = value.size != 4 * size
         heads = elements if elements == self.shape.hidden else self.shape.head_dim
         inverse = Value(4.0 * size / heads, grad=False)
@@ -136,7 +125,7 @@ class Layer:
             made = self.products.linear(names[name], value)
             return self.norm(made, elements) if shape.qk_norm else made
 
-        if self.numerics.fused_rotations:
+        if self.workload.fused_rotations:
             query, key = project("q_proj", shape.query), project("k_proj", shape.key)
             values = self.products.linear(names["v_proj"], value)
             query, key = self._rotated_together(query, key)
@@ -152,7 +141,7 @@ class Layer:
         """
         if self.shape.positions:
             return joint, joint, joint
-        c = self.numerics.compute
+        c = self.workload.compute
         q, k = self.tokens * self.shape.query * c, self.tokens * self.shape.key * c
         query = self.tape.run(q, (joint,), forward=2 * q, backward=2 * q)
         key = self.tape.run(k, (joint,), forward=2 * k, backward=2 * k)
@@ -170,7 +159,7 @@ class Layer:
         If the tables have a wider data type than query and key, input and result are copied in that
         type. Rows share the tables, which are repeated.
         """
-        n, sizes = self.numerics, (query.size, key.size)
+        n, sizes = self.workload, (query.size, key.size)
         wider = n.residual / (query.size / (self.tokens * self.shape.query))
         copies = [2 * wider * size if wider > 1 else 0.0 for size in sizes]
         tables = float(self.tokens * self.shape.head_dim * n.residual) * (3 if self.rows > 1 else 1)
@@ -185,36 +174,36 @@ class Layer:
         return self.tape.run_many(sizes, (query, key), (), forward=most, backward=most)
 
     def _mix(self, query: Value, key: Value, values: Value) -> Value:
-        tape, q = self.tape, float(self.tokens * self.shape.query * self.numerics.compute)
+        tape, q = self.tape, float(self.tokens * self.shape.query * self.workload.compute)
         statistics = 4.0 * self.tokens * self.shape.heads
         grouped = self.shape.heads != self.shape.kv_heads
-        if self.attention == "flash" and self.numerics.repeated > 1:
+        if self.workload.attention == "flash" and self.workload.repeated > 1:
             return self._mix_repeated(query, key, values)
-        if self.attention == "flash" and self.numerics.ring > 1:
+        if self.workload.attention == "flash" and self.workload.ring > 1:
             given = query, key, values
-            return ring_attention(tape, self.shape, self.numerics, self.tokens, *given)
-        if self.attention == "flash":
+            return ring_attention(tape, self.workload, *given)
+        if self.workload.attention == "flash":
             lse = Value(statistics, grad=False)
             held = self._scores()
             given = (key, values)
-            if self.numerics.gathered > 1:
+            if self.workload.gathered > 1:
                 given = (self._gathered(key, values),)
             mixed = self._attend(q, (query, *given), [query, *given, lse], held)
-            for _ in range(self.numerics.rearranged):
+            for _ in range(self.workload.rearranged):
                 mixed = self._attend(q, (mixed,), [])
             return mixed
         if grouped:  # repeated to all heads
             key = tape.run(q, (key,), backward=0)
             values = tape.run(q, (values,), backward=0)
-        if self.attention == "masked":
+        if self.workload.attention == "masked":
             lse = Value(statistics, grad=False)
-            mask = Value(self.rows * self.length**2 * self.numerics.compute, grad=False)
+            mask = Value(self.rows * self.length**2 * self.workload.compute, grad=False)
             return self._attend(q, (query, key, values), [query, key, values, lse, mask])
         return self._eager(query, key, values)
 
     def _mix_repeated(self, query: Value, key: Value, values: Value) -> Value:
         """Flash attention of documents that share prompts, which it repeats in its inputs."""
-        tape, n, tokens = self.tape, self.numerics, self.tokens * self.numerics.repeated
+        tape, n, tokens = self.tape, self.workload, self.tokens * self.workload.repeated
         q, k = (tokens * size * n.compute for size in (self.shape.query, self.shape.key))
         # The gradient of narrow copies is summed in fp32.
         wide = 0.0 if n.compute == 4 else 2 * (1 + 1 / n.repeated)
@@ -234,8 +223,8 @@ class Layer:
         They are concatenated and then put in the order of the tokens. In the backward pass, their
         gradient is reordered before it is summed.
         """
-        own = key.size + self.tokens * self.shape.key * self.numerics.compute
-        beside, whole = self.tape.run(own, (key, values)), own * self.numerics.gathered
+        own = key.size + self.tokens * self.shape.key * self.workload.compute
+        beside, whole = self.tape.run(own, (key, values)), own * self.workload.gathered
         return self.tape.run(whole, (beside,), forward=own, backward=whole)
 
     def _eager(self, query: Value, key: Value, values: Value) -> Value:
@@ -245,8 +234,8 @@ class Layer:
         multiplies the values; its backward pass holds the result and both gradients, all in fp32.
         GPT-2 does not cast.
         """
-        tape, c = self.tape, self.numerics.compute
-        width = c if self.shape.kind == "gpt2" and not self.numerics.autocast else 4
+        tape, c = self.tape, self.workload.compute
+        width = c if self.shape.kind == "gpt2" and not self.workload.autocast else 4
         scores = float(self.rows * self.shape.heads * self.length**2)
         scaled = tape.run(c * scores, (tape.run(c * scores, (query, key), (query, key)),))
         if self.shape.capped_scores:
@@ -274,12 +263,12 @@ class Layer:
         Two buffers of scores; keys and values of the document, also transposed, with their
         gradients in fp32.
         """
-        if not self.scored:
+        if not self.workload.scores:
             return 0.0
-        shape, length = self.shape, self.scored
+        shape, length = self.shape, self.workload.scores
         scores = 2 * shape.heads * length * score_block(shape.heads, length)
         each = length * shape.kv_heads * shape.head_dim
-        return float(self.numerics.compute * (scores + 4 * each) + 4 * 2 * each)
+        return float(self.workload.compute * (scores + 4 * each) + 4 * 2 * each)
 
     def _attend(
         self, size: float, inputs: tuple[Value, ...], keeps: list[Value], backward: float = 0.0
@@ -300,15 +289,15 @@ class Layer:
         matrix product in execution order.
         """
         saved = sum(matrix.outputs for matrix in self.shape.matrices[::2])
-        c = self.numerics.compute
-        width = self.shape.hidden * self.numerics.residual + (saved + self.shape.query) * c
+        c = self.workload.compute
+        width = self.shape.hidden * self.workload.residual + (saved + self.shape.query) * c
         return self.tokens * (width + 4.0 * self.shape.heads)
 
     def _feed_forward(self, value: Value) -> Value:
         if self.shape.experts is not None:
             return self._experts(value)
         names = self.products.matrices
-        c, f = self.numerics.compute, self.shape.width
+        c, f = self.workload.compute, self.shape.width
         size = self.tokens * f * c
         if not self.shape.gated:
             first, second = [m for m in self.shape.matrices if m.name.startswith("mlp.")]
@@ -319,11 +308,11 @@ class Layer:
             joint = self.products.linear(names["gate_up_proj"], value)
             active = self.tape.run(size, (joint,), (joint,), backward=size)
             product = self.tape.run(size, (active, joint), (active, joint))
-        elif self.numerics.compiled or self.numerics.fused_activations:
+        elif self.workload.compiled or self.workload.fused_activations:
             gate = self.products.linear(names["gate_proj"], value)
             up = self.products.linear(names["up_proj"], value)
             # `kernels/activation.py`: the gradient of act(gate), next to those of gate and up
-            scratch = 0.0 if self.numerics.compiled or self.numerics.chained else size
+            scratch = 0.0 if self.workload.compiled or self.workload.chained else size
             product = self.tape.run(size, (gate, up), (gate, up), backward=scratch)
         else:
             gate = self.products.linear(names["gate_proj"], value)
@@ -351,7 +340,7 @@ class Layer:
         shape, tape = self.shape, self.tape
         assert shape.experts is not None
         routed = self._routed(value)
-        if self.numerics.dispatched:
+        if self.workload.dispatches:
             return self._dispatched(value, routed)
         chosen, h = self.tokens * shape.experts.active, shape.hidden
         down, copies = self._through_experts(value, chosen)
@@ -365,7 +354,7 @@ class Layer:
     def _routing(self) -> int:
         """Bytes per element of products with routing weights."""
         experts = self.shape.experts
-        return 4 if experts is not None and experts.exact_routing else self.numerics.compute
+        return 4 if experts is not None and experts.exact_routing else self.workload.compute
 
     def _routed(self, value: Value) -> Value:
         """Routing weights of the chosen experts, with what the router and its sort save.
@@ -373,11 +362,11 @@ class Layer:
         Probabilities of all experts in fp32; for each choice four indices of 64 bits: its expert,
         its place in the order of the experts, that of its token, and its way back.
         """
-        shape, n, tape = self.shape, self.numerics, self.tape
+        shape, n, tape = self.shape, self.workload, self.tape
         assert shape.experts is not None
         count, active = self.tokens * shape.experts.count, self.tokens * shape.experts.active
-        given = (value, parameter(0, n.trained))
-        logits = tape.run(count * n.compute, given, (value,) if n.trained else ())
+        given = (value, parameter(0, n.trains_all))
+        logits = tape.run(count * n.compute, given, (value,) if n.trains_all else ())
         probabilities = tape.run(4.0 * count, (logits,))
         last = tape.nodes[-1]
         tape.nodes[-1] = dataclasses.replace(last, keeps=(probabilities,))
@@ -386,20 +375,20 @@ class Layer:
 
     def _through_experts(self, value: Value, chosen: float) -> tuple[Value, Value]:
         """Outputs of the experts for `chosen` copies of tokens, and those copies."""
-        shape, n, tape = self.shape, self.numerics, self.tape
+        shape, n, tape = self.shape, self.workload, self.tape
         assert shape.experts is not None
         # Autocast does not cover grouped matrix products, which use the data type of the weights.
-        h, f, c = shape.hidden, shape.experts.width, n.weights if n.autocast else n.compute
+        h, f, c = shape.hidden, shape.experts.width, n.stored_width if n.autocast else n.compute
         count = shape.experts.count
         outer = self._expert_weight(count, 2 * f, h, 2)
         inner = self._expert_weight(count, h, f, 1)
         copies = tape.run(chosen * h * c, (value,), backward=4 * chosen * h)
-        trained = (copies,) if n.trained or n.expert_rank else ()
+        trained = (copies,) if n.trains_all or self.adapter.experts else ()
         joint = tape.run(2 * chosen * f * c, (copies, outer), (*trained, outer))
         gate, up = tape.halves(joint)
         active = tape.run(chosen * f * c, (gate,), (joint,), holds=(joint,))
         product = tape.run(chosen * f * c, (active, up), (active, joint), holds=(joint,))
-        trained = (product,) if n.trained or n.expert_rank else ()
+        trained = (product,) if n.trains_all or self.adapter.experts else ()
         return tape.run(chosen * h * c, (product, inner), (*trained, inner)), copies
 
     def _dispatched(self, value: Value, routed: Value) -> Value:
@@ -409,7 +398,7 @@ class Layer:
         sends. Each tensor parallel process sends its share. At the mark, the gradients of the
         experts are reduced.
         """
-        shape, n, tape = self.shape, self.numerics, self.tape
+        shape, n, tape = self.shape, self.workload, self.tape
         assert shape.experts is not None
         tape.mark()
         chosen = self.tokens * shape.experts.active / shape.ways
@@ -435,11 +424,11 @@ class Layer:
 
     def _expert_weight(self, count: int, outputs: int, inputs: int, fused: int) -> Value:
         """Weights of all experts, with the product of their adapters added if they have any."""
-        n = self.numerics
-        size = count * outputs * inputs * n.weights
-        if not n.expert_rank:
-            return parameter(size, n.trained)
-        rank = count * fused * n.expert_rank
-        a = parameter(rank * inputs * n.adapters, True)
-        b = parameter(rank * outputs * n.adapters, True)
+        n = self.workload
+        size = count * outputs * inputs * n.stored_width
+        if not self.adapter.experts:
+            return parameter(size, n.trains_all)
+        rank = count * fused * self.adapter.experts
+        a = parameter(rank * inputs * self.adapter.width, True)
+        b = parameter(rank * outputs * self.adapter.width, True)
         return self.tape.run(size, (a, b))

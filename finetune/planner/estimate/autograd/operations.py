@@ -4,7 +4,6 @@ import dataclasses
 
 from finetune.planner.estimate.autograd.layer import Layer
 from finetune.planner.estimate.autograd.tape import Tape
-from finetune.planner.estimate.autograd.traces import layer_of
 from finetune.planner.estimate.workload import Workload
 
 # Number of operations in transformers' layers, by purpose; PyTorch launches them one by one.
@@ -33,7 +32,7 @@ def operations(workload: Workload, tokens: float) -> Operations:
     passes = 3 + (workload.checkpointing in ("full", "attention"))
     layers, steps = workload.shape.layers, workload.accumulation
     started = steps * (passes * layers * _layer_operations(workload) + 3 * HEAD)
-    layer = _bytes(layer_of(workload)) / workload.tokens
+    layer = _bytes(Layer(workload)) / workload.tokens
     entries = workload.labelled * (workload.shape.scores or workload.shape.vocab) * 3.0 * 4
     # AdamW reads and writes weights and two moments, and reads the gradient twice.
     updates = 8.0 * 4 * workload.trained

@@ -3,18 +3,11 @@
 import dataclasses
 
 from finetune.planner.estimate.autograd.tape import Tape, Value
-from finetune.planner.estimate.numerics import Numerics
-from finetune.planner.shapes.architecture import Architecture
+from finetune.planner.estimate.workload import Workload
 
 
 def ring_attention(
-    tape: Tape,
-    shape: Architecture,
-    numerics: Numerics,
-    tokens: int,
-    query: Value,
-    key: Value,
-    values: Value,
+    tape: Tape, workload: Workload, query: Value, key: Value, values: Value
 ) -> Value:
     """Record ring attention on the last process, all tokens of which are of an earlier document.
 
@@ -25,14 +18,13 @@ def ring_attention(
 
     Args:
         tape: Tape of the layer.
-        shape: Sizes of the model.
-        numerics: Data types, and the number of processes.
-        tokens: Number of tokens of the process.
+        workload: Workload of the process.
         query: (tokens, heads, head size).
         key: (tokens, key heads, head size).
         values: Like `key`.
     """
-    width, ways = numerics.compute, numerics.ring
+    shape, tokens = workload.shape, workload.tokens
+    width, ways = workload.compute, workload.ring
     mixed = float(tokens * shape.query * width)
     both = key.size + float(tokens * shape.key * width)
     own = tape.run(both, (key, values), passes=True)

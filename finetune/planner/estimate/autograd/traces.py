@@ -30,33 +30,20 @@ def traces(workload: Workload) -> Traces:
     # Frozen embeddings have no gradient, but checkpointing requires one for its input.
     enters = workload.adapter is None or held
     first = layer if enters else _layer_trace(workload, held, enters=False)
-    stream = float(workload.tokens * workload.shape.hidden * workload.numerics.residual)
+    stream = float(workload.tokens * workload.shape.hidden * workload.residual)
     kept, least = (stream, stream) if held else (layer.saved, first.saved)
     if workload.checkpointing == "attention":
         # Attention's output in the compute data type, and one fp32 statistic per head.
         shape = workload.shape
-        of_token = float(shape.query * workload.numerics.compute + 4 * shape.heads)
+        of_token = float(shape.query * workload.compute + 4 * shape.heads)
         kept, least = (each + workload.tokens * of_token for each in (kept, least))
     if workload.checkpointing == "selective":
-        kept = least = layer_of(workload).kept_selectively()
+        kept = least = Layer(workload).kept_selectively()
     if workload.activations_on_host and not workload.cpu:
         kept = least = 0.0
     return Traces(layer, kept, least, head(workload))
 
 
 def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:
-    tape, source, result = layer_of(workload).build(enters)
+    tape, source, result = Layer(workload).build(enters)
     return trace(tape, source, result, source_held=held)
-
-
-def layer_of(workload: Workload) -> Layer:
-    """The builder of a workload's layer, with an empty tape."""
-    return Layer(
-        workload.shape,
-        workload.numerics,
-        workload.rows,
-        workload.length,
-        workload.attention,
-        workload.adapter.ranks if workload.adapter else {},
-        workload.scores,
-    )

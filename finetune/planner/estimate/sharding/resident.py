@@ -143,4 +143,4 @@ def cast_weights(workload: Workload) -> int:
     adapter = workload.adapter
     if adapter is None:
         return workload.shape.layers * workload.shape.linear_weights
-    return 0 if workload.numerics.grouped_adapters else adapter.parameters - adapter.whole
+    return 0 if workload.groups_adapters else adapter.parameters - adapter.whole

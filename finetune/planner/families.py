@@ -1,0 +1,228 @@
+"""What is known of each architecture, by `model_type` of transformers 5.23.
+
+A new architecture is one entry of `FAMILIES`, which states only what differs from the defaults of
+`Family`; a type without an entry has all of them. Tests compare the facts with transformers.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Axis = Literal["tensor", "pipeline", "context", "sequence", "experts"]
+Logits = Literal["plain", "softcapped", "divided", "multiplied"]
+Shape = Literal["llama", "phi3", "gpt_neox", "gpt2"]
+
+ENCODER_DECODER = "is an encoder-decoder model, and only decoders are trained here"
+OTHER_MEDIA = "also reads images or audio, which are not supported"
+MASKED = "is an encoder that predicts masked tokens, not the next token"
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Facts about an architecture."""
+
+    unfit: str = ""
+    """Why it cannot be trained here, for types that are often tried; loading refuses others."""
+    text_only: bool = False
+    """Its config is that of a multimodal model, of which only the language model is loaded."""
+
+    sdpa: bool = True
+    """Whether transformers has SDPA for it; concatenated rows use the attention of this package."""
+    recomputes: bool = True
+    """Whether transformers can recompute its activations."""
+    sinks: bool = False
+    """Whether its attention adds a sink to the scores of each query."""
+    transposed: bool = False
+    """Whether its linear layers are `Conv1D` of transformers, with transposed weights."""
+    targets: str = ""
+    """Adapter targets to use instead of `all-linear`, if its kernels of Mamba read the weights of
+    other modules directly, which PEFT 0.21 refuses."""
+
+    concatenates: bool = False
+    """Whether tests show that training on concatenated documents is exact. Others may carry a state
+    across documents or use masks of their own."""
+    recurrent: tuple[str, ...] = ()
+    """Classes of layers with a recurrent state: each is run once per document."""
+    forgetful: tuple[str, ...] = ()
+    """Classes of attention to which transformers does not pass the document boundaries."""
+
+    logits: Logits | None = None
+    """Computation between backbone and loss: only the head, or the head followed by
+    cap * tanh(x / cap) (`final_logit_softcapping`), a division (`logits_scaling`), or a
+    multiplication (`logit_scale`). None if it is not known."""
+    unfused: tuple[str, ...] = ()
+    """Kernel options without an implementation for it in `finetune/kernels`."""
+    compiles: bool = False
+    """Whether `kernels.blocks=compiled` is supported: blocks without experts."""
+
+    balance: float | None = None
+    """Default of `router_aux_loss_coef` in its config, if its loss is `load_balancing_loss_func` of
+    transformers; else None."""
+    divides: tuple[Axis, ...] = ()
+    """Axes that may divide it. `tensor`: by columns and rows only, in contiguous blocks.
+    `pipeline`: its layers use hidden states unchanged (Granite would rescale them per stage).
+    `context`: plain causal attention, without window, cap or sink. `sequence`: rows of a mixture of
+    experts, each process computing with all experts; models without experts need no mark.
+    `experts`: divided by transformers, and trained as on one process."""
+    gathers: bool = False
+    """Whether divided attention gathers column outputs, which PEFT 0.21 does not support."""
+
+    shape: Shape | None = None
+    """Reader of its config in `shapes.read_config`, if all its parameters are known there."""
+    gemma: bool = False
+    """Gemma's norm (1 + w, in fp32), GELU, tied head, and a head size of its own."""
+    norms: int = 2
+    """Normalizations of the hidden state in one layer."""
+    qk_norm: bool = False
+    """Whether query and key are normalized."""
+    qkv_bias: bool = False
+    """Whether query, key and value have biases and the output has none."""
+    capped: bool = False
+    """Whether scores and logits are soft-capped if the config does not name the caps."""
+
+
+_DENSE: tuple[Axis, ...] = ("tensor", "pipeline")
+_MIXTURE: tuple[Axis, ...] = ("pipeline", "context", "sequence", "experts")
+_ALL = ("norm", "activation", "rotary")
+_LLAMA = Family(
+    concatenates=True, logits="plain", compiles=True, divides=(*_DENSE, "context"), shape="llama"
+)
+_GEMMA = dataclasses.replace(_LLAMA, divides=_DENSE, gemma=True)
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": dataclasses.replace(_LLAMA, qkv_bias=True),
+    "qwen3": dataclasses.replace(_LLAMA, qk_norm=True),
+    "smollm3": dataclasses.replace(_LLAMA, divides=_DENSE),
+    "gemma": _GEMMA,
+    "gemma2": dataclasses.replace(_GEMMA, logits="softcapped", sdpa=False, norms=4, capped=True),
+    "gemma3_text": dataclasses.replace(_GEMMA, logits="softcapped", norms=4, qk_norm=True),
+    "granite": Family(concatenates=True, logits="divided", compiles=True, divides=("tensor",)),
+    "cohere": Family(
+        concatenates=True, logits="multiplied", unfused=_ALL, compiles=True, divides=_DENSE
+    ),
+    "cohere2": Family(concatenates=True, logits="multiplied", unfused=_ALL, divides=_DENSE),
+    "phi3": Family(
+        concatenates=True, logits="plain", unfused=("activation", "rotary"), compiles=True,
+        divides=("pipeline",), shape="phi3",
+    ),
+    "olmo2": Family(
+        concatenates=True, logits="plain", unfused=("norm", "rotary"), compiles=True,
+        divides=("pipeline",),
+    ),
+    "gpt2": Family(concatenates=True, transposed=True, shape="gpt2"),
+    "gpt_neox": Family(concatenates=True, shape="gpt_neox"),
+    # Mixtures of experts.
+    "mixtral": Family(
+        concatenates=True, logits="plain", unfused=("activation",), balance=0.001,
+        divides=_MIXTURE, shape="llama",
+    ),
+    "qwen3_moe": Family(
+        concatenates=True, logits="plain", unfused=("activation",), balance=0.001,
+        divides=_MIXTURE, shape="llama", qk_norm=True,
+    ),
+    "qwen2_moe": Family(concatenates=True, logits="plain", balance=0.001, divides=_MIXTURE[:3]),
+    "olmoe": Family(concatenates=True, balance=0.01, divides=_MIXTURE[1:], gathers=True),
+    "flex_olmo": Family(concatenates=True, balance=0.01),
+    "gpt_oss": Family(concatenates=True, balance=0.001, sdpa=False, sinks=True),
+    **dict.fromkeys(
+        ("ernie4_5_moe", "granitemoe", "minimax_m2", "phimoe"),
+        Family(concatenates=True, balance=0.001),
+    ),
+    **dict.fromkeys(("granitemoeshared", "minimax"), Family(balance=0.001)),
+    # Layers with a state.
+    "qwen3_next": Family(concatenates=True, balance=0.001, recurrent=("Qwen3NextGatedDeltaNet",)),
+    "qwen3_5_text": Family(concatenates=True, recurrent=("Qwen3_5GatedDeltaNet",)),
+    "qwen3_5_moe_text": Family(
+        concatenates=True, balance=0.001, recurrent=("Qwen3_5MoeGatedDeltaNet",)
+    ),
+    "olmo_hybrid": Family(concatenates=True, recurrent=("OlmoHybridGatedDeltaNet",)),
+    "lfm2": Family(concatenates=True, recurrent=("Lfm2ShortConv",)),
+    "lfm2_moe": Family(concatenates=True, recurrent=("Lfm2MoeShortConv",)),
+    "jamba": Family(concatenates=True, balance=0.001, recurrent=("JambaMambaMixer",)),
+    "bamba": Family(concatenates=True, recurrent=("BambaMixer",)),
+    "granitemoehybrid": Family(
+        concatenates=True, balance=0.001, recurrent=("GraniteMoeHybridMambaLayer",)
+    ),
+    "zamba2": Family(concatenates=True, recurrent=("Zamba2MambaMixer",)),
+    "nemotron_h": Family(
+        concatenates=True, recurrent=("NemotronHMamba2Mixer",),
+        targets="q_proj,k_proj,v_proj,o_proj,in_proj,up_proj,down_proj",
+    ),
+    "falcon_h1": Family(
+        concatenates=True, recurrent=("FalconH1Mixer",),
+        targets="q_proj,k_proj,v_proj,o_proj,in_proj,gate_proj,up_proj,down_proj",
+    ),
+    "mamba": Family(
+        concatenates=True, recurrent=("MambaMixer",), sdpa=False, targets="in_proj,x_proj"
+    ),
+    "mamba2": Family(concatenates=True, recurrent=("Mamba2Mixer",), sdpa=False, targets="in_proj"),
+    "falcon_mamba": Family(
+        concatenates=True, recurrent=("FalconMambaMixer",), sdpa=False, targets="in_proj,x_proj"
+    ),
+    # Other decoders.
+    "stablelm": Family(concatenates=True, forgetful=("StableLmAttention",)),
+    "nemotron": Family(concatenates=True, forgetful=("NemotronAttention",)),
+    "vaultgemma": Family(concatenates=True, sdpa=False),
+    **dict.fromkeys(
+        (
+            "apertus", "arcee", "biogpt", "bitnet", "deepseek_v2", "deepseek_v3", "diffllama",
+            "dots1", "ernie4_5", "exaone4", "glm", "glm4", "glm4_moe", "gpt_bigcode", "helium",
+            "hunyuan_v1_dense", "ministral", "ministral3", "olmo", "olmo3", "opt", "persimmon",
+            "phi", "seed_oss", "starcoder2",
+        ),
+        Family(concatenates=True),
+    ),
+    "qwen3_5": Family(text_only=True),
+    "qwen3_5_moe": Family(text_only=True),
+    "openai-gpt": Family(recomputes=False, sdpa=False, transposed=True),
+    **dict.fromkeys(("ctrl", "jetmoe"), Family(recomputes=False)),
+    **dict.fromkeys(
+        ("cpmant", "gpt_neox_japanese", "reformer", "xlm", "xlnet"),
+        Family(recomputes=False, sdpa=False),
+    ),
+    **dict.fromkeys(
+        (
+            "big_bird", "bloom", "codegen", "deepseek_v4", "flint", "git", "got_ocr2", "gpt_neo",
+            "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "megatron-bert",
+            "mimo_v2_flash", "mpt", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlstm",
+        ),
+        Family(sdpa=False),
+    ),
+    # Models of other kinds.
+    **dict.fromkeys(
+        ("bigbird_pegasus", "mvp", "prophetnet"), Family(unfit=ENCODER_DECODER, sdpa=False)
+    ),
+    **dict.fromkeys(
+        (
+            "bart", "blenderbot", "led", "longt5", "m2m_100", "marian", "mbart", "mt5", "nllb-moe",
+            "pegasus", "plbart", "t5", "umt5", "whisper",
+        ),
+        Family(unfit=ENCODER_DECODER),
+    ),
+    **dict.fromkeys(
+        (
+            "florence2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+            "mistral3", "paligemma", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl",
+            "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral",
+        ),
+        Family(unfit=OTHER_MEDIA),
+    ),
+    **dict.fromkeys(
+        ("albert", "deberta", "deberta-v2", "distilbert", "longformer", "modernbert"),
+        Family(unfit=MASKED),
+    ),
+}  # fmt: skip
+_UNKNOWN = Family()
+
+
+def family_of(model: Mapping[str, Any] | str | None) -> Family:
+    """What is known of a model, by its config or its `model_type`."""
+    kind = model.get("model_type") if isinstance(model, Mapping) else model
+    return FAMILIES.get(str(kind), _UNKNOWN)
+
+
+def dividing(axis: Axis) -> list[str]:
+    """The model types that an axis may divide."""
+    return [kind for kind, family in FAMILIES.items() if axis in family.divides]
