@@ -124,7 +124,8 @@ FAULTS = [
           "return Turns(self.tokenizer, self.template, self.variables)",
           "return Turns(self.tokenizer, self.template, {})", "templates"),
     # --- methods ---
-    Fault("kto-kl-of-one-rank", "training/answers.py", "engine.sum(brought)", "brought", "ranks"),
+    Fault("kto-kl-of-one-rank", "training/answer_logps.py", "engine.sum(brought)", "brought",
+          "ranks"),
     Fault("dpo-reference-added", "methods/pairs.py", 'logps - batch.columns["reference"] if',
           'logps + batch.columns["reference"] if', "dpo"),
     Fault("dpo-smoothing-sign", "methods/dpo.py",
