@@ -120,7 +120,6 @@ VALUES = {
     "float('nan')": f"returns nan, {NO_NUMBER}",
     "'1.0'": f"returns '1.0', {NO_NUMBER}",
     "10 ** 400": f"returns 1{59 * '0'}, {NO_NUMBER}",
-    "1e300": "returns 1e+300, expected a number from -1e+18 to 1e+18",
 }
 FAILURES = {
     "raises": "raises ZeroDivisionError: division by zero (bad_rewards.py:17)",

@@ -3,7 +3,6 @@
 Unsupported fields are rejected, not ignored.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
@@ -129,8 +128,7 @@ def chat_text(served: Served, asked: ChatRequest) -> str:
     if sample.template_kwargs:
         used = chat.tool_template if sample.tools and chat.tool_template else chat.template
         check_variables([used], sample.template_kwargs, "chat_template_kwargs")
-    characters = sum(len(message["content"]) for message in sample.messages)
-    _refuse_long(served, int(characters * fewest_tokens(chat.tokenizer)))
+    _refuse_long(served, sum(len(message["content"]) for message in sample.messages))
     return chat.prompt_text(sample)
 
 
@@ -141,22 +139,16 @@ def prompt_of(served: Served, asked: ChatRequest | TextRequest) -> list[int]:
         FinetuneError: the text cannot be rendered or tokenized, or has no room in the context.
     """
     if isinstance(asked, ChatRequest):
-        return _ids(served, chat_text(served, asked), str)
+        return served.chat.prompt(chat_text(served, asked))
     if isinstance(asked.prompt, str):
-        return _ids(served, asked.prompt, lambda text: Completion(text, ""))
+        _refuse_long(served, len(asked.prompt))
+        return served.chat.prompt(Completion(asked.prompt, ""))
     return asked.prompt
 
 
-def _ids(served: Served, text: str, kind: Callable[[str], str | Completion]) -> list[int]:
-    """Token ids of a prompt; one that is too long is refused from the tokens of its beginning."""
-    length = 16 * (served.loaded.context or len(text))
-    while length < len(text):
-        _refuse_long(served, len(served.chat.prompt(kind(text[:length]))) // 2)
-        length *= 4
-    return served.chat.prompt(kind(text))
-
-
-def _refuse_long(served: Served, tokens: int) -> None:
+def _refuse_long(served: Served, characters: int) -> None:
+    """Refuse a text that is too long for the context even if all its tokens are long."""
+    tokens = int(characters * fewest_tokens(served.chat.tokenizer))
     context = served.loaded.context
     if context is not None and tokens >= context:
         raise FinetuneError(f"at least {tokens} tokens leave no room in a context of {context}")
