@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -74,16 +73,12 @@ class Models(Handler):
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
         self.reply({"choices": [choice], "usage": {"completion_tokens": len(text)}})
 
-    def send(self, data: bytes, pause: float = 0.0) -> None:
-        """Send a reply; with `pause` seconds after each byte."""
+    def send(self, data: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        step = 1 if pause else max(1, len(data))
         with contextlib.suppress(ConnectionError):
-            for place in range(0, len(data), step):
-                self.wfile.write(data[place : place + step])
-                time.sleep(pause)
+            self.wfile.write(data)
 
 
 @pytest.fixture
