@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from benchmarks.record import Circumstances, Result, write
-from finetune.inference.sampling import Sampler, Wanted
+from finetune.inference.decoder import Row, decode
 
 EACH = (8, 1)
 """Numbers of completions per prompt."""
@@ -103,9 +103,9 @@ def result(found: dict[str, dict[str, Any]], given: argparse.Namespace) -> Resul
 
 
 def ours(model: Any, prompts: list[list[int]], tokens: int, temperature: float) -> list[list[int]]:
-    wanted = [Wanted(tuple(prompt), row, row) for row, prompt in enumerate(prompts)]
-    sampler = Sampler(model, (), tokens, temperature, pad_id=0, batch_rows=len(prompts))
-    return [each.ids for each in sampler(wanted, 0, 0)]
+    rows = [Row(ids, tokens, (), temperature, name=(n, n)) for n, ids in enumerate(prompts)]
+    decode(model, rows, 0, len(rows))
+    return [row.ids for row in rows]
 
 
 def theirs(

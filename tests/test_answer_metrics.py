@@ -10,8 +10,8 @@ import pytest
 
 from finetune import FinetuneError
 from finetune.data.samples import Completion, Conversation
-from finetune.evaluation.answers import Answer
 from finetune.evaluation.gate import bounds, judge
+from finetune.evaluation.generations import Answer
 from finetune.evaluation.measures import Measure, difference, of_scores, rows_needed, wilson
 from finetune.evaluation.metrics import METRICS, overlap, sandbox, sql
 from finetune.evaluation.metrics.code import pass_at

@@ -13,9 +13,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from finetune.serving import connection, guard
-from finetune.serving.connection import TimedConnection
-from finetune.serving.guard import Guard
+from finetune.serving import guard
+from finetune.serving.guard import Guard, TimedConnection
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -29,7 +28,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
     config = uvicorn.Config(
         Guard(echo, None, True), port=0, http=TimedConnection, lifespan="off", log_level="error"

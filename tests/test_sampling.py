@@ -1,13 +1,15 @@
 """Completions are a function of the model, the seed and the prompt, not of batches."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tiny_run import sample_ids, tiny_llama
 from transformers import GenerationConfig
 
-from finetune.inference.sampling import Completion, Sampler, Wanted, draw, exponential, philox
+from finetune.inference.decoder import Row
+from finetune.inference.noise import draw, exponential, philox
+from finetune.inference.sampling import Completion, sample
 
 STOPS, PAD, LIMIT = (256, 259), 257, 12
 
@@ -15,6 +17,28 @@ STOPS, PAD, LIMIT = (256, 259), 257, 12
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny_llama()
+
+
+class Wanted(NamedTuple):
+    prompt: tuple[int, ...]
+    row: int
+    number: int
+
+
+class Sampler(NamedTuple):
+    model: Any
+    stops: tuple[int, ...]
+    limit: int
+    temperature: float
+    pad: int
+    at_once: int = 64
+
+    def __call__(self, wanted: list[Wanted], seed: int, step: int) -> list[Completion]:
+        rows = [
+            Row(each.prompt, self.limit, self.stops, self.temperature, name=each[1:])
+            for each in wanted
+        ]
+        return sample(self.model, rows, self.pad, self.at_once, seed, step)
 
 
 def wanted() -> list[Wanted]:
@@ -52,7 +76,7 @@ def test_noise_is_that_of_philox(counter, key, words):
 
 def test_noise_is_exponential() -> None:
     names = torch.tensor([[row, number] for row in range(20) for number in range(5)])
-    noise = exponential((3, 4), names, 2, 101).flatten().sort().values
+    noise = exponential((3, 4), names, torch.full((100,), 2), 101).flatten().sort().values
     below = torch.arange(len(noise)) / len(noise)
     distance = (1 - torch.exp(-noise) - below).abs().max().item()
     assert distance * len(noise) ** 0.5 < 1.63  # Kolmogorov-Smirnov at 1 %
@@ -130,6 +154,7 @@ def test_a_token_is_the_largest_share_over_its_noise(vocabulary: int) -> None:
     for place, sharpness in enumerate((0.1, 1.0, 5.0, 30.0)):
         torch.manual_seed(place)
         shares = (torch.randn(64, vocabulary) * sharpness).softmax(-1)
-        noise = exponential((2**32 - 3, 7), names, place, vocabulary)
+        places = [place + row % 3 for row in range(64)]
+        noise = exponential((2**32 - 3, 7), names, torch.tensor(places), vocabulary)
         expected = noise.reciprocal().mul(shares).argmax(-1)
-        assert draw(shares, (2**32 - 3, 7), names, place).equal(expected)
+        assert draw(shares, (2**32 - 3, 7), names, places).equal(expected)

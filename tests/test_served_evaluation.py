@@ -1,10 +1,8 @@
 """`finetune eval` of models behind URLs, with a judge: over real HTTP."""
 
 import contextlib
-import dataclasses
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,8 +56,6 @@ class Models(Handler):
                 self.send_header("Content-Length", "9")
                 self.end_headers()
                 self.connection.shutdown(socket.SHUT_RDWR)
-            case "drips":
-                self.send(b" " * 40, 0.05)
             case "html" | "deep" as name:
                 self.send(b"<html>Bad gateway</html>" if name == "html" else b"[" * 100_000)
             case str(name) if name in SAID:
@@ -77,16 +73,12 @@ class Models(Handler):
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
         self.reply({"choices": [choice], "usage": {"completion_tokens": len(text)}})
 
-    def send(self, data: bytes, pause: float = 0.0) -> None:
-        """Send a reply; with `pause` seconds after each byte."""
+    def send(self, data: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        step = 1 if pause else max(1, len(data))
         with contextlib.suppress(ConnectionError):
-            for place in range(0, len(data), step):
-                self.wfile.write(data[place : place + step])
-                time.sleep(pause)
+            self.wfile.write(data)
 
 
 @pytest.fixture
@@ -149,10 +141,7 @@ def test_half_characters_of_a_server_are_replaced_and_control_codes_are_not_prin
     assert _line("\x1b[31mred\nblue") == r"\x1b[31mred\nblue"
 
 
-def test_a_reply_that_drips_times_out_and_what_is_no_url_is_named(url):
-    slow = dataclasses.replace(open_endpoint(url, "drips"), timeout=0.2)
-    with pytest.raises(FinetuneError, match=r"no answer \(timed out after \d+ bytes\)"):
-        slow.chat([{"role": "user", "content": "a"}])
+def test_what_is_no_url_is_named():
     for name in ("x", "http://", "http://[::1", "ftp://host/v1"):
         with pytest.raises(FinetuneError, match="expected a URL such as"):
             open_endpoint(name)

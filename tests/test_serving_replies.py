@@ -11,10 +11,10 @@ from served import ASKED, TOOL, running
 from tiny_run import save_base, tiny_llama
 
 from finetune.data.chat.written_calls import HERMES
-from finetune.serving.answer import Answer, UntilStop
 from finetune.serving.app import build_app
 from finetune.serving.bodies import Chat
 from finetune.serving.models import open_models
+from finetune.serving.reply import Answer, UntilStop
 from finetune.serving.requests import ChatRequest
 
 

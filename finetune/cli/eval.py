@@ -82,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> "Request":
     _check(arguments)
     from finetune.evaluation import gate
-    from finetune.evaluation.answers import Asking
     from finetune.evaluation.evaluation import Request
+    from finetune.evaluation.generations import Asking
     from finetune.evaluation.judge import Judge
     from finetune.evaluation.metrics.metric import Settings
     from finetune.evaluation.tasks import find_tasks

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.evaluation.answers import Answer, Asking, ask
+from finetune.evaluation.generations import Answer, Asking, ask
 from finetune.evaluation.questions import (
     Question,
     asked_text,

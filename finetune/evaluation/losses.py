@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftModel
 
+from finetune.checkpoints.handover import network_of
 from finetune.data.chat.render import Chat
 from finetune.data.collate import collate
 from finetune.data.encode import fit
@@ -130,9 +130,7 @@ def _single_documents(columns: Sequence[Columns]) -> Rows:
 
 def _enable_loss(loaded: Loaded) -> None:
     """Make a loaded model compute its loss, in chunks if its head supports it."""
-    network: Any = loaded.model
-    if isinstance(network, PeftModel):
-        network = network.get_base_model()
+    network: Any = network_of(loaded.model)
     if isinstance(network, WithLoss):
         return
     head = network.get_output_embeddings()

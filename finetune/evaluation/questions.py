@@ -26,11 +26,13 @@ from finetune.data.samples import (
 )
 from finetune.data.sources import SourceRow, find_source, find_sources
 from finetune.data.values import RowProblem
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.models.model import load_tokenizer
 from finetune.recipe import Data, Recipe
 from finetune.runs.run import Run, open_run
 
+GENERAL_TEXT = Path(__file__).with_name("general.txt")
+"""Paragraphs on everyday topics, written for measuring forgetting."""
 Question = Conversation | Completion
 """A conversation that ends with the reference answer, or a prompt with its completion."""
 
@@ -117,6 +119,28 @@ def of_source(data: Data) -> list[Asked]:
         found += _read(data, row)
     if not found:
         raise FinetuneError(f"{data.source}: it has no rows with questions")
+    return found
+
+
+def general_text(file: Path | None) -> list[Asked]:
+    """Documents of general text from a file (paragraphs, or rows with `text`), or built-in ones.
+
+    Raises:
+        FinetuneError: the file cannot be read, or contains no text.
+    """
+    path = file or GENERAL_TEXT
+    if path.suffix in ("", ".txt", ".md"):
+        with reading(f"--general-text {path}: cannot be read"):
+            text = path.read_text(encoding="utf-8")
+        parts = [part.strip() for part in text.split("\n\n") if part.strip()]
+        found = [
+            Asked(Text(part), str(path), f"{path} paragraph {n + 1}")
+            for n, part in enumerate(parts)
+        ]
+    else:
+        found = of_source(Data(str(path), "text"))
+    if not found:
+        raise FinetuneError(f"--general-text {path}: contains no text")
     return found
 
 

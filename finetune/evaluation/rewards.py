@@ -8,12 +8,11 @@ import numpy as np
 from finetune.data.prompts import ANSWER, RESERVED, context_columns, is_json
 from finetune.data.samples import CONVERSATION, Completion
 from finetune.errors import FinetuneError
-from finetune.evaluation.answers import Answer
+from finetune.evaluation.generations import Answer
 from finetune.evaluation.measures import Measure
 from finetune.evaluation.questions import Asked
 from finetune.rewards import Reward
-from finetune.rewards.functions import arguments_of, function_of
-from finetune.rewards.imports import fatal_imports
+from finetune.rewards.functions import problems
 from finetune.rewards.process import RewardProcess
 
 TIMEOUT = 600.0
@@ -36,15 +35,9 @@ def check(rewards: Sequence[Reward], asked: Sequence[Asked]) -> None:
     """
     if rewards and not asked:
         raise FinetuneError("--rewards: scores answers, and the rows are texts")
-    names = columns_of(asked)
-    problems = [each.replace("reward_funcs", "--rewards", 1) for each in fatal_imports(rewards)]
-    for reward in () if problems else rewards:
-        try:
-            arguments_of(reward, function_of(reward), names)
-        except FinetuneError as error:
-            problems += [each.replace("reward_funcs", "--rewards", 1) for each in error.problems]
-    if problems:
-        raise FinetuneError(*problems)
+    found = problems(rewards, columns_of(asked))
+    if found:
+        raise FinetuneError(*(each.replace("reward_funcs", "--rewards", 1) for each in found))
 
 
 def measure(

@@ -12,6 +12,7 @@ import yaml
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 
+from finetune.checkpoints.handover import network_of
 from finetune.data.chat.render import load_chat
 from finetune.data.chat.turns import QUESTION
 from finetune.data.samples import Completion, Conversation
@@ -101,8 +102,8 @@ def task_measures(loaded: Loaded, tasks: Tasks) -> tuple[list[Measure], list[str
     from lm_eval import simple_evaluate
 
     model, is_chat = _harness(loaded, tasks)
-    stops, network = loaded.stops, _network(loaded)
-    network.generation_config.eos_token_id = list(stops) or None
+    network: Any = network_of(loaded.model)
+    network.generation_config.eos_token_id = list(loaded.stops) or None
     room = min(tasks.max_new_tokens, (loaded.context or 2 * tasks.max_new_tokens) // 2)
     try:
         found = simple_evaluate(
@@ -127,11 +128,6 @@ def task_measures(loaded: Loaded, tasks: Tasks) -> tuple[list[Measure], list[str
         network.generation_config.eos_token_id = None
     assert found is not None
     return _read(found, is_chat)
-
-
-def _network(loaded: Loaded) -> Any:
-    model: Any = loaded.model
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _harness(loaded: Loaded, tasks: Tasks) -> tuple[Any, bool]:

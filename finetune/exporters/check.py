@@ -18,7 +18,7 @@ from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.base_tensors import base_files, weight_files
 from finetune.exporters.source import Source, is_loadable
-from finetune.inference.generate import Loaded, continue_ids, load, load_folder
+from finetune.inference.generate import Loaded, continue_ids, load, load_folder, text_of
 from finetune.recipe import Recipe
 from finetune.reports.card import Kind
 from finetune.runs import limits
@@ -262,7 +262,7 @@ def _loss(loaded: Loaded, rows: list[Row]) -> float | None:
 
 
 def _answers(loaded: Loaded, rows: list[list[int]]) -> list[str]:
-    return [each.text for each in continue_ids(loaded, rows, max_new_tokens=ANSWER)]
+    return [text_of(loaded, row) for row in continue_ids(loaded, rows, max_new_tokens=ANSWER)]
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from finetune.errors import FinetuneError
+from finetune.inference.decoder import decode
 from finetune.inference.generate import (
     Conversation,
     Loaded,
     Message,
-    continue_rows,
     new_text,
+    pad_of,
     prompt_ids,
-    room_for,
+    random_key,
+    row_of,
 )
 
 
@@ -26,7 +27,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-class TextStream(BaseStreamer):
+class TextStream:
     """Streams the text of an answer, without its stop token and without incomplete characters.
 
     If the decoder may still change the end of the text, for example because it joins words, the
@@ -43,13 +44,6 @@ class TextStream(BaseStreamer):
         self._unsettled = unsettled_ids(loaded.tokenizer) if self._appends else frozenset[int]()
         self._open: list[int] = []
         self._settled = self._decoded = ""
-        self._begun = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take values from `generate`: first the prompt, then one token at a time."""
-        if self._begun:
-            self.append([id for id in value.flatten().tolist() if id not in self.loaded.stops])
-        self._begun = True
 
     def append(self, ids: list[int]) -> None:
         """Append tokens, without stop tokens."""
@@ -138,12 +132,20 @@ def stream(
 ) -> str:
     """Answer one prompt, streaming the text; returns the complete text."""
     ids = prompt_ids(loaded, asked)
-    room = room_for(loaded, len(ids), max_new_tokens)
-    if room < 1:
+    row = row_of(loaded, ids, max_new_tokens, temperature)
+    if row.limit < 1:
         raise FinetuneError(f"{len(ids)} tokens leave no room in a context of {loaded.context}")
-    streamer = TextStream(loaded, ids, write)
-    continue_rows(loaded, [ids], room, temperature, 1.0, streamer)
-    return streamer.text
+    streamed, given = TextStream(loaded, ids, write), 0
+
+    def report(ended: int) -> None:
+        nonlocal given
+        streamed.append(row.text_ids[given:])
+        given = len(row.text_ids)
+
+    with torch.inference_mode():
+        decode(loaded.model, [row], pad_of(loaded), 1, random_key(), report=report)
+    streamed.end()
+    return streamed.text
 
 
 def answer(loaded: Loaded, prompt: str, max_new_tokens: int = 512) -> str:

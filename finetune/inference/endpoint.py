@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import http.client
 import json
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -173,7 +172,7 @@ def send(url: str, key: str | None, timeout: float, body: dict[str, Any] | None 
         if key is not None:  # not sent to where the server redirects
             request.add_unredirected_header("Authorization", f"Bearer {key.strip()}")
         with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return _read(answer, time.monotonic() + timeout)
+            return answer.read(LONGEST)
     except urllib.error.HTTPError as error:
         said = ""
         with contextlib.suppress(OSError, http.client.HTTPException):
@@ -183,14 +182,3 @@ def send(url: str, key: str | None, timeout: float, body: dict[str, Any] | None 
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise FinetuneError(f"{shown}: no answer ({reason}); is the server running?") from None
-
-
-def _read(answer: http.client.HTTPResponse, until: float) -> bytes:
-    """A body of at most `LONGEST` bytes; the timeout of a socket is only that of each part."""
-    parts, size = list[bytes](), 0
-    while size < LONGEST and (part := answer.read1(2**16)):
-        parts.append(part)
-        size += len(part)
-        if time.monotonic() > until:
-            raise TimeoutError(f"timed out after {size:,} bytes")
-    return b"".join(parts)

@@ -5,32 +5,23 @@ prompt is plain text that the model continues.
 """
 
 import dataclasses
-import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftModel, TaskType
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune import catalog
 from finetune.checkpoints.base_weights import refuse_other_base
-from finetune.checkpoints.handover import all_ends
+from finetune.checkpoints.handover import all_ends, network_of
 from finetune.data.chat.chat_templates import added_before, text_of_chat
 from finetune.data.sources import HUB_NAME
 from finetune.errors import FinetuneError, reading
+from finetune.inference.decoder import Row, decode
 from finetune.inference.load import (
     Step,
     adapter_config,
@@ -42,6 +33,7 @@ from finetune.inference.load import (
     open_checkpoint,
     trained_dtype,
 )
+from finetune.inference.noise import words_of
 from finetune.models.load_checks import context_length, token_rows
 from finetune.models.vocabulary import pad_id
 from finetune.planner.shapes.config_files import has_score_head
@@ -164,7 +156,7 @@ def _loaded(
     settings: Path | None = None,
 ) -> Loaded:
     """A model with all stop tokens: its own, those of a folder's settings, and the tokenizer's."""
-    network: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    network = network_of(model)
     stops = stop_ids(network.generation_config, tokenizer)
     if settings is not None:
         stops = folder_stops(stops, settings, tokenizer)
@@ -264,114 +256,56 @@ def generate(
     """
     rows = [prompt_ids(loaded, asked) for asked in prompts]
     found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
-    return [each.text for each in found]
+    return [text_of(loaded, row) for row in found]
 
 
-class Continued(NamedTuple):
-    """Generated text after a prompt."""
-
-    text: str
-    cut: bool
-    """Whether it reached the maximum number of tokens."""
-    tokens: int
-    """Tokens before the stop token."""
+def text_of(loaded: Loaded, row: Row) -> str:
+    """The text that continues a prompt."""
+    return new_text(loaded.tokenizer, list(row.prompt), row.text_ids)
 
 
 def continue_ids(
     loaded: Loaded,
-    rows: Sequence[list[int]],
+    prompts: Sequence[list[int]],
     max_new_tokens: int = 256,
     batch_rows: int = 8,
     temperature: float = 0.0,
     top_p: float = 1.0,
-) -> list[Continued]:
-    """Generated text for each prompt of token ids, in order."""
-    rooms = [room_for(loaded, len(row), max_new_tokens) for row in rows]
-    problems = [f"prompt {i}: it is empty" for i, row in enumerate(rows) if not row]
+) -> list[Row]:
+    """Rows with the tokens that continue each prompt of token ids, in order."""
+    rows = [row_of(loaded, ids, max_new_tokens, temperature, top_p) for ids in prompts]
+    problems = [f"prompt {i}: it is empty" for i, row in enumerate(rows) if not row.prompt]
     problems += [
-        f"prompt {i}: {len(rows[i])} tokens leave no room in a context of {loaded.context}"
-        for i, room in enumerate(rooms)
-        if room < 1
+        f"prompt {i}: {len(row.prompt)} tokens leave no room in a context of {loaded.context}"
+        for i, row in enumerate(rows)
+        if row.limit < 1
     ]
     if problems:
         raise FinetuneError(*problems)
-    answers = [Continued("", False, 0)] * len(rows)
-    with progress("generating", len(rows), "answers") as count:
-        for room, batch in _batches(rows, rooms, batch_rows):
-            new = continue_rows(loaded, [rows[i] for i in batch], room, temperature, top_p)
-            for i, ids in zip(batch, new, strict=True):
-                text = new_text(loaded.tokenizer, rows[i], ids)
-                answers[i] = Continued(text, len(ids) >= room, len(ids))
-            count(len(batch))
-    return answers
+    for number, row in enumerate(rows):
+        row.name = number, 0
+    with progress("generating", len(rows), "answers") as count, torch.inference_mode():
+        decode(loaded.model, rows, pad_of(loaded), batch_rows, random_key(), report=count)
+    return rows
 
 
-def room_for(loaded: Loaded, tokens: int, max_new_tokens: int) -> int:
-    if loaded.context is None:
-        return max_new_tokens
-    return min(max_new_tokens, loaded.context - tokens)
-
-
-def _batches(
-    rows: Sequence[list[int]], rooms: list[int], batch_rows: int
-) -> Iterator[tuple[int, list[int]]]:
-    """Batches of row indices with the same room and similar lengths, to minimize padding."""
-    order = sorted(range(len(rows)), key=lambda i: (rooms[i], len(rows[i])))
-    for room, same in itertools.groupby(order, key=lambda i: rooms[i]):
-        indices = list(same)
-        for start in range(0, len(indices), batch_rows):
-            yield room, indices[start : start + batch_rows]
-
-
-def continue_rows(
+def row_of(
     loaded: Loaded,
-    rows: list[list[int]],
+    ids: list[int],
     max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    streamer: BaseStreamer | None = None,
-    *,
-    stopping: Sequence[StoppingCriteria] = (),
-    processors: Sequence[LogitsProcessor] = (),
-) -> list[list[int]]:
-    """New token ids of each row, without its first stop token and what follows.
-
-    Args:
-        stopping: Additional stopping criteria.
-        processors: Logits processors that run before temperature and top_p.
-    """
-    pad = _pad_id(loaded)
-    longest = max(map(len, rows))
-    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])  # (rows, longest)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        eos_token_id=list(loaded.stops) or None,
-        pad_token_id=pad,
-        use_cache=True,
-        **sampling,
-    )
-    model: Any = loaded.model  # PEFT's wrapper does not type the methods that it forwards
-    with torch.inference_mode():
-        out = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            generation_config=config,
-            streamer=streamer,
-            stopping_criteria=StoppingCriteriaList(stopping),
-            logits_processor=LogitsProcessorList(processors),
-        )
-    stops = set(loaded.stops)
-    new = out[:, longest:].tolist()
-    return [list(itertools.takewhile(lambda id: id not in stops, row)) for row in new]
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> Row:
+    """A row to continue; its limit is less than 1 if the prompt fills the context."""
+    left = max_new_tokens if loaded.context is None else loaded.context - len(ids)
+    return Row(ids, min(max_new_tokens, left), loaded.stops, temperature, top_p)
 
 
-def _pad_id(loaded: Loaded) -> int:
-    """Token id of the padding on the left, which is masked, and after the stop token.
+def random_key() -> tuple[int, int]:
+    """A key for the noise of rows, from torch's generator."""
+    return words_of(int(torch.randint(2**63 - 1, ())))
 
-    Answers are truncated at their first stop token, so it may also be an eos.
-    """
-    network: Any = loaded.model
-    return pad_id(loaded.tokenizer, token_rows(network))
+
+def pad_of(loaded: Loaded) -> int:
+    """Token id of the padding on the left, which is masked."""
+    return pad_id(loaded.tokenizer, token_rows(loaded.model))

@@ -12,7 +12,6 @@ from finetune.errors import FinetuneError
 from finetune.planner.shapes.config_files import has_score_head
 from finetune.rewards import REWARDS, Reward
 from finetune.rewards.builtin import check_arguments
-from finetune.rewards.imports import fatal_imports
 from finetune.runs.run import Run, read_object
 
 MODEL = "finetune.inference.scores:reward_model"
@@ -67,15 +66,10 @@ def _unsuitable(function: Callable[..., Any]) -> str:
     if inspect.isgeneratorfunction(function):
         return "is a generator, because it contains yield; return a list"
     try:
-        parameters = inspect.signature(function).parameters.values()
+        named = _parameters(function) != ({}, False)
     except ValueError:
-        return "has no signature that Python can read; wrap it in a function with named arguments"
-    unnamed = [e.name for e in parameters if e.kind is e.POSITIONAL_ONLY and e.default is e.empty]
-    if unnamed:
-        return f"takes '{unnamed[0]}' only by position, but arguments are passed by name; remove /"
-    if all(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return "takes no named argument, such as completions; arguments are passed by name"
-    return ""
+        named = False  # Python cannot read the signature of some built-in functions
+    return "" if named else "takes no named argument, such as completions; use a function that does"
 
 
 def is_model(reward: Reward) -> bool:
@@ -143,18 +137,17 @@ def arguments_of(reward: Reward, function: Callable[..., Any], columns: Iterable
     return there if any_name else there & takes.keys()
 
 
-def problems(rewards: Iterable[Reward]) -> list[str]:
-    """Reasons why functions cannot be used, found before anything is loaded."""
-    rewards = list(rewards)
-    found = fatal_imports(rewards)
-    if found:
-        return found
+def problems(rewards: Iterable[Reward], columns: Iterable[str] | None = None) -> list[str]:
+    """Reasons why functions cannot be used, or lack a column, found before anything is loaded."""
+    there, found = None if columns is None else list(columns), list[str]()
     for reward in rewards:
         try:
-            function_of(reward)
+            function = function_of(reward)
+            if there is not None:
+                arguments_of(reward, function, there)
         except FinetuneError as error:
             found += error.problems
-    return found
+    return list(dict.fromkeys(found))
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
@@ -163,14 +156,8 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     Raises:
         FinetuneError: with every such reward.
     """
-    there, found = list(columns), list[str]()
-    for reward in rewards:
-        try:
-            arguments_of(reward, function_of(reward), there)
-        except FinetuneError as error:
-            found += error.problems
-    if found:
-        raise FinetuneError(*dict.fromkeys(found))
+    if found := problems(rewards, columns):
+        raise FinetuneError(*found)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -19,12 +20,9 @@ from typing import IO, Any
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.process import interpreter
-from finetune.process.signals import end_group
+from finetune.process.signals import end_group, name_of
 from finetune.rewards import Reward
-from finetune.rewards.imports import end_of, fatal_imports
 
-LARGEST = 1e18
-"""Maximum absolute score: sums of its squares are finite, even in fp32."""
 QUOTED = 300
 """Maximum characters of a prompt or a completion in a message."""
 
@@ -105,13 +103,8 @@ class RewardProcess:
         if len(scores) != count:
             return Failure(f"returns {len(scores)} numbers for {count} completions")
         for index, score in enumerate(scores):
-            if score is None:
-                continue
             if isinstance(score, str):
                 return Failure(f"returns {score}, expected a finite number or None", index)
-            if abs(score) > LARGEST:
-                range_text = f"expected a number from -{LARGEST:g} to {LARGEST:g}"
-                return Failure(f"returns {score}, {range_text}", index)
         return scores
 
     def _blamed(self, number: int, columns: Columns, failure: Failure) -> Failure:
@@ -165,7 +158,7 @@ class RewardProcess:
             return None
         except BrokenPipeError:
             pass
-        problem = end_of(process.wait())
+        problem = _end_of(process.wait())
         self.close()
         return {"problem": problem}
 
@@ -200,12 +193,19 @@ class RewardProcess:
             problem = answer["problem"]
             if not problem.startswith("reward_funcs: "):
                 names = ", ".join(f"'{reward.function}'" for reward in self.rewards)
-                found = fatal_imports(self.rewards)
-                problem = found[0] if found else f"reward_funcs: importing {names} {problem}"
+                problem = f"reward_funcs: importing {names} {problem}"
             kind = RewardFailure if self._imported else FinetuneError
             raise kind(problem)
         self._imported = True
         return self._process
+
+
+def _end_of(status: int) -> str:
+    """Description of how a process ended, from its exit status, negative for a signal."""
+    if status >= 0:
+        return f"ended its process with status {status}"
+    memory = ", as when memory runs out" if status == -signal.SIGKILL else ""
+    return f"had its process killed by {name_of(-status)}{memory}"
 
 
 def _read(file: IO[bytes], answers: "queue.Queue[bytes]") -> None:

@@ -58,7 +58,7 @@ def serve() -> None:
             answer(request, problem="fails: " + "; ".join(error.problems))
         except BaseException as error:  # by a user's function, such as CancelledError
             place = traceback.extract_tb(error.__traceback__)[-1]
-            cause = ": ".join(filter(None, (type(error).__name__, _shown(str, error))))
+            cause = ": ".join(filter(None, (type(error).__name__, str(error)[:SHOWN])))
             at = f"{os.path.basename(place.filename)}:{place.lineno}"
             answer(request, problem=f"raises {cause} ({at})")
     os.killpg(0, signal.SIGKILL)  # with programs that functions started
@@ -72,7 +72,7 @@ def _scores(reward: Reward, function: Callable[..., Any], columns: dict[str, Any
     if hasattr(found, "tolist"):  # arrays and tensors
         found = found.tolist()
     if not isinstance(found, list | tuple):
-        return _shown(repr, found, 60)
+        return repr(found)[:60]
     return [_number(each) for each in found]
 
 
@@ -84,16 +84,8 @@ def _number(value: Any) -> float | str | None:
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None:
-        return _shown(repr, value, 60)
+        return repr(value)[:60]
     return number if math.isfinite(number) else str(number)
-
-
-def _shown(text: Callable[[Any], str], value: Any, length: int = SHOWN) -> str:
-    """The beginning of a user's value as text."""
-    try:
-        return text(value)[:length]
-    except Exception:  # of a method of the user's class
-        return f"an unprintable {type(value).__name__}"
 
 
 def _end_with(parent: int | None) -> None:

@@ -18,14 +18,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.serving.answer import BrokenModel, Question
-from finetune.serving.bodies import Chat, Completion, Reply
+from finetune.serving.bodies import Body, Chat, Completion, Json, about_field, problem
 from finetune.serving.guard import Guard
 from finetune.serving.models import Served
-from finetune.serving.problems import Json, about_field, problem
-from finetune.serving.prompts import question_of
-from finetune.serving.requests import ChatRequest, TextRequest
-from finetune.serving.scheduler import Job, Scheduler
+from finetune.serving.reply import BrokenModel, Reply
+from finetune.serving.requests import ChatRequest, TextRequest, prompt_of
+from finetune.serving.scheduler import Scheduler
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 ENDING = "the server is shutting down"
@@ -42,7 +40,7 @@ class Answers:
         self.taken = 0
         self.reading = asyncio.Lock()
         """Held while a prompt is rendered and tokenized, which needs memory."""
-        self._jobs = set[Job]()
+        self._replies = set[Reply]()
         self._ended = False
 
     def find(self, name: str | None) -> Served:
@@ -64,18 +62,19 @@ class Answers:
             raise HTTPException(429, text, {"Retry-After": "1"})
         self.taken += 1
 
-    def leave(self, question: "asyncio.Future[Question]") -> None:
+    def leave(self, prompt: "asyncio.Future[list[int]]") -> None:
         """Leave the place of a request that got no answer."""
         self.taken -= 1
-        _ = question.cancelled() or question.exception()  # reported already, or its client left
+        _ = prompt.cancelled() or prompt.exception()  # reported already, or its client left
 
-    def begin(self, served: Served, question: Question, pieces: Pieces, *, streams: bool) -> Job:
-        """Submit a question, which leaves its place when it is answered.
+    def begin(self, body: Body, ids: list[int], pieces: Pieces, *, streams: bool) -> Reply:
+        """Submit a prompt, which leaves its place when it is answered.
 
         If it `streams`, its text is put into `pieces` as it is generated, and None at its end.
 
         Raises:
             HTTPException: status 503 if the server ends.
+            FinetuneError: the prompt is invalid, or has no room in the context.
         """
         if self._ended:
             raise HTTPException(503, ENDING)
@@ -89,21 +88,22 @@ class Answers:
             if streams:
                 soon(pieces.put_nowait, text)
 
-        job = self.scheduler.submit(served, question, write)
-        self._jobs.add(job)
-        job.answer.add_done_callback(lambda _: soon(self._leave, job, pieces))
-        return job
+        reply = Reply(body.served, ids, body.asked, write)
+        self.scheduler.submit(reply)
+        self._replies.add(reply)
+        reply.answer.add_done_callback(lambda _: soon(self._leave, reply, pieces))
+        return reply
 
-    def _leave(self, job: Job, pieces: Pieces) -> None:
+    def _leave(self, reply: Reply, pieces: Pieces) -> None:
         self.taken -= 1
-        self._jobs.remove(job)
+        self._replies.remove(reply)
         pieces.put_nowait(None)
 
     def end(self) -> None:
         """End all answers with an error."""
         self._ended = True
-        for job in self._jobs:
-            job.fail(HTTPException(503, ENDING))
+        for reply in self._replies:
+            reply.fail(HTTPException(503, ENDING))
 
 
 def build_app(
@@ -174,11 +174,11 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await _reply(answers, request, Chat(answers.find(asked.model), asked))
+        return await _answer(answers, request, Chat(answers.find(asked.model), asked))
 
     @app.post("/v1/completions")
     async def complete(asked: TextRequest, request: Request) -> Response:
-        return await _reply(answers, request, Completion(answers.find(asked.model), asked))
+        return await _answer(answers, request, Completion(answers.find(asked.model), asked))
 
     return app
 
@@ -198,33 +198,33 @@ def policy(page: str) -> str:
     return f"default-src 'none'; {allowed}; {rest}"
 
 
-async def _reply(answers: Answers, request: Request, reply: Reply) -> Response:
+async def _answer(answers: Answers, request: Request, body: Body) -> Response:
     pieces = Pieces()
-    streams = reply.asked.stream and not reply.at_once
     answers.take()
-    question = asyncio.ensure_future(_question(answers, request, reply))
+    prompt = asyncio.ensure_future(_prompt(answers, request, body))
     try:
-        await _wait(request, question)
-        job = answers.begin(reply.served, question.result(), pieces, streams=streams)
+        await _wait(request, prompt)
+        streams = body.asked.stream and not body.at_once
+        reply = answers.begin(body, prompt.result(), pieces, streams=streams)
     except BaseException:
-        question.add_done_callback(answers.leave)  # what a thread has begun is completed
+        prompt.add_done_callback(answers.leave)  # what a thread has begun is completed
         raise
-    if reply.asked.stream:
-        return StreamingResponse(_events(job, pieces, reply), media_type="text/event-stream")
-    answer = asyncio.wrap_future(job.answer)
+    if body.asked.stream:
+        return StreamingResponse(_events(reply, pieces, body), media_type="text/event-stream")
+    answer = asyncio.wrap_future(reply.answer)
     try:
         await _wait(request, answer)
-        return Json(reply.response(answer.result()))
+        return Json(body.response(answer.result()))
     except (BrokenModel, RuntimeError, MemoryError) as error:  # the last two if out of memory
         return _problem(error)
     finally:
-        job.cancelled.set()
+        reply.cancelled.set()
 
 
-async def _question(answers: Answers, request: Request, reply: Reply) -> Question:
+async def _prompt(answers: Answers, request: Request, body: Body) -> list[int]:
     async with answers.reading:
         await _stays(request)
-        return await run_in_threadpool(question_of, reply.served, reply.asked)
+        return await run_in_threadpool(prompt_of, body.served, body.asked)
 
 
 async def _wait(request: Request, future: "asyncio.Future[Any]") -> None:
@@ -238,21 +238,21 @@ async def _stays(request: Request) -> None:
         raise HTTPException(499, "the client has disconnected")
 
 
-async def _events(job: Job, pieces: Pieces, reply: Reply) -> AsyncIterator[str]:
+async def _events(reply: Reply, pieces: Pieces, body: Body) -> AsyncIterator[str]:
     """Server-sent events of an answer, which is cancelled if the client disconnects."""
     try:
-        for event in reply.opening():
+        for event in body.opening():
             yield _event(event)
         while (piece := await pieces.get()) is not None:
-            yield _event(reply.piece(piece))
+            yield _event(body.piece(piece))
         try:
-            for event in reply.closing(job.answer.result()):
+            for event in body.closing(reply.answer.result()):
                 yield _event(event)
         except Exception as error:  # the status is already sent: report in an event
             yield _event(json.loads(bytes(_problem(error).body)))
         yield "data: [DONE]\n\n"
     finally:
-        job.cancelled.set()
+        reply.cancelled.set()
 
 
 def _problem(error: Exception) -> Json:

@@ -1,21 +1,55 @@
-"""Response bodies of OpenAI's API, complete or streamed."""
+"""Response bodies of OpenAI's API: complete or streamed answers, and errors."""
 
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fastapi.responses import JSONResponse
+
 from finetune.data.chat.written_calls import WrittenCall
-from finetune.serving.answer import Answer, Token
 from finetune.serving.models import Served
+from finetune.serving.reply import Answer, Token
 from finetune.serving.requests import ChatRequest, TextRequest
 
+LONGEST = 80
+"""Maximum number of characters of a value that is quoted."""
 
-class Reply:
-    """Base of both kinds of responses."""
+
+class Json(JSONResponse):
+    """JSON in ASCII: texts may contain unpaired surrogates, which UTF-8 cannot encode."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def problem(status: int, text: str, headers: Mapping[str, str] | None = None) -> Json:
+    """An error response."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": text, "type": kind, "param": None, "code": None}
+    return Json({"error": error}, status, headers)
+
+
+def about_field(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors about a request as `field: what is wrong, got VALUE`."""
+    place = ".".join(str(part) for part in error["loc"][1:])
+    if error["type"] == "json_invalid":
+        return f"the body is not valid JSON: {error['ctx']['error']} at character {place}"
+    if error["type"] == "extra_forbidden":
+        return f"{place}: this server has no such field, and leaving it out may change the answer"
+    if error["type"] == "missing":
+        return f"{place or 'the body'}: {error['msg']}"
+    got = json.dumps(error["input"])
+    got = got if len(got) <= LONGEST else f"{got[:LONGEST]}..."
+    return f"{place or 'the body'}: {error['msg']}, got {got}"
+
+
+class Body:
+    """Base of both kinds of answers."""
 
     kind: str
+    chunk_kind: str
     prefix: str
     asked: ChatRequest | TextRequest
     at_once = False
@@ -27,64 +61,65 @@ class Reply:
         self.created = int(time.time())
 
     def response(self, answer: Answer) -> dict[str, Any]:
-        raise NotImplementedError
+        """The complete answer."""
+        return {**self._body(self.kind, self._choice(answer)), "usage": _usage(answer)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
+        """Events before the first text."""
         yield from ()
 
     def piece(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """An event with text."""
+        return self._body(self.chunk_kind, self._part(text))
 
     def closing(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        yield self.last(answer)
+        """Events after the last text."""
+        yield self._body(self.chunk_kind, self._last(answer))
         options = self.asked.stream_options
         if options is not None and options.include_usage:
-            yield {**self._head(chunk=True), "choices": [], "usage": _usage(answer)}
+            yield {**self._body(self.chunk_kind), "usage": _usage(answer)}
 
-    def last(self, answer: Answer) -> dict[str, Any]:
+    def _choice(self, answer: Answer) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _head(self, chunk: bool) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": self.kind + (".chunk" if chunk and self.prefix == "chatcmpl" else ""),
-            "created": self.created,
-            "model": self.served.name,
-        }
+    def _part(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _last(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _body(self, kind: str, *choices: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.served.name}
+        return {**head, "choices": list(choices)}
 
     def _word(self, id: int) -> str:
         return str(self.served.loaded.tokenizer.decode([id]))
 
 
-class Chat(Reply):
-    kind = "chat.completion"
-    prefix = "chatcmpl"
+class Chat(Body):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, served: Served, asked: ChatRequest) -> None:
         super().__init__(served)
         self.asked: ChatRequest = asked
         self.at_once = bool(asked.tools)
 
-    def response(self, answer: Answer) -> dict[str, Any]:
+    def opening(self) -> Iterator[dict[str, Any]]:
+        yield self._body(self.chunk_kind, _delta({"role": "assistant", "content": ""}))
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
         text, calls = self._parts(answer)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": self._logprobs(answer.tokens),
-            "finish_reason": "tool_calls" if calls else answer.finish_reason,
-        }
-        return {**self._head(chunk=False), "choices": [choice], "usage": _usage(answer)}
+        reason = "tool_calls" if calls else answer.finish_reason
+        logprobs = self._logprobs(answer.tokens)
+        return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def opening(self) -> Iterator[dict[str, Any]]:
-        yield self._chunk({"role": "assistant", "content": ""})
+    def _part(self, text: str) -> dict[str, Any]:
+        return _delta({"content": text})
 
-    def piece(self, text: str) -> dict[str, Any]:
-        return self._chunk({"content": text})
-
-    def last(self, answer: Answer) -> dict[str, Any]:
+    def _last(self, answer: Answer) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         text, calls = self._parts(answer) if self.at_once else (None, [])
         if text:
@@ -92,11 +127,7 @@ class Chat(Reply):
         if calls:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         reason = "tool_calls" if calls else answer.finish_reason
-        return self._chunk(delta, reason, self._logprobs(answer.tokens))
-
-    def _chunk(self, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> Any:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return {**self._head(chunk=True), "choices": [choice]}
+        return _delta(delta, reason, self._logprobs(answer.tokens))
 
     def _parts(self, answer: Answer) -> tuple[str | None, list[dict[str, Any]]]:
         """Text and tool calls of an answer; invalid calls stay in the text."""
@@ -113,20 +144,22 @@ class Chat(Reply):
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self.asked.likelihoods is None:
             return None
-        return {
-            "content": [
-                {
-                    **self._likely(token.id, token.logprob),
-                    "top_logprobs": [self._likely(*pair) for pair in token.likeliest],
-                }
-                for token in tokens
-            ],
-            "refusal": None,
-        }
+        content = [
+            {
+                **self._likely(token.id, token.logprob),
+                "top_logprobs": [self._likely(*pair) for pair in token.likeliest],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
 
     def _likely(self, id: int, logprob: float) -> dict[str, Any]:
         word = self._word(id)
         return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+def _delta(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> Any:
+    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _call(call: WrittenCall) -> dict[str, Any]:
@@ -134,27 +167,23 @@ def _call(call: WrittenCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
 
 
-class Completion(Reply):
-    kind = "text_completion"
+class Completion(Body):
+    kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
     def __init__(self, served: Served, asked: TextRequest) -> None:
         super().__init__(served)
         self.asked: TextRequest = asked
 
-    def response(self, answer: Answer) -> dict[str, Any]:
-        body = self._body(answer.text, answer.finish_reason, self._logprobs(answer.tokens))
-        return {**body, "usage": _usage(answer)}
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        return {**self._last(answer), "text": answer.text}
 
-    def piece(self, text: str) -> dict[str, Any]:
-        return self._body(text, None, None)
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
 
-    def last(self, answer: Answer) -> dict[str, Any]:
-        return self._body("", answer.finish_reason, self._logprobs(answer.tokens))
-
-    def _body(self, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return {**self._head(chunk=True), "choices": [choice]}
+    def _last(self, answer: Answer) -> dict[str, Any]:
+        logprobs = self._logprobs(answer.tokens)
+        return {"index": 0, "text": "", "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self.asked.likelihoods is None:

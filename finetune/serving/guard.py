@@ -1,4 +1,4 @@
-"""Reject HTTP requests by host name, key, content type and size before the application runs."""
+"""Reject HTTP requests by host name, key, content type, size and time, before the application."""
 
 import asyncio
 import secrets
@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from finetune.serving.problems import problem
+from finetune.serving.bodies import problem
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 JSON = "application/json"
@@ -17,6 +18,8 @@ LARGEST_BODY = 8 * 2**20
 """Maximum bytes of a request."""
 BODY_SECONDS = 60.0
 """Seconds in which a body must arrive."""
+HEADER_SECONDS = 20.0
+"""Seconds in which the headers of a request must arrive."""
 
 
 class Guard:
@@ -96,3 +99,30 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+class TimedConnection(H11Protocol):
+    """A connection of uvicorn, which (0.54) waits without limit for the rest of the headers.
+
+    Clients that send them slowly could otherwise occupy all file descriptors of the server.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        self._limit()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)  # cancels the timer
+        self._limit()
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()  # starts the timer of an idle connection
+
+    def _limit(self) -> None:
+        waiting = self.cycle is None or self.cycle.response_complete
+        if waiting and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_at(
+                self._since + HEADER_SECONDS, self.timeout_keep_alive_handler
+            )

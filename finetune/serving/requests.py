@@ -1,8 +1,18 @@
-"""Requests of OpenAI's API: unsupported fields are rejected, not ignored."""
+"""Requests of OpenAI's API, and their prompts, rendered by the code that renders training data.
+
+Unsupported fields are rejected, not ignored.
+"""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from finetune.data.chat.chat_templates import check_variables, fewest_tokens
+from finetune.data.formats import read_row
+from finetune.data.samples import Completion, Conversation
+from finetune.data.values import RowProblem
+from finetune.errors import FinetuneError
+from finetune.serving.models import Served
 
 Stops = Annotated[
     Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None,
@@ -47,6 +57,16 @@ class Request(BaseModel):
     metadata: dict[str, str] | None = None
     store: bool | None = None
 
+    @property
+    def most(self) -> int | None:
+        """Maximum tokens of an answer; None for the rest of the context, or 512 without a limit."""
+        return self.max_tokens
+
+    @property
+    def likelihoods(self) -> int | None:
+        """Number of most likely tokens listed per position; None for no log-probabilities."""
+        raise NotImplementedError
+
 
 class ChatRequest(Request):
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -65,7 +85,6 @@ class ChatRequest(Request):
 
     @property
     def likelihoods(self) -> int | None:
-        """Number of most likely tokens listed per position; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs or self.top_logprobs else None
 
 
@@ -78,9 +97,58 @@ class TextRequest(Request):
     suffix: Literal[""] | None = None
 
     @property
-    def most(self) -> int | None:
-        return self.max_tokens
-
-    @property
     def likelihoods(self) -> int | None:
         return self.logprobs
+
+
+def chat_text(served: Served, asked: ChatRequest) -> str:
+    """The conversation of a request as text, with the generation prompt.
+
+    Raises:
+        FinetuneError: a message is invalid, the template rejects the conversation, or does not read
+            a variable.
+    """
+    chat = served.chat
+    if chat.template is None:
+        raise FinetuneError("the model has no chat template; ask /v1/completions")
+    row: dict[str, Any] = {"messages": asked.messages}
+    if asked.tools and asked.tool_choice != "none":
+        row["tools"] = asked.tools
+    if asked.chat_template_kwargs:
+        row["chat_template_kwargs"] = asked.chat_template_kwargs
+    try:
+        sample = read_row("messages", row)
+    except RowProblem as problem:
+        raise FinetuneError(str(problem)) from None
+    assert isinstance(sample, Conversation)
+    if sample.messages[-1]["role"] == "assistant":
+        raise FinetuneError(
+            "messages: the last one is from the assistant; use /v1/completions to continue a text"
+        )
+    if sample.template_kwargs:
+        used = chat.tool_template if sample.tools and chat.tool_template else chat.template
+        check_variables([used], sample.template_kwargs, "chat_template_kwargs")
+    _refuse_long(served, sum(len(message["content"]) for message in sample.messages))
+    return chat.prompt_text(sample)
+
+
+def prompt_of(served: Served, asked: ChatRequest | TextRequest) -> list[int]:
+    """The token ids of a request's prompt; it may run in any thread.
+
+    Raises:
+        FinetuneError: the text cannot be rendered or tokenized, or has no room in the context.
+    """
+    if isinstance(asked, ChatRequest):
+        return served.chat.prompt(chat_text(served, asked))
+    if isinstance(asked.prompt, str):
+        _refuse_long(served, len(asked.prompt))
+        return served.chat.prompt(Completion(asked.prompt, ""))
+    return asked.prompt
+
+
+def _refuse_long(served: Served, characters: int) -> None:
+    """Refuse a text that is too long for the context even if all its tokens are long."""
+    tokens = int(characters * fewest_tokens(served.chat.tokenizer))
+    context = served.loaded.context
+    if context is not None and tokens >= context:
+        raise FinetuneError(f"at least {tokens} tokens leave no room in a context of {context}")

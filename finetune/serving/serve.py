@@ -41,7 +41,7 @@ def serve(
         import uvicorn
 
         from finetune.serving.app import build_app
-        from finetune.serving.connection import TimedConnection
+        from finetune.serving.guard import TimedConnection
     except ImportError as error:
         raise FinetuneError(f"finetune serve needs {error.name}: {install('serve')}") from None
     from finetune.serving.models import open_models

@@ -11,8 +11,9 @@ from finetune.data.order import permutation
 from finetune.data.prepare import prepare
 from finetune.data.store import Rows
 from finetune.errors import FinetuneError
+from finetune.inference.decoder import Row
 from finetune.inference.load import attach, base_model
-from finetune.inference.sampling import Sampler, Wanted
+from finetune.inference.sampling import sample
 from finetune.methods.online import Online
 from finetune.models import starting_adapter
 from finetune.models.model import load_tokenizer
@@ -63,17 +64,16 @@ def _first_samples(
     tokenizer = set_stop_tokens(model, chat, train)
     assert model.generation_config is not None
     stops = all_ends(model.generation_config.eos_token_id, tokenizer.eos_token_id)
-    sampler = Sampler(
-        model, tuple(stops), recipe.max_completion_length, recipe.temperature,
-        tokenizer.pad_token_id or 0, recipe.sampling_rows,
-    )  # fmt: skip
     prompts = np.repeat(permutation(len(train), recipe.seed, 0)[:rows], each)
     asked = [train.documents.document(int(train.members[row]))[0].tolist() for row in prompts]
     wanted = [
-        Wanted(tuple(ids), int(row), at % each)
+        Row(
+            ids, recipe.max_completion_length, stops, recipe.temperature, name=(int(row), at % each)
+        )
         for at, (ids, row) in enumerate(zip(asked, prompts, strict=True))
     ]
-    found = sampler(wanted, recipe.seed, 0)
+    pad = tokenizer.pad_token_id or 0
+    found = sample(model, wanted, pad, recipe.sampling_rows, recipe.seed, 0)
     columns = reward_columns(tokenizer, names, train, prompts, found)
     process = RewardProcess(recipe.reward_funcs, recipe.reward_timeout)
     try:

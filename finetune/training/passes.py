@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError
 from finetune.methods.losses import sequence_logps
 from finetune.models.model import compute_dtype, frozen
 from finetune.recipe import Model
-from finetune.training.answers import answer_micro_batches, mismatched_batches, sum_logps
+from finetune.training.answer_logps import answer_micro_batches, mismatched_batches, sum_logps
 
 Value = Callable[[torch.nn.Module, MicroBatch], torch.Tensor]
 """Values of each document of a micro-batch from the model, (documents, ...)."""

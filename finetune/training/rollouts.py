@@ -24,7 +24,8 @@ from finetune.data.collate import MicroBatch, collate
 from finetune.data.order import of_rank, rows_of_step, split_rows
 from finetune.data.store import Rows, TokenColumn, labelled_places
 from finetune.distributed.base import Engine
-from finetune.inference.sampling import Completion, Sampler, Wanted
+from finetune.inference.decoder import Row
+from finetune.inference.sampling import Completion, sample
 from finetune.methods.losses import Sum, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online
 from finetune.models.blank import blank
@@ -210,24 +211,22 @@ class Rollouts:
             for index, row in enumerate(prompts.tolist())
             if order[row] % engine.world == engine.rank
         ]
+        limit, stops = self.recipe.max_completion_length, self.stops
         wanted = [
-            Wanted(
-                tuple(self._prompt(rows, int(prompts[i]))),
-                int(prompts[i]),
-                int(numbers[i]),
-            )
+            Row(self._prompt(rows, row), limit, stops, temperature, name=(row, int(numbers[i])))
             for i in mine
+            for row in [int(prompts[i])]
         ]
         if self.server is not None:
-            found = self._ask_server(self.server, wanted, step, temperature)
+            found = self._ask_server(self.server, wanted, step)
         else:
-            found = self._run_sampler(wanted, step, temperature)
+            found = self._run_sampler(wanted, step)
         made = dict[int, Completion]()
         for indices, completions in engine.gather((mine, found)):
             made |= zip(indices, completions, strict=True)
         return [made[index] for index in range(len(prompts))]
 
-    def _run_sampler(self, wanted: list[Wanted], step: int, temperature: float) -> list[Completion]:
+    def _run_sampler(self, wanted: list[Row], step: int) -> list[Completion]:
         """Completions by this process's model."""
         engine, recipe = self.engine, self.recipe
         measures = self._memory is None
@@ -238,18 +237,12 @@ class Rollouts:
             counted = inside.enter_context(measured) if apart else [0]
             model = inside.enter_context(engine.gathered(self.blank))
             counted = counted if apart else inside.enter_context(measured)
-            sampler = Sampler(
-                model, self.stops, recipe.max_completion_length, temperature, self.pad_id,
-                recipe.sampling_rows,
-            )  # fmt: skip
-            found = sampler(wanted, recipe.seed, step) if wanted else []
+            found = sample(model, wanted, self.pad_id, recipe.sampling_rows, recipe.seed, step)
         if measures:
             self._memory = engine.largest(counted)[0]
         return found
 
-    def _ask_server(
-        self, server: VLLMServer, wanted: list[Wanted], step: int, temperature: float
-    ) -> list[Completion]:
+    def _ask_server(self, server: VLLMServer, wanted: list[Row], step: int) -> list[Completion]:
         """Completions by a vLLM server, which first gets the adapter."""
         engine = self.engine
         with engine.gathered(self.blank) as model:
@@ -258,7 +251,7 @@ class Rollouts:
             engine.on_rank_0(lambda: server.compare_if_due(model, prompts))
         found, failed = list[Completion](), None
         try:
-            found = server(wanted, temperature, self.recipe.seed, step) if wanted else []
+            found = server(wanted, self.recipe.seed, step) if wanted else []
         except ServerFailure as error:
             failed = error
         for each in engine.gather(failed):

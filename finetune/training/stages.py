@@ -31,8 +31,8 @@ from finetune.recipe import Recipe
 from finetune.rewards.process import RewardFailure
 from finetune.runs.run import Run
 from finetune.training import optim
-from finetune.training.answering import Answering, answering
 from finetune.training.compiled import choose_compiled
+from finetune.training.eval_metrics import Answering, answering
 from finetune.training.fit import check_context
 from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
 from finetune.training.memory_meter import Meter, peak_bytes

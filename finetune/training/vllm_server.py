@@ -24,9 +24,11 @@ from safetensors.torch import save_file
 from finetune.checkpoints.pretrained import adapter_keys
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters import vllm
+from finetune.inference.batch import cached_attention
+from finetune.inference.decoder import Row
 from finetune.inference.endpoint import exchange, send
 from finetune.inference.load import ADAPTER_WEIGHTS
-from finetune.inference.sampling import Completion, Wanted, cached_attention
+from finetune.inference.sampling import Completion
 from finetune.methods.online import Online
 from finetune.runs.environment import hide
 
@@ -187,18 +189,17 @@ class VLLMServer:
             shutil.rmtree(old, ignore_errors=True)
         return name
 
-    def __call__(
-        self, wanted: Sequence[Wanted], temperature: float, seed: int, step: int
-    ) -> list[Completion]:
+    def __call__(self, wanted: Sequence[Row], seed: int, step: int) -> list[Completion]:
         """One completion per request, in order, by the adapter that was published last.
 
         Raises:
             ServerFailure: the server does not answer, or not with the ids of a completion.
         """
 
-        def complete(one: Wanted) -> Completion:
-            key = seed_of(seed, step, one.row, one.number)
-            return self._complete(one.prompt, temperature, key, self.recipe.max_completion_length)
+        def complete(one: Row) -> Completion:
+            return self._complete(
+                one.prompt, one.temperature, seed_of(seed, step, *one.name), one.limit
+            )
 
         with ThreadPoolExecutor(min(len(wanted), self.recipe.sampling_rows)) as pool:
             return list(pool.map(complete, wanted))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from finetune import extensions
 from finetune.errors import FinetuneError
-from finetune.evaluation.answers import Answer
+from finetune.evaluation.generations import Answer
 from finetune.evaluation.measures import Measure
 from finetune.evaluation.metrics import METRICS
 from finetune.evaluation.questions import Asked

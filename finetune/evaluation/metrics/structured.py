@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.data.chat.tools import written_arguments
 from finetune.errors import FinetuneError, reading
-from finetune.evaluation.answers import Answer
+from finetune.evaluation.generations import Answer
 from finetune.evaluation.measures import Measure, of_scores
 from finetune.evaluation.metrics.metric import Metric, Row, Settings
 from finetune.evaluation.metrics.words import first

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from finetune.evaluation.answers import Answer
+from finetune.evaluation.generations import Answer
 from finetune.evaluation.measures import Measure, of_scores
 from finetune.evaluation.metrics.metric import Metric, Row, Settings, needs_words
 from finetune.evaluation.questions import Asked

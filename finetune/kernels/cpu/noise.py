@@ -16,7 +16,7 @@ def draw(
 ) -> torch.Tensor | None:
     """The token of each row with the largest probability / noise, (rows,) int64.
 
-    The noise is that of `finetune.inference.sampling.exponential`; its logarithm is computed only
+    The noise is that of `finetune.inference.noise.exponential`; its logarithm is computed only
     for tokens that can win. None without a compiler, or if `shares` is on another device.
 
     Args:

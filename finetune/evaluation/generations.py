@@ -10,8 +10,9 @@ from finetune.data.chat.written_calls import call_form
 from finetune.data.samples import Completion, Conversation
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import Question
+from finetune.inference.decoder import Row
 from finetune.inference.endpoint import Endpoint
-from finetune.inference.generate import Loaded, continue_ids, turn
+from finetune.inference.generate import Loaded, continue_ids, new_text, turn
 from finetune.process.progress import counted
 
 __all__ = ["Answer", "Answers", "Asking", "ask", "prompt_of"]
@@ -77,15 +78,24 @@ def _generated(loaded: Loaded, questions: Sequence[Question], asking: Asking) ->
     if chat.template is None and any(isinstance(each, Conversation) for each in questions):
         raise FinetuneError("the tokenizer has no chat template; train with model.chat_template")
     prompts = [prompt_of(chat, question) for question in questions]
-    scaffold = turn(loaded.tokenizer).scaffold.strip() if chat.template is not None else ""
     found = continue_ids(
         loaded, prompts, asking.max_new_tokens, asking.batch_rows, asking.temperature
     )
-    texts = [each.text.strip().removeprefix(scaffold).strip() for each in found]
-    calls = _calls(chat, questions, texts)
+    answers = answers_of(chat, found)
+    calls = _calls(chat, questions, [answer.text for answer in answers])
     return [
-        Answer(text, each.cut, each.tokens, of_text)
-        for text, each, of_text in zip(texts, found, calls, strict=True)
+        dataclasses.replace(answer, calls=of_text)
+        for answer, of_text in zip(answers, calls, strict=True)
+    ]
+
+
+def answers_of(chat: Chat, rows: Sequence[Row]) -> list[Answer]:
+    """The answers of continued rows, without text that the template adds before an answer."""
+    scaffold = turn(chat.tokenizer).scaffold.strip() if chat.template is not None else ""
+    texts = [new_text(chat.tokenizer, list(row.prompt), row.text_ids).strip() for row in rows]
+    return [
+        Answer(text.removeprefix(scaffold).strip(), not row.stopped, len(row.text_ids))
+        for text, row in zip(texts, rows, strict=True)
     ]
 
 
