@@ -15,12 +15,11 @@ from finetune import extensions
 from finetune.checkpoints.handover import follow_umask, saved_tokenizer
 from finetune.data.scratch import scratch_for
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.exporters import CHECKS, EXPORTERS
+from finetune.exporters import CHECKS, EXPORTERS, vllm
 from finetune.exporters.check import CHECK_ROWS, check, check_lines
-from finetune.exporters.commands import serve_commands
-from finetune.exporters.source import Source, open_source, turn_end
+from finetune.exporters.source import Source, is_loadable, open_source, turn_end
 from finetune.exporters.stream import bytes_of
-from finetune.inference.load import Step, trained_dtype
+from finetune.inference.load import ADAPTER_WEIGHTS, Step, tensor_shapes, trained_dtype
 from finetune.reports.card import Kind, write_card
 from finetune.runs.run import Run, open_run, write_json
 
@@ -135,6 +134,27 @@ def export(
         }
         write_json(folder / MARKER, {**about, "files": [*files, MARKER]})
     return to
+
+
+def serve_commands(source: Source, folder: Path, kind: Kind) -> list[str]:
+    """Shell commands to run in the folder of an export; none for a model that generates no text."""
+    if kind == "gguf":
+        (weights,) = folder.glob("*.gguf")
+        made = ["ollama create tuned -f Modelfile"] if (folder / "Modelfile").is_file() else []
+        return [*made, f"llama-server -m {weights.name} --jinja"]
+    if source.recipe.scores is not None or not is_loadable(folder):
+        return []
+    own, dtype = "finetune serve .", trained_dtype(source.run)
+    if kind == "nf4":
+        return [own, "vllm serve ."]
+    if kind != "adapter":
+        return [own, " ".join(["vllm serve .", *vllm.dtype_words(dtype)])]
+    config = vllm.read_config(folder)
+    if vllm.problems(config, tensor_shapes(folder / ADAPTER_WEIGHTS)):
+        return [own]
+    base, _ = source.base_name
+    named = "BASE" if Path(base).is_absolute() else base
+    return [own, vllm.command(folder, named, config, dtype)]
 
 
 def _default_format(source: Source, merge: bool) -> str:

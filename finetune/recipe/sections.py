@@ -70,6 +70,7 @@ Names = Annotated[str | tuple[str, ...], AfterValidator(split_names)]
 """Module names, also as words with commas between them, or a regular expression."""
 AnswerMetric = Literal["exact", "number", "labels", "f1", "rouge", "bleu", "chrf", "json", "tools"]
 """Answer metrics that need only the rows of the data."""
+SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token"]
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
@@ -201,7 +202,7 @@ class Data(metaclass=Checked):
         """
         match = PART.fullmatch(self.split)
         assert match is not None
-        ends = []
+        ends = list[int]()
         for text, usual in zip(match.groups(), (0, rows), strict=True):
             share = text is not None and text.endswith("%")
             at = usual if not text else round(float(text[:-1]) * rows / 100) if share else int(text)

@@ -66,9 +66,7 @@ class Run:
     reference = File(
         "reference.npz", "log-probabilities of the reference, read by a resumed run (`DPO`)."
     )
-    values = File(
-        "values.npz", "what a method computed for each document before the first step."
-    )
+    values = File("values.npz", "what a method computed for each document before the first step.")
     rollouts = File("rollouts/", "completions that several steps train on, read by a resumed run.")
     completions = File(
         "completions.jsonl", "some completions of each sampling, with their rewards."
