@@ -7,7 +7,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.importers import preferences, trainer
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
-from finetune.recipe.sections import PART
+from finetune.recipe.sections import PART, SPECIAL_TOKENS
 
 ATTENTION = {
     "flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
@@ -217,7 +217,6 @@ def _template(job: Translation) -> None:
     job.say("train_on_inputs", "translated", f"train_on={word}")
 
 
-SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 KERNELS = ("cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin")
 
 
@@ -239,8 +238,10 @@ def _special_tokens(job: Translation) -> None:
         job.say("tokens", "translated", "model.special_tokens")
     else:
         job.move("tokens", "model.add_tokens", lambda tokens: tokens or [])
-    others = {name: token for name, token in given.items() if name not in SPECIAL and token}
-    tokens = {name: text(token) for name, token in given.items() if name in SPECIAL and token}
+    others = {name: token for name, token in given.items() if name not in SPECIAL_TOKENS and token}
+    tokens = {
+        name: text(token) for name, token in given.items() if name in SPECIAL_TOKENS and token
+    }
     if tokens:
         job.set("model.special_tokens", tokens)
     job.say("special_tokens", "translated", f"model.special_tokens={shown(tokens)}")

@@ -70,7 +70,7 @@ Names = Annotated[str | tuple[str, ...], AfterValidator(split_names)]
 """Module names, also as words with commas between them, or a regular expression."""
 AnswerMetric = Literal["exact", "number", "labels", "f1", "rouge", "bleu", "chrf", "json", "tools"]
 """Answer metrics that need only the rows of the data."""
-SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token"]
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 Token = Annotated[str, StringConstraints(min_length=1, strip_whitespace=False)]
 
 
@@ -114,6 +114,8 @@ class Model(metaclass=Checked):
     def __post_init__(self) -> None:
         if self.name is not None and self.config is not None:
             raise ValueError("give `name` (pretrained) or `config` (from scratch), not both")
+        for name in self.special_tokens.keys() - set(SPECIAL_TOKENS):
+            raise ValueError(f"`special_tokens`: {name}: expected {', '.join(SPECIAL_TOKENS)}")
 
     @property
     def checkpointing(self) -> Literal["none", "full", "attention"]:
