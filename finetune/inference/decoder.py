@@ -223,9 +223,9 @@ class Decoder:
         logps = ((logits[sampled] if mixed else logits).float() / heat).log_softmax(-1)
         shares = logps.exp()
         spread = -torch.linalg.vecdot(shares, logps)
-        for of_row, row in zip(shares, rows, strict=True):
+        for number, row in enumerate(rows):
             if row.top_p < 1:
-                keep_likely(of_row, row.top_p)
+                keep_likely(shares[number], row.top_p)
         names = torch.tensor([row.name for row in rows], device=device)
         tokens = draw(shares, self.key, names, [len(row.ids) for row in rows])
         if not mixed:
