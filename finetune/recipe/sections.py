@@ -100,9 +100,7 @@ class Model(metaclass=Checked):
     """LoRA to train further: a run, an export, a folder in PEFT's format, or a hub id."""
     add_tokens: tuple[Token, ...] = ()
     """Tokens to add; their new embedding rows are initialized with the mean of the old rows."""
-    special_tokens: dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], Token] = (
-        Field(default_factory=dict)
-    )
+    special_tokens: dict[str, Text] = Field(default_factory=dict)
     """Special tokens that differ from those of the tokenizer, by their names in transformers."""
     trust_remote_code: bool = False
     """Run the code in the model's repository. Only this field enables it."""
