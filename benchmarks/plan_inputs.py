@@ -5,7 +5,6 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.planner.estimate.layout import Layout
-from finetune.planner.estimate.workload import Update
 from finetune.planner.shapes import published
 from finetune.planner.shapes.architecture import Architecture
 from finetune.planner.shapes.read_config import read
@@ -96,7 +95,7 @@ def layout_of(inputs: Inputs) -> Layout:
     return Layout(engine, shard, count, replicas, offload, device)
 
 
-def update_of(name: str) -> Update:
+def update_of(name: str) -> str:
     """The optimizer of a case, in any spelling of `AdamW8bit`."""
     plain = name.lower().replace("_", "").replace("-", "")
     return "paged_adamw_8bit" if "paged" in plain else "adamw_8bit" if "8bit" in plain else "adamw"

@@ -186,6 +186,8 @@ def problems(error: ValidationError, kind: type | None, where: str) -> list[str]
         else:
             message = item["msg"].removeprefix("Value error, ")
             hidden = isinstance(got, dict | list) or not item["loc"]
+            if message.startswith("expected ") and not hidden:
+                message, hidden = f"got {got!r}, {message}", True
             hidden = hidden or item["type"] in ("missing", "missing_argument")
             at = where if not item["loc"] and isinstance(got, ArgsKwargs) else f"{where}: {place}"
             found.append(f"{at}: {message}{'' if hidden else f', got {got!r}'}")

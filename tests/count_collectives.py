@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.cli import run
-from finetune.training import stages
+from finetune.training import steps
 
 folder, sys.argv = sys.argv[1], sys.argv[:1] + sys.argv[2:]
 NAMES = {
@@ -53,7 +53,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-step = stages.train_step
+step = steps.train_step
 
 
 def counted(engine, feed, number, *others):
@@ -72,5 +72,5 @@ def counted(engine, feed, number, *others):
     return result
 
 
-stages.train_step = counted
+steps.train_step = counted
 run()

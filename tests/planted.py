@@ -71,8 +71,7 @@ FAULTS = [
     Fault("clip-off", "distributed/base.py", 'float("inf") if limit is None else limit',
           'float("inf")', "optim"),
     Fault("betas-are-defaults", "training/optim.py",
-          "AdamW(groups, peak, optim.betas, optim.eps, fused=True)]",
-          "AdamW(groups, peak, (0.9, 0.999), optim.eps, fused=True)]", "optim"),
+          '"betas": optim.betas, "eps"', '"betas": (0.9, 0.999), "eps"', "optim"),
     Fault("norms-are-decayed", "training/optim.py", '"params": vectors, "weight_decay": 0.0',
           '"params": vectors, "weight_decay": weight_decay', "optim"),
     Fault("cosine-quarter", "training/optim.py", "0.5 * (1 + math.cos(math.pi * done))",
@@ -96,7 +95,7 @@ FAULTS = [
           "replace(saved, data=", "replace(saved, step=saved.step + 1, data=", "second_starts"),
     Fault("patience-starts-again", "training/stages.py",
           "replace(saved, data=", "replace(saved, stale=0, data=", "second_starts"),
-    Fault("best-is-the-worst", "training/stages.py", "judged < best)", "judged > best)",
+    Fault("best-is-the-worst", "training/steps.py", "judged < best)", "judged > best)",
           "second_starts"),
     Fault("one-checkpoint-too-many", "checkpoints/saver.py", "run.steps()[:-keep]",
           "run.steps()[: -keep - 1]", "second_starts"),
@@ -165,7 +164,7 @@ FAULTS = [
           "if beat is None:\n            return None\n        if self._silence",
           "if beat is not None:\n            return None\n        if self._silence", "heartbeat"),
     Fault("proof-compares-nothing", "verification/proofs/checks.py",
-          "compare_steps(alone, here, range(1, steps + 1)", "compare_steps(alone, here, range(0)",
+          "compare_steps(alone, here, steps,", "compare_steps(alone, here, range(0),",
           "prover"),
 ]  # fmt: skip
 

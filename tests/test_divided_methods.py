@@ -132,11 +132,11 @@ def test_a_stored_teacher_is_read_by_stages_and_parts_of_rows(sources, both, tmp
         ),
         (ft.Distill(teacher_logps="stored"), "pp", ""),
         (ft.GRPO(), "pp", ""),
-        (ft.GRPO(), "sp", "compares complete completions, and sp splits them"),
+        (ft.GRPO(), "sp", "compares complete completions, and rows are split (backend sp)"),
         (
             ft.GRPO(vllm_server_base_url="http://x", adapter=ft.LoRA()),
             "tp",
-            "divides the adapter that",
+            "an adapter that is divided",
         ),
         (ft.GRPO(beta=0.1), "tp_fsdp", "beta: its reference is a second model"),
     ],

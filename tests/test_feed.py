@@ -18,7 +18,7 @@ from finetune.data.store import Documents, Rows
 from finetune.methods.sft import SFT
 from finetune.recipe import Model
 from finetune.runs.run import Run
-from finetune.training import stages
+from finetune.training import steps
 from finetune.training.feed import feed
 
 CPU = torch.device("cpu")
@@ -26,11 +26,11 @@ CPU = torch.device("cpu")
 COUNTING = """
 import json, os, sys
 import torch
-from finetune.training import stages
+from finetune.training import steps
 from finetune.distributed.ranks import group_on_host
 from finetune.distributed.heartbeat import collectives_begun
 
-seen, step_of = [], stages.train_step
+seen, step_of = [], steps.train_step
 def counted(engine, *given):
     if not seen and os.environ["CONTROL"] == "gloo":  # as on a GPU
         engine.control = group_on_host(torch.device("cuda"))
@@ -39,7 +39,7 @@ def counted(engine, *given):
     if engine.is_main:
         print("collectives", json.dumps(seen), flush=True)
     return result
-stages.train_step = counted
+steps.train_step = counted
 from finetune.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -153,7 +153,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 def test_a_step_waits_for_its_device_twice(tiny, train, tmp_path, monkeypatch, sections, equal):
     """For the norm of the gradient, and for the sums that are reported; counted on a CPU."""
     waits = list[int]()
-    step_of = stages.train_step
+    step_of = steps.train_step
 
     def counted(*given: Any) -> Any:
         with OnHost() as copied, Read() as read:
@@ -161,7 +161,7 @@ def test_a_step_waits_for_its_device_twice(tiny, train, tmp_path, monkeypatch, s
         waits.append(copied.copies + read.count)
         return result
 
-    monkeypatch.setattr(stages, "train_step", counted)
+    monkeypatch.setattr(steps, "train_step", counted)
     asked = {"batch": sections} if "adapter" not in sections else dict(sections)
     if equal:
         rows = tmp_path / "rows.jsonl"

@@ -31,7 +31,7 @@ from finetune.methods.losses import token_loss_sum
 from finetune.models.model import recompute
 from finetune.models.packed_attention import attend
 from finetune.planner import plan
-from finetune.training import optim, stages
+from finetune.training import optim, steps
 
 pytestmark = NEEDS_GPU
 
@@ -408,7 +408,7 @@ def test_a_forward_and_a_backward_pass_wait_for_no_value(kind):
 def test_a_step_waits_for_the_gpu_twice(train, monkeypatch, batch):
     """For the norm of the gradient, and for the sums that are reported."""
     waits = list[int]()
-    step_of = stages.train_step
+    step_of = steps.train_step
 
     def counted(*given: Any) -> Any:
         with warnings.catch_warnings(record=True) as told:
@@ -420,6 +420,6 @@ def test_a_step_waits_for_the_gpu_twice(train, monkeypatch, batch):
                 torch.cuda.set_sync_debug_mode("default")
                 waits.append(sum("synchronizing CUDA" in str(each.message) for each in told))
 
-    monkeypatch.setattr(stages, "train_step", counted)
+    monkeypatch.setattr(steps, "train_step", counted)
     train(batch=batch)
     assert max(waits[2:]) <= 2  # kernels are loaded, and memory was measured, in the first ones

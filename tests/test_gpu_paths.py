@@ -38,7 +38,7 @@ from finetune.planner import Plan, plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import predict
-from finetune.planner.estimate.sharding.deepspeed import filling
+from finetune.planner.estimate.sharding.deepspeed import Gradients
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
 from finetune.process.quiet import growing_segments
@@ -403,8 +403,8 @@ def test_what_fsdp_quantises_is_loaded_on_the_host_and_zero_2_has_a_second_bucke
     shape = read({"model_type": "llama"} | SIZES)
     layout = Layout("deepspeed", "grads", 2)
     here = Workload(shape, 1, 64, scheme="deepspeed", layout=layout, wide_gradients=True)
-    one = filling(dataclasses.replace(here, cpu=True))
-    assert (one, filling(here)) == (2 * shape.parameters, 2 * one)
+    one, two = (Gradients(each).filling for each in (dataclasses.replace(here, cpu=True), here))
+    assert (one, two) == (2 * shape.parameters, 2 * one)
 
 
 @pytest.mark.slow

@@ -267,15 +267,11 @@ def test_a_base_that_is_gone_is_named(tmp_path):
             use()
 
 
-def test_a_config_of_any_values_is_read_or_refused(tmp_path):
+def test_a_config_of_other_values_is_read(tmp_path):
     folder = save_base(tiny_llama(), tmp_path / "tiny")
     fields = json.loads((folder / "config.json").read_text())
     for changed in ({"architectures": [1.5, None]}, {"architectures": 7}):
         (folder / "config.json").write_text(json.dumps(fields | changed))
-        load_folder(folder)
-    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 10**400}))
-    told = r"num_hidden_layers is beyond 10\*\*12, and no model"
-    with pytest.raises(ft.FinetuneError, match=told):
         load_folder(folder)
 
 

@@ -32,7 +32,7 @@ from finetune.training import reference
 from finetune.training.loop import StepResult, TakesSteps
 from finetune.training.options import Options
 from finetune.training.preflight import check_here
-from finetune.training.stages import Training
+from finetune.training.steps import Training
 from finetune.training.worker import Worker
 
 FORMATS = {"kto": "kto", "grpo": "prompts"}

@@ -258,8 +258,8 @@ def backend(job: Translation, folder: Path) -> None:
 
 AXES = {
     "tensor_parallel_size": ("tp", "--tensor"), "expert_parallel_size": ("ep_fsdp", "--experts"),
-    "context_parallel_size": ("cp", "--context"), "dp_shard_size": ("fsdp_full_shard", ""),
-    "dp_replicate_size": ("hsdp", "--shard-size"),
+    "context_parallel_size": ("cp", "--context"), "dp_replicate_size": ("hsdp", "--shard-size"),
+    "dp_shard_size": ("fsdp_full_shard", ""),
 }  # fmt: skip
 
 

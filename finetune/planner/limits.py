@@ -15,10 +15,12 @@ MAMBA_UNREACHED = ("out_proj", "conv1d")
 DROPOUT = re.compile(r"(?!classifier_|summary_)(\w+_)?(dropout|pdrop|layerdrop)")
 """Names of dropout rates in configs, without those of heads that are not trained here."""
 WITHOUT_3D = "adapters on expert tensors (three-dimensional parameters)"
+MOST_LAYERS = 10_000
 
 
 def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Every part of a recipe that transformers or PEFT cannot train, given the model's config."""
+    yield from (f"{_field(recipe)}: {each}" for each in too_many_layers(fields))
     yield from architecture(recipe, fields)
     kind = fields.get("model_type")
     if recipe.model.activation_checkpointing and not family_of(kind).recomputes:
@@ -65,6 +67,14 @@ def dropout(fields: Mapping[str, Any]) -> dict[str, float]:
 
 def _rates(rates: Mapping[str, float]) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in rates.items())
+
+
+def too_many_layers(fields: Mapping[str, Any]) -> Iterator[str]:
+    """A number of layers that would take a model without end to build."""
+    for part in (fields, fields.get("text_config")):
+        count = part.get("num_hidden_layers") if isinstance(part, Mapping) else None
+        if isinstance(count, int | float) and count > MOST_LAYERS:
+            yield f"num_hidden_layers is {count:.3g}, and no model has more than {MOST_LAYERS:,}"
 
 
 def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:

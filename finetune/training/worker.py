@@ -30,7 +30,8 @@ from finetune.training.options import Options
 from finetune.training.out_of_memory import out_of_memory
 from finetune.training.preflight import check_here
 from finetune.training.recorder import Recorder
-from finetune.training.stages import Training, read, start
+from finetune.training.stages import read, start
+from finetune.training.steps import Training
 
 
 def train(
