@@ -71,10 +71,10 @@ def _rates(rates: Mapping[str, float]) -> str:
 
 def too_many_layers(fields: Mapping[str, Any]) -> Iterator[str]:
     """A number of layers that would take a model without end to build."""
-    for part in (fields, fields.get("text_config")):
-        count = part.get("num_hidden_layers") if isinstance(part, Mapping) else None
+    text = cast("Mapping[str, Any]", fields.get("text_config") or {})
+    for count in (fields.get("num_hidden_layers"), text.get("num_hidden_layers")):
         if isinstance(count, int | float) and count > MOST_LAYERS:
-            yield f"num_hidden_layers is {count:.3g}, and no model has more than {MOST_LAYERS:,}"
+            yield f"num_hidden_layers is above {MOST_LAYERS:,}, which no model has"
 
 
 def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
