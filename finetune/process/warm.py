@@ -98,12 +98,19 @@ class Warm:
             raise OSError(f"{self.python}: ended with status {self._server.wait()}")
 
     def family(self) -> list["psutil.Process"]:
-        """All running processes that this interpreter has started, with their descendants."""
+        """All running processes that belong to this interpreter, with their descendants.
+
+        A fork keeps the command line of the server, and a process that asked for one has that of
+        `python`: both name the folder.
+        """
         import psutil
 
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self._server.pid).children(recursive=True)
-        return []
+        found: dict[psutil.Process, None] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if not {str(self._folder), self.python}.isdisjoint(process.cmdline()):
+                    found |= dict.fromkeys((*process.children(recursive=True), process))
+        return list(found)
 
     def close(self) -> None:
         """Stop starting processes; those already started continue."""

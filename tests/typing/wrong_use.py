@@ -6,7 +6,7 @@ recipe = ft.SFT(ft.Model("m")).with_data(ft.Data("d.jsonl", "messages"))
 
 recipe.with_optim(lr="fast")  # error
 recipe.with_optim(warmpu=3)  # error
-recipe.with_optim(name="adamww")  # error
+recipe.with_optim(name=3)  # error
 recipe.with_optim(warmup=3)
 recipe.with_lora(alhpa=3)  # error
 recipe.with_lora(ft.Batch())  # error
