@@ -10,8 +10,8 @@ OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
     "adamw_apex_fused": "adamw", "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit", "adafactor": "adafactor", "muon": "muon",
-    "sgd": "sgd", "lion_32bit": "lion", "adamw_torch_8bit": "adamw_8bit", "rmsprop":
-    "torch.optim:RMSprop", "adagrad": "torch.optim:Adagrad",
+    "sgd": "sgd", "lion_32bit": "lion", "rmsprop": "torch.optim:RMSprop",
+    "adagrad": "torch.optim:Adagrad",
 }  # fmt: skip
 SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant": "constant",
@@ -129,10 +129,10 @@ def _optimizer(job: Translation) -> None:
         job.say(key, "translated", f"optim.name={ours}")
     elif name == "paged_adamw_32bit":
         job.say(key, "differs", f"{name}: replaced by optim.name=adamw, whose state is not paged")
-    elif name == "adamw_torch_4bit":
+    elif name in ("adamw_torch_8bit", "adamw_torch_4bit"):
         ours = "adamw" if job.shards else "adamw_8bit"
         job.set("optim.name", ours)
-        job.say(key, "differs", f"{name}: optim.name={ours}, whose moments are more exact")
+        job.say(key, "differs", f"{name}: optim.name={ours}, whose moments are as exact or more")
     else:
         job.say(key, "no counterpart", f"{name}: replaced by optim.name=adamw")
 
