@@ -143,7 +143,7 @@ def test_compiled_blocks_replace_the_other_kernels_of_a_block() -> None:
 @pytest.mark.parametrize(
     ("kind", "backend", "fields", "reason"),
     [
-        ("llama", "zero3", {}, "zero3 gathers weights in hooks of modules inside of a block"),
+        ("llama", "zero3", {}, "zero3 gathers weights in hooks inside of a block"),
         ("llama", "tp", {}, "tp divides the products of a block"),
         ("qwen3_moe", "ddp", {}, "blocks of qwen3_moe are not known to compile"),
         (
