@@ -33,7 +33,7 @@ from finetune.data.chat.render import load_chat
 from finetune.data.samples import Conversation
 from finetune.inference.chat import stream
 from finetune.inference.generate import Loaded, load, prompt_ids
-from finetune.quickstart.job import write_data
+from finetune.quickstart.supervised import write_data
 from finetune.quickstart.tokenizer import END, PAD, START
 from finetune.runs.run import Run
 

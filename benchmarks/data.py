@@ -52,7 +52,7 @@ import json, os, sys, time
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from pathlib import Path
 from transformers import AutoTokenizer
-from finetune.data.encode import Chunk, Encoder
+from finetune.data.rows.encode import Chunk, Encoder
 from finetune.data.chat.render import load_chat
 from finetune.methods.sft import SFT
 folder = Path(sys.argv[1])

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks import liger
 from benchmarks.record import Result
-from finetune.data.collate import MicroBatch
-from finetune.kernels import activation, chains, head, lora, rotary
+from finetune.data.rows.collate import MicroBatch
+from finetune.kernels import activation, head, lora, pointwise, rotary
 from finetune.methods.losses import labelled, token_loss_sum
 from finetune.models.model import FUSED
 from finetune.models.packed_attention import attend
@@ -354,7 +354,7 @@ def operation_case(
 
 def compiled(case: Case) -> Case:
     """The same case with compiled chains."""
-    ours = switched(chains.compile_chains, case.ours)
+    ours = switched(pointwise.compile_chains, case.ours)
     return dataclasses.replace(case, name=f"{case.name}, compiled", ours=ours)
 
 

@@ -10,15 +10,15 @@ from plan_inputs import Inputs, config_of, layout_of, shape_of, targets_of, upda
 
 from finetune.planner.estimate import (
     advice,
-    changes,
     communication,
-    divisions,
+    fewest_changes,
     memory,
+    mesh_sizes,
     timing,
     totals,
 )
 from finetune.planner.estimate import workload as workloads
-from finetune.planner.estimate.adapters import adapter_size, lora
+from finetune.planner.estimate.adapter_sizes import adapter_size, lora
 from finetune.planner.estimate.hardware import NETWORKS, machine
 from finetune.planner.estimate.head_losses import HF, LINEAR, Loss
 from finetune.planner.estimate.layout import Layout, of_backend
@@ -402,7 +402,7 @@ def decision(inputs: Inputs) -> dict[str, Any]:
     recompute: list[Any] = ["none", "full"]
     if "ckpt" in inputs:
         recompute = ["full" if inputs["ckpt"] else "none"]
-    found = list(divisions.candidates(shape, hardware, "bf16"))
+    found = list(mesh_sizes.candidates(shape, hardware, "bf16"))
     asked = re.fullmatch(r"tp(\d+)", inputs.get("requested", ""))
     offered = {backend.axes.tensor for backend in found}
     refused = ["tp"] if asked and int(asked[1]) not in offered else []
@@ -419,7 +419,7 @@ def decision(inputs: Inputs) -> dict[str, Any]:
         )
     )
     if not ranked:
-        path = changes.shortest(workload, hardware) or []
+        path = fewest_changes.shortest(workload, hardware) or []
         spoken = {"train an adapter (LoRA)": "lora", "QLoRA": "qlora"}
         words = ["none", *(spoken.get(made.what, made.what) for made in path)]
         return {"choice": words, "refused": refused}

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from finetune.methods.rloo import RLOO
     from finetune.methods.sft import SFT
     from finetune.methods.simpo import SimPO
-    from finetune.planner.estimate.answers import plan
+    from finetune.planner.estimate.plan_api import plan
     from finetune.planner.estimate.predict import Prediction
     from finetune.planner.plan import Plan
-    from finetune.quickstart.job import write_data as quickstart_data
+    from finetune.quickstart.supervised import write_data as quickstart_data
     from finetune.recipe import (
         Batch,
         Data,
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from finetune.reports.plot import plot_loss
     from finetune.rewards import Reward
     from finetune.runs.run import Run, open_run
-    from finetune.training.options import Options
+    from finetune.training.run_options import Options
     from finetune.training.worker import train
-    from finetune.verification.model_checks.examination import doctor
+    from finetune.verification.model_checks.report import doctor
     from finetune.verification.proofs.prove import prove
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -105,15 +105,15 @@ HOMES = {
     "Run": "finetune.runs.run",
     "open_run": "finetune.runs.run",
     "load_recipe": "finetune.catalog",
-    "plan": "finetune.planner.estimate.answers",
+    "plan": "finetune.planner.estimate.plan_api",
     "Plan": "finetune.planner.plan",
     "Prediction": "finetune.planner.estimate.predict",
     "launch": "finetune.launchers.job",
     "train": "finetune.training.worker",
-    "Options": "finetune.training.options",
+    "Options": "finetune.training.run_options",
     "export": "finetune.exporters.export",
     "prove": "finetune.verification.proofs.prove",
-    "doctor": "finetune.verification.model_checks.examination",
+    "doctor": "finetune.verification.model_checks.report",
     "report": "finetune.reports.page",
     "plot_loss": "finetune.reports.plot",
     "load": "finetune.inference.generate",
@@ -124,7 +124,7 @@ HOMES = {
     "exact_match": "finetune.evaluation.exact_match",
     "references": "finetune.evaluation.exact_match",
     "Score": "finetune.evaluation.exact_match",
-    "quickstart_data": "finetune.quickstart.job",
+    "quickstart_data": "finetune.quickstart.supervised",
 }
 
 INNER_NAMES = {"load_recipe": "resolve", "quickstart_data": "write_data"}

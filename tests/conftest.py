@@ -20,10 +20,10 @@ import pytest
 
 import finetune as ft
 from finetune import catalog
-from finetune.kernels.chains import compile_chains
+from finetune.kernels.pointwise import compile_chains
 from finetune.process.warm import TRAINING, Warm
 from finetune.runs.run import Run
-from finetune.training.options import Options
+from finetune.training.run_options import Options
 
 ROOT = Path(__file__).parent.parent
 # Two files are tested in parallel: with one thread per core in each, they would compete.

@@ -20,8 +20,8 @@ from finetune import catalog
 from finetune.planner import plan
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.workload import Workload
-from finetune.verification.memory.launch import verify
 from finetune.verification.memory.mesh_comparison import Stages
+from finetune.verification.memory.traced_step import verify
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import FP32
 from finetune.verification.proofs.runs import steps_of

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from finetune.data.store import Columns, Documents, Rows, single_rows
+from finetune.data.rows.store import Columns, Documents, Rows, single_rows
 
 PACKS = ((0, 1, 2), (3, 4, 5), (6, 7))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from preference import SEED, SIZE, fields_of, written
 
-from finetune.data.order import rows_of_step
+from finetune.data.rows.order import rows_of_step
 
 MODEL = "models/stories260K"
 SETTINGS = {

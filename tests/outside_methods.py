@@ -26,7 +26,7 @@ class Contrastive(Recipe):
         return Scores(tuple(f"dimension {number}" for number in range(self.dimensions)))
 
     def encode(self, sample, chat):
-        from finetune.data.example import Example
+        from finetune.data.rows.example import Example
         from finetune.data.samples import Text
 
         texts = (sample.prompt, sample.completion)

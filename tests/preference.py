@@ -17,7 +17,7 @@ import finetune as ft
 from finetune import catalog
 from finetune.backend import Precision
 from finetune.runs.run import Run
-from finetune.training.options import Options
+from finetune.training.run_options import Options
 
 ROWS, SIZE, SEED = 24, 8, 0
 EXACT = 1e-5

@@ -9,7 +9,7 @@ from small_tokenizer import small_tokenizer
 
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import Prepared, prepare
-from finetune.data.store import Rows
+from finetune.data.rows.store import Rows
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
 from finetune.recipe import Data, Recipe

@@ -14,8 +14,8 @@ import pytest
 from conftest import run_command
 from prepared import problems_of, ready, recipe_of, texts, write_rows
 
-from finetune.data.files import READERS
-from finetune.data.sources import Source
+from finetune.data.read.files import READERS
+from finetune.data.read.sources import Source
 from finetune.methods.sft import SFT
 from finetune.recipe import Data
 
@@ -126,7 +126,7 @@ def test_what_json_does_not_have_is_refused_in_arguments_and_schemas(tmp_path, c
 LOADING = """
 import json
 from datasets import load_dataset
-from finetune.data.sources import Source
+from finetune.data.read.sources import Source
 from finetune.recipe import Data
 for stream in (False, True):
     data = Data(FOLDER, "messages", stream=stream)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from documents import documents_of
 
-from finetune.data.collate import collate
-from finetune.data.store import Rows, single_rows
+from finetune.data.rows.collate import collate
+from finetune.data.rows.store import Rows, single_rows
 
 
 def rows_of(*rows: tuple[list[int], Iterable[int]]) -> Rows:

@@ -22,7 +22,7 @@ from benchmarks.peers.turns import digest, documents
 from benchmarks.record import Result
 from benchmarks.startup import COMMANDS
 from benchmarks.training import BACKENDS, add_ratios
-from finetune.data.order import rows_of_step
+from finetune.data.rows.order import rows_of_step
 
 MACHINE = {"devices", "processor", "cores", "memory_bytes", "load_average", "platform"}
 MADE_BY = {"command", "commit", "versions", "python", "started", "note"}

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune as ft
-from finetune.data.collate import MicroBatch, collate
+from finetune.data.rows.collate import MicroBatch, collate
 from finetune.errors import FinetuneError
-from finetune.kernels import chains
+from finetune.kernels import pointwise
 from finetune.methods.losses import token_loss_sum
 from finetune.models import packed_attention
 from finetune.models.compiled_blocks import compile_blocks, compiled
@@ -161,11 +161,11 @@ def test_blocks_that_cannot_be_compiled_are_refused(kind, backend, fields, reaso
 
 
 def test_a_missing_compiler_is_found_before_the_model_is_built(tmp_path, train, monkeypatch):
-    chains.failure.cache_clear()
+    pointwise.failure.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=refuses))
     with pytest.raises(FinetuneError, match=r"^kernels\.blocks: TorchInductor cannot compile for"):
         train(kernels={"blocks": "compiled"})
-    chains.failure.cache_clear()
+    pointwise.failure.cache_clear()
     assert not list(Run(tmp_path / "run").read_metrics("train"))
 
 

@@ -24,7 +24,7 @@ from transformers import (
 
 import finetune as ft
 from finetune import catalog
-from finetune.data.order import rows_of_step
+from finetune.data.rows.order import rows_of_step
 from finetune.errors import FinetuneError
 from finetune.runs.manifest import sha256
 from finetune.runs.run import Run

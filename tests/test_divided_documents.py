@@ -8,7 +8,7 @@ from conftest import Tiny, Train, cut_off, launch
 from divided import assert_learned, assert_planned, processes_of, sources_of
 
 import finetune as ft
-from finetune.data.collate import UNTRAINED, Boundaries, MicroBatch
+from finetune.data.rows.collate import UNTRAINED, Boundaries, MicroBatch
 from finetune.distributed.sequence import part
 from finetune.methods.losses import token_logps
 from finetune.verification.proofs.matrix import FP32

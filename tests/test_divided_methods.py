@@ -13,8 +13,8 @@ import finetune as ft
 from finetune import catalog
 from finetune.verification.proofs.checks import compare_steps, weights_apart
 from finetune.verification.proofs.matrix import FP32
+from finetune.verification.proofs.online_runs import differences, scale_of
 from finetune.verification.proofs.runs import steps_of
-from finetune.verification.proofs.sampled import differences, scale_of
 
 STEPS = 2
 

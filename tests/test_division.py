@@ -27,7 +27,7 @@ import finetune as ft
 from finetune import backend as backends
 from finetune.backend import megatron
 from finetune.backend.axes import Axes
-from finetune.data.collate import Boundaries, MicroBatch
+from finetune.data.rows.collate import Boundaries, MicroBatch
 from finetune.distributed import layers
 from finetune.distributed.context import attention_of_part
 from finetune.distributed.filling import padded
@@ -38,7 +38,7 @@ from finetune.planner.estimate import memory, traffic
 from finetune.planner.mesh import Mesh
 from finetune.reports import drawings
 from finetune.training import rank_profiles
-from finetune.verification.memory.comparison import extrapolate
+from finetune.verification.memory.plan_and_trace import extrapolate
 from finetune.verification.proofs.checks import compare_steps
 from finetune.verification.proofs.matrix import BF16
 from finetune.verification.proofs.runs import steps_of

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.methods.sft import SFT
 from finetune.recipe import Model
-from finetune.verification.model_checks.subject import described, small
+from finetune.verification.model_checks.target import described, small
 from finetune.verification.proofs.fixtures import write_tokenizer
 from finetune.verification.proofs.shrink import fill_zeros, shrink
 

@@ -37,7 +37,7 @@ from preference import (
 )
 from transformers import AutoModelForCausalLM
 
-from finetune.data.order import rows_of_step
+from finetune.data.rows.order import rows_of_step
 from finetune.errors import FinetuneError
 from finetune.methods.dpo import DPO
 from finetune.runs.run import Run

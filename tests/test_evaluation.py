@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 import finetune as ft
 from finetune import FinetuneError, Options, Run, catalog, export, load, load_base
 from finetune.cli import main as cli
-from finetune.evaluation.overlap import Overlap, overlap
+from finetune.evaluation.contamination import Overlap, overlap
+from finetune.evaluation.open_model import can_switch_off, switched_off
 from finetune.evaluation.questions import of_run, of_source, spread
-from finetune.evaluation.subject import can_switch_off, switched_off
 from finetune.runs.run import write_json
 
 QUESTIONS = [f"question {number}" for number in range(8)]

@@ -16,8 +16,8 @@ from tiny_run import VOCABULARY, byte_tokenizer, save_base
 from transformers import AutoConfig
 
 import finetune as ft
-from finetune.data.collate import MicroBatch, collate
-from finetune.data.store import Rows, single_rows
+from finetune.data.rows.collate import MicroBatch, collate
+from finetune.data.rows.store import Rows, single_rows
 from finetune.distributed.filling import padded
 from finetune.distributed.pipeline import Stage, Step
 from finetune.kernels.balance import Balance, balance_of, parts
@@ -26,7 +26,7 @@ from finetune.kernels.head import give_loss
 from finetune.methods.losses import token_loss, token_loss_sum
 from finetune.models.model import recompute
 from finetune.models.packed_attention import DOCUMENTS
-from finetune.planner.experts import coefficient
+from finetune.planner.balance_loss import coefficient
 
 FACTOR = 0.1
 ASKED = {"output_router_logits": True, "router_aux_loss_coef": FACTOR}

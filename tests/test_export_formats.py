@@ -32,7 +32,7 @@ from finetune.cli import main as cli
 from finetune.exporters import ollama, vllm
 from finetune.inference.generate import load_folder
 from finetune.runs.run import write_json
-from finetune.serving.engines import vllm_words
+from finetune.serving.external import vllm_words
 
 PLAIN = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
 LORA = ["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]

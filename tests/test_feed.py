@@ -13,13 +13,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.data.collate import collate
-from finetune.data.store import Documents, Rows
+from finetune.data.rows.collate import collate
+from finetune.data.rows.prefetch import feed
+from finetune.data.rows.store import Documents, Rows
 from finetune.methods.sft import SFT
 from finetune.recipe import Model
 from finetune.runs.run import Run
 from finetune.training import steps
-from finetune.training.feed import feed
 
 CPU = torch.device("cpu")
 

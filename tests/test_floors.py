@@ -45,20 +45,21 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "finetune", "finetune.errors", "finetune.cache", "finetune.recipe", "finetune.backend",
     "finetune.catalog", "finetune.methods", "finetune.runs.run", "finetune.runs.manifest",
-    "finetune.planner", "finetune.planner.estimate.answers", "finetune.checkpoints.resume",
+    "finetune.planner", "finetune.planner.estimate.plan_api", "finetune.checkpoints.resume",
     "finetune.models.starting_adapter", "finetune.process.quiet", "finetune.process.signals",
     "finetune.process.error_report", "finetune.process.start", "finetune.training.preflight",
     "finetune.launchers.accelerate", "finetune.launchers.job",
-    "finetune.verification.memory.launch", "finetune.cli.main",
+    "finetune.verification.memory.traced_step", "finetune.cli.main",
     *(f"finetune.cli.{name}" for name in VERBS.values()),
 ]  # fmt: skip
 INSIDE = "evaluation/metrics/inside.py"
 """A program of its own, around code of a model."""
 READS_ENVIRONMENT = {
     INSIDE, "backend/__init__.py", "cache.py", "cli/export.py", "cli/serve.py", "exporters/gguf.py",
-    "launchers/accelerate.py", "serving/engines.py", "process/error_report.py",
-    "process/quiet.py", "process/rendezvous.py", "process/warm.py", "training/vllm_server.py",
-    "verification/memory/launch.py", "verification/memory/rehearsal.py",
+    "launchers/accelerate.py", "serving/external.py", "process/error_report.py",
+    "process/quiet.py", "process/rendezvous.py", "process/warm.py",
+    "training/online/vllm_server.py",
+    "verification/memory/traced_step.py", "verification/memory/rehearsal.py",
 }  # fmt: skip
 WRITES_ENVIRONMENT = {
     INSIDE, "cache.py", "process/quiet.py", "process/warm.py",

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from finetune.data.chat.messages import Message
-from finetune.data.files import READERS
 from finetune.data.formats import (
     FORMATS,
     Completion,
@@ -18,6 +17,7 @@ from finetune.data.formats import (
     advice,
     read_row,
 )
+from finetune.data.read.files import READERS
 from finetune.data.samples import Judged, Labelled, Preference, Prompt, Several
 
 

@@ -19,7 +19,7 @@ from benchmarks.fuzz.command import shares
 from benchmarks.fuzz.subjects import Subject, build, subjects
 from finetune import backend, catalog
 from finetune.cli.main import main
-from finetune.data.files import read_file
+from finetune.data.read.files import read_file
 from finetune.errors import LONGEST, FinetuneError, one_line
 from finetune.process.yaml_text import MOST_VALUES, NotYAML, read_yaml
 from finetune.runs.summary import base_model

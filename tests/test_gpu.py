@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import finetune as ft
 from finetune.checkpoints.staging import Staging
-from finetune.data.collate import collate
+from finetune.data.rows.collate import collate
 from finetune.inference.load import load_weights
 from finetune.launchers.accelerate import free_port
 from finetune.methods.losses import token_loss_sum
@@ -54,7 +54,7 @@ from finetune import catalog
 from finetune.distributed.build import build
 from finetune.planner import plan
 from finetune.runs.run import Run
-from finetune.training.options import Options
+from finetune.training.run_options import Options
 from finetune.training.worker import Worker
 
 recipe, backend, precision, place = sys.argv[1:]

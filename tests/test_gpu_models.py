@@ -10,7 +10,7 @@ import torch
 from gpus import NEEDS_GPU
 from test_packing import documents, packs
 
-from finetune.data.collate import collate
+from finetune.data.rows.collate import collate
 from finetune.methods.losses import token_loss_sum
 from finetune.planner import plan
 

@@ -28,7 +28,7 @@ from finetune.distributed import deepspeed, device, heartbeat
 from finetune.distributed.device import Found
 from finetune.distributed.ranks import Ranks
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.kernels import chains
+from finetune.kernels import pointwise
 from finetune.kernels.expert_products import experts_forward
 from finetune.kernels.quantised import QuantState
 from finetune.models import packed_attention
@@ -38,7 +38,7 @@ from finetune.planner import Plan, plan
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import predict
-from finetune.planner.estimate.sharding.deepspeed import Gradients
+from finetune.planner.estimate.sharding.zero import Gradients
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
 from finetune.process.quiet import growing_segments
@@ -311,19 +311,19 @@ def test_processes_that_hold_a_gpu_are_named_and_gpus_that_differ_by_rank():
 
 def test_a_compiler_that_is_missing_or_fails_leaves_chains_eager(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=refuses))
-    chains.failure.cache_clear()
-    told = chains.failure(torch.device("cpu"))
-    chains.failure.cache_clear()
+    pointwise.failure.cache_clear()
+    told = pointwise.failure(torch.device("cpu"))
+    pointwise.failure.cache_clear()
     assert told.startswith("TorchInductor cannot compile for this cpu device: ")
     assert "Python.h: no such file" in told
-    doubled = chains.Chain(lambda x: x * 2)
+    doubled = pointwise.Chain(lambda x: x * 2)
     doubled.__dict__["compiled"] = torch.compile(doubled.eager, backend=refuses)
-    chains.compile_chains(True)
+    pointwise.compile_chains(True)
     try:
         assert torch.equal(doubled.by_inductor(torch.ones(3)), torch.full((3,), 2.0))
-        assert not chains.Chain.compiling
+        assert not pointwise.Chain.compiling
     finally:
-        chains.compile_chains(False)
+        pointwise.compile_chains(False)
     assert "eager from here on, because" in capsys.readouterr().err
 
 
@@ -346,7 +346,7 @@ def test_no_rank_compiles_if_one_cannot(tiny, monkeypatch):
     job: Any = BesideAnEagerRank(plan(recipe, "ddp", 2, "fp32"))
     notes = compiled.choose_compiled(job, None, 1)  # type: ignore[arg-type]
     assert notes[0] == "kernels.pointwise: eager, because another rank cannot compile"
-    assert not chains.Chain.compiling
+    assert not pointwise.Chain.compiling
 
 
 def test_a_quantised_model_is_cut_in_host_memory_or_the_plan_says_that_it_is_whole():

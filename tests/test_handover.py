@@ -28,7 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.checkpoints import pretrained
-from finetune.checkpoints.handover import base_reference, saved_tokenizer, without_generation_tags
+from finetune.checkpoints.stop_tokens import (
+    base_reference,
+    saved_tokenizer,
+    without_generation_tags,
+)
 from finetune.exporters.export import export
 from finetune.inference.generate import load, load_folder
 from finetune.recipe import LoRA, Model

@@ -25,7 +25,7 @@ from families import (
 from torch import nn
 
 from finetune import SFT, Data, Model, backend
-from finetune.kernels import activation, chains, chunked_loss, norm, rotary
+from finetune.kernels import activation, chunked_loss, norm, pointwise, rotary
 from finetune.kernels.cpu import attention, native
 from finetune.models.model import FUSED, kernel_notes
 from finetune.planner import plan
@@ -147,7 +147,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def check_chain(chain: chains.Chain, dtype: torch.dtype, *given: object) -> None:
+def check_chain(chain: pointwise.Chain, dtype: torch.dtype, *given: object) -> None:
     """In C, a chain computes for any rows and any distance between them what it does eagerly."""
 
     def some(each: object, rows: int, wide: torch.dtype) -> object:
@@ -314,12 +314,12 @@ def test_what_was_compiled_is_kept_for_other_processes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "tokens", "compiled"),
     [
-        ("auto", chains.COMPILE_FROM["cpu"], True), ("eager", 10**9, False),
-        ("auto", chains.COMPILE_FROM["cpu"] - 1, False), ("compiled", 1, True),
+        ("auto", pointwise.COMPILE_FROM["cpu"], True), ("eager", 10**9, False),
+        ("auto", pointwise.COMPILE_FROM["cpu"] - 1, False), ("compiled", 1, True),
     ],
 )  # fmt: skip
 def test_what_is_compiled_follows_from_the_tokens_of_the_run(asked, tokens, compiled):
-    found, note = chains.settle(asked, CPU, tokens, torch.float32)
+    found, note = pointwise.settle(asked, CPU, tokens, torch.float32)
     assert found == compiled
     said = f"kernels.pointwise: eager, for {tokens:,} tokens (compiled from"
     assert (note is None) == (asked == "eager")
@@ -334,7 +334,7 @@ def test_without_a_compiler_chains_are_eager_with_a_note(monkeypatch, tmp_path):
     ):
         monkeypatch.setenv("PATH", path)
         native._library.cache_clear()
-        found = chains.settle("compiled", CPU, 1, torch.float32)
+        found = pointwise.settle("compiled", CPU, 1, torch.float32)
         assert found == (False, f"kernels.pointwise: eager, because {reason}")
         broken.write_text("#!/bin/sh\necho no licence >&2\nexit 1\n")
         broken.chmod(0o755)

@@ -14,11 +14,11 @@ from torch._subclasses import FakeTensorMode
 from torch.distributions import Categorical
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune.data.collate import MicroBatch
+from finetune.data.rows.collate import MicroBatch
 from finetune.errors import FinetuneError
 from finetune.kernels import head
-from finetune.kernels.chains import Chain
 from finetune.kernels.chunked_loss import ChunkedLogProbs
+from finetune.kernels.pointwise import Chain
 from finetune.methods.losses import _token_values, sequence_logps, token_logps, token_loss_sum
 from finetune.planner.families import FAMILIES as KNOWN
 from finetune.planner.kernels import CHUNK_ENTRIES, TILE_ENTRIES

@@ -23,7 +23,7 @@ from torch import nn
 from torch.profiler import profile
 from transformers import AutoModelForCausalLM
 
-from finetune.kernels import chains, lora
+from finetune.kernels import lora, pointwise
 from finetune.kernels.cpu import tiled_adapters
 from finetune.models.quantization import keep_unpacked, quantization_config
 
@@ -105,7 +105,7 @@ def test_gradients_over_tiles_are_as_near_to_fp32(kind: str, compiling: None) ->
         loss, by_tiles = step(tiled, autocast=True)
     assert any("adapter_gradients" in event.key for event in seen.key_averages())
     assert lora.reasons_against_tiles(tiled) == []
-    chains.compile_chains(False)
+    pointwise.compile_chains(False)
     expected, by_products = step(plain, autocast=True)
     assert loss == pytest.approx(expected, rel=BF16)
     assert whole_distance(by_tiles, by_exact) < AS_EXACT * whole_distance(by_products, by_exact)

@@ -12,8 +12,8 @@ from oracles import MODEL, slow_but, stored
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from finetune.data.collate import collate
-from finetune.data.store import Rows, TokenColumn, single_rows
+from finetune.data.rows.collate import collate
+from finetune.data.rows.store import Rows, TokenColumn, single_rows
 from finetune.kernels.head import give_loss
 from finetune.methods.grpo import GRPO
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online

@@ -13,7 +13,7 @@ from finetune.errors import FinetuneError
 from finetune.methods.grpo import GRPO
 from finetune.reports.inspection import visible
 from finetune.runs.run import Run
-from finetune.training.first_samples import inspect_samples
+from finetune.training.online.first_samples import inspect_samples
 
 
 def one_step(tiny: Tiny, prompts: Path, place: Path, *rewards: str, **sections: Any) -> Run:

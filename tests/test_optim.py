@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from finetune import catalog
 from finetune.cache import cache
 from finetune.data.chat.render import load_chat
-from finetune.data.collate import collate
-from finetune.data.order import rows_of_step
 from finetune.data.prepare import prepare
+from finetune.data.rows.collate import collate
+from finetune.data.rows.order import rows_of_step
 from finetune.models.model import load_tokenizer
 from finetune.recipe import Optim
 from finetune.runs.run import Run

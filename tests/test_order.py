@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.order import of_rank, permutation, rows_of_step, split_rows
+from finetune.data.rows.order import of_rank, permutation, rows_of_step, split_rows
 
 
 def test_the_order_is_this_one():

@@ -11,10 +11,10 @@ import finetune as ft
 from finetune import catalog
 from finetune.cache import cache
 from finetune.data.chat.render import load_chat
-from finetune.data.collate import collate
-from finetune.data.order import rows_of_step
 from finetune.data.prepare import prepare
-from finetune.data.store import Rows
+from finetune.data.rows.collate import collate
+from finetune.data.rows.order import rows_of_step
+from finetune.data.rows.store import Rows
 from finetune.models.model import load_tokenizer
 
 PACKED: dict[str, Any] = {

@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune.data.collate import MicroBatch, collate
-from finetune.data.packing import pack
-from finetune.data.store import Rows
+from finetune.data.rows.collate import MicroBatch, collate
+from finetune.data.rows.packing import pack
+from finetune.data.rows.store import Rows
 from finetune.errors import FinetuneError
-from finetune.kernels import chains
+from finetune.kernels import pointwise
 from finetune.kernels.cpu.attention import DocumentAttention, serves
 from finetune.kernels.head import give_loss
 from finetune.methods.losses import token_loss_sum
 from finetune.methods.sft import SFT
 from finetune.models.model import recompute
+from finetune.models.network import causal
 from finetune.models.packed_attention import DOCUMENTS, attend, check_layout, implementation, layout
-from finetune.models.pretrained import causal
 from finetune.models.recurrence import separate_documents
 from finetune.planner.families import FAMILIES, family_of
 from finetune.planner.kernels import SCORE_BLOCK
@@ -222,8 +222,8 @@ def test_a_document_in_16_bits_has_the_attention_and_the_gradients_of_fp32(
     length, groups, compiled, request
 ):
     """Weights and their gradients are rounded to bf16, as the model's own products are."""
-    chains.compile_chains(compiled)
-    request.addfinalizer(lambda: chains.compile_chains(False))
+    pointwise.compile_chains(compiled)
+    request.addfinalizer(lambda: pointwise.compile_chains(False))
     torch.manual_seed(length)
     shapes = ((1, 3 * groups, length, 16), (1, 3, length, 16), (1, 3, length, 16))
     given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 import finetune as ft
 from finetune import catalog
-from finetune.data.pack_statistics import filling_notes, real_share
-from finetune.data.store import single_rows
+from finetune.data.rows.pack_statistics import filling_notes, real_share
+from finetune.data.rows.store import single_rows
 from finetune.planner.padding import padding as layout_of
 
 LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3}}

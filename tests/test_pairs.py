@@ -13,9 +13,9 @@ from rich.console import Console
 from small_tokenizer import small_tokenizer
 
 from finetune.data.chat.render import load_chat
-from finetune.data.collate import collate
-from finetune.data.order import rows_of_step, split_rows
 from finetune.data.prepare import Prepared, prepare
+from finetune.data.rows.collate import collate
+from finetune.data.rows.order import rows_of_step, split_rows
 from finetune.errors import FinetuneError
 from finetune.methods.dpo import DPO
 from finetune.methods.kto import KTO

@@ -13,10 +13,10 @@ import finetune as ft
 from finetune import catalog
 from finetune.cli.plan_on_machine import SHOWN
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, hardware, memory, page, timing, totals
-from finetune.planner.estimate.adapters import lora
+from finetune.planner.estimate import advice, hardware, memory, timing, totals, wording
+from finetune.planner.estimate.adapter_sizes import lora
 from finetune.planner.estimate.advice import micro_tokens
-from finetune.planner.estimate.changes import shortest
+from finetune.planner.estimate.fewest_changes import shortest
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import model_source, predict
 from finetune.planner.estimate.workload import Workload, nf4_bits
@@ -299,7 +299,7 @@ def full_recipe(rows: int = 64) -> ft.SFT:
 def test_a_prediction_has_the_verdict_first_and_a_bar_per_moment():
     settled = plan(full_recipe(), "fsdp_full_shard", 8)
     prediction = predict(settled, hardware.machine("H100-80", 8, price=2.5))
-    text = page.page(prediction)
+    text = wording.page(prediction)
     assert text.startswith("fsdp_full_shard on 8 x H100-80: fits")
     assert text.count("GB") > 5
     assert [each.name for each in prediction.timeline.moments if each.name not in text] == []
@@ -481,11 +481,11 @@ def test_a_plan_proposes_wider_micro_batches_where_memory_holds_them():
     ]
     assert fits[0] == "safe"
     assert rows == 16 or fits[1] != "safe"
-    assert f"  wider    batch.micro_tokens={wider} fits too" in page.verdict(found)
+    assert f"  wider    batch.micro_tokens={wider} fits too" in wording.verdict(found)
     for other in ({"micro_tokens": 2048}, {"rows": 1}, {"micro_rows": 16}):
         settled = on_a100(recipe.with_batch(**other))
         assert micro_tokens(settled.plan, settled.workload, a100) is None
-        assert "wider" not in page.verdict(settled)
+        assert "wider" not in wording.verdict(settled)
     full = on_a100(recipe.with_full_weights())
     assert full.status == "no"
-    assert "wider" not in page.verdict(full)
+    assert "wider" not in wording.verdict(full)

@@ -7,7 +7,7 @@ from planning import shape
 
 import finetune as ft
 from finetune.errors import FinetuneError
-from finetune.planner.estimate.adapters import lora
+from finetune.planner.estimate.adapter_sizes import lora
 from finetune.planner.estimate.predict import model_source
 from finetune.planner.families import FAMILIES
 from finetune.planner.shapes import published

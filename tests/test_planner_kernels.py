@@ -15,14 +15,14 @@ from finetune.kernels.norm import fuse_norms
 from finetune.kernels.rotary import fuse_rotations
 from finetune.planner import plan
 from finetune.planner.estimate import memory
-from finetune.planner.estimate.adapters import lora
+from finetune.planner.estimate.adapter_sizes import lora
 from finetune.planner.estimate.autograd.layer import Layer
 from finetune.planner.estimate.autograd.tape import Tape, Value, trace
 from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.head_losses import CHUNKED, OURS
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.predict import workload_of
-from finetune.planner.estimate.sharding.deepspeed import Gradients
+from finetune.planner.estimate.sharding.zero import Gradients
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
 

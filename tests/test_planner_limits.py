@@ -16,7 +16,7 @@ from finetune.methods.orpo import ORPO
 from finetune.methods.reward import RewardModel
 from finetune.methods.sft import SFT
 from finetune.planner import plan
-from finetune.planner.experts import expert_count
+from finetune.planner.balance_loss import expert_count
 from finetune.planner.families import ENCODER_DECODER, FAMILIES, MASKED, OTHER_MEDIA
 from finetune.recipe import Data, Model, Recipe
 from finetune.training.preflight import check, misnamed

@@ -10,7 +10,7 @@ from planning import ask, record
 import finetune as ft
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, hardware, timing
-from finetune.planner.estimate.adapters import lora
+from finetune.planner.estimate.adapter_sizes import lora
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
 

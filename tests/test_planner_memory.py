@@ -7,7 +7,7 @@ from planning import BASE, large
 
 import finetune as ft
 from finetune.planner.estimate import communication, memory, totals
-from finetune.planner.estimate.adapters import lora
+from finetune.planner.estimate.adapter_sizes import lora
 from finetune.planner.estimate.autograd.tape import Tape, Value, trace
 from finetune.planner.estimate.head_losses import HF, LINEAR
 from finetune.planner.estimate.layout import Layout

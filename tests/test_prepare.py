@@ -35,12 +35,12 @@ from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.encode import split
-from finetune.data.encode_pool import ALONE
-from finetune.data.example import Example
-from finetune.data.order import permutation
 from finetune.data.prepare import CHUNK, Prepared
-from finetune.data.store import DocumentWriter, check_origins, digest, single_rows
+from finetune.data.rows.encode import split
+from finetune.data.rows.encode_pool import ALONE
+from finetune.data.rows.example import Example
+from finetune.data.rows.order import permutation
+from finetune.data.rows.store import DocumentWriter, check_origins, digest, single_rows
 from finetune.errors import FinetuneError
 from finetune.methods.pretrain import Pretrain
 from finetune.methods.sft import SFT
@@ -684,8 +684,8 @@ def test_conversations_without_a_template_are_reported_once(pairs, cache):
 ASKING = """
 import dataclasses
 from prepared import PAIRS, SFT, Data, recipe_of
-from finetune.data.hub import hub_version
-from finetune.data.sources import Source
+from finetune.data.read.hub import hub_version
+from finetune.data.read.sources import Source
 from finetune.errors import FinetuneError
 
 data = Data(FOLDER, "question_answer")
@@ -715,7 +715,7 @@ def test_what_is_not_here_is_asked_of_the_hub_library(pairs, tmp_path):
 
 
 PINNED = """
-from finetune.data.hub import hub_rows, hub_version
+from finetune.data.read.hub import hub_rows, hub_version
 from finetune.errors import FinetuneError
 from finetune.recipe import Data
 

@@ -15,9 +15,9 @@ from torch.autograd.profiler_util import FunctionEvent
 import finetune as ft
 from finetune import catalog
 from finetune.kernels import activation
-from finetune.kernels.chains import compile_chains
 from finetune.kernels.cpu.attention import DocumentAttention
 from finetune.kernels.matmul_rate import matmul_flops
+from finetune.kernels.pointwise import compile_chains
 from finetune.planner.estimate.timing import step_flops
 from finetune.planner.shapes.read_config import read
 from finetune.runs.metrics import read_history

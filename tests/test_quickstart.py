@@ -11,7 +11,7 @@ from quickstarted import quickstarted
 from safetensors import safe_open
 
 from finetune import Run, TrainingFailure
-from finetune.quickstart.job import refuse_miss
+from finetune.quickstart.supervised import refuse_miss
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from finetune.data.chat.render import Chat, Row, load_chat
-from finetune.data.files import READERS
 from finetune.data.formats import Completion, Conversation, Text, read_row
+from finetune.data.read.files import READERS
 from finetune.errors import FinetuneError
 
 

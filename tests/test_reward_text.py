@@ -7,7 +7,7 @@ from tiny_run import byte_tokenizer
 from finetune.inference.generate import new_text
 from finetune.inference.sampling import Completion
 from finetune.rewards import Reward
-from finetune.training.sampled import Sampled, metrics
+from finetune.training.online.sampled import Sampled, metrics
 
 
 def test_special_tokens_that_a_model_wrote_are_in_the_text():

@@ -17,15 +17,15 @@ from preference import WORDS, completions, logp, merged, other_model, sampled_fi
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import catalog
-from finetune.data.store import single_rows
+from finetune.data.rows.store import single_rows
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.inference.sampling import Completion
 from finetune.methods.grpo import GRPO
 from finetune.methods.online import ADVANTAGE
 from finetune.planner import plan
 from finetune.runs.run import Run
-from finetune.training.sampled import NO_EVALUATION, Sampled, Watch, read
-from finetune.verification.proofs import sampled as of_proofs
+from finetune.training.online.sampled import NO_EVALUATION, Sampled, Watch, read
+from finetune.verification.proofs import online_runs as of_proofs
 from finetune.verification.proofs.matrix import FP32
 
 STEPS = 3

@@ -33,10 +33,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import finetune as ft
 from finetune import catalog
-from finetune.data.labels import class_of
+from finetune.data.read.labels import class_of
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
-from finetune.inference.scores import reward_model
+from finetune.inference.score import reward_model
 from finetune.rewards import Reward, functions
 from finetune.runs.run import Run
 

@@ -19,7 +19,7 @@ from transformers import (
 from finetune import GRPO, Batch, Data, Model, Reward, backend, catalog
 from finetune.data.samples import Completion
 from finetune.errors import FinetuneError
-from finetune.inference import scores
+from finetune.inference import score
 from finetune.planner.estimate import hardware, memory
 from finetune.planner.estimate.judges import judges
 from finetune.planner.estimate.predict import model_source, predict, workload_of
@@ -94,7 +94,7 @@ def test_a_reward_model_is_planned_with_its_forward_pass(tiny: Tiny, tmp_path: P
         reward_funcs=(Reward(str(folder)),), max_completion_length=64,
     )  # fmt: skip
     (planned,) = judges(recipe, cpu=True)
-    scorer = scores._scorer(str(folder))
+    scorer = score._scorer(str(folder))
     weights = sum(each.nbytes for each in scorer.network.parameters())
     assert planned.weights == weights
     sequence = Completion("", "x" * 127)  # and its end token

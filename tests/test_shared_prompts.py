@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import catalog
 from finetune.backend import load
-from finetune.data.collate import MicroBatch, collate
-from finetune.data.order import rows_of_step, split_rows
-from finetune.data.shared_prompts import computed_lengths, computed_once, repeated_tokens
-from finetune.data.store import Columns, Rows, TokenColumn, single_rows
+from finetune.data.rows.collate import MicroBatch, collate
+from finetune.data.rows.order import rows_of_step, split_rows
+from finetune.data.rows.shared_prompts import computed_lengths, computed_once, repeated_tokens
+from finetune.data.rows.store import Columns, Rows, TokenColumn, single_rows
 from finetune.errors import FinetuneError
 from finetune.kernels.head import give_loss
 from finetune.kernels.repeated import repeated
@@ -31,7 +31,7 @@ from finetune.models.packed_attention import DOCUMENTS, attend
 from finetune.models.recurrence import separate_documents
 from finetune.planner import plan
 from finetune.planner.families import FAMILIES
-from finetune.planner.shared_prompts import shared_prompts, sharing_problems
+from finetune.planner.prompt_sharing import shared_prompts, sharing_problems
 from finetune.rewards import Reward
 from finetune.runs.run import Run
 

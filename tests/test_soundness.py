@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from finetune.errors import FinetuneError
 from finetune.models.gradients import excluded, grouped
-from finetune.models.meta import unreached
+from finetune.models.reachable import unreached
 from finetune.models.soundness import (
     Causality,
     causality,

@@ -18,8 +18,8 @@ from small_tokenizer import small_tokenizer
 
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.files import raw_lines
-from finetune.data.sources import find_source
+from finetune.data.read.files import raw_lines
+from finetune.data.read.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
 from finetune.recipe import Data

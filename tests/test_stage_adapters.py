@@ -15,7 +15,7 @@ import finetune as ft
 from finetune.backend.axes import Axes
 from finetune.checkpoints.pretrained import adapter_keys
 from finetune.distributed import layers
-from finetune.models import adapters, continued
+from finetune.models import adapters, resume_adapter
 from finetune.training import optim
 
 FIRST = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
@@ -100,14 +100,14 @@ def test_stages_take_their_tensors_of_an_adapter_and_refuse_a_stray_one_alike(mo
     layers.complete(networks[0]).peft_config["default"].save_pretrained(tmp_path)
     recipe = ft.SFT(ft.Model(str(model), adapter=str(tmp_path)), adapter=chosen)
     for network in networks:
-        continued.load_adapter(network, recipe)
+        resume_adapter.load_adapter(network, recipe)
         here = dict(network.named_parameters())
         found = [torch.equal(here[keys[key]], tensors[key]) for key in keys if keys[key] in here]
         assert found == [True] * (len(keys) if network is networks[0] else len(keys) // 2)
     key = next(iter(tensors))
     tensors[key.replace("layers.0", "layers.7")] = tensors[key].clone()
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    problems = [problems_of(continued.load_adapter, network, recipe) for network in networks]
+    problems = [problems_of(resume_adapter.load_adapter, network, recipe) for network in networks]
     assert problems[0] == problems[1] == problems[2]
     assert "belongs to no module of the base" in problems[0][0]
 

@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 from finetune.cache import COMPILED, keep_compiled
 from finetune.distributed.deepspeed import without_values
 from finetune.distributed.deepspeed_nvme import require_async_io
-from finetune.kernels.chains import usual_folder
+from finetune.kernels.pointwise import usual_folder
 from finetune.process.start import collecting_later, compiling_later
 from finetune.runs import limits
 

@@ -16,7 +16,7 @@ from finetune import catalog
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
-from finetune.models import experts, targets
+from finetune.models import composition, targets
 from finetune.models.adapters import draw_adapter
 from finetune.models.model import as_trained
 from finetune.models.quantization import quantised_notes, quantization_config
@@ -258,7 +258,7 @@ def test_the_plan_reports_adapted_and_quantized_shares_of_a_mixture(capsys, tmp_
     assert main(["plan", str(write_recipe(tmp_path / "r.json", fields))]) == 0
     lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith("note ")]
     latent = SIZES | KINDS["deepseek_v3"] | {"model_type": "deepseek_v3"}
-    for notes in (lines, experts.planned(catalog.from_fields(fields), latent)):
+    for notes in (lines, composition.planned(catalog.from_fields(fields), latent)):
         (adapter,) = [each for each in notes if "adapter.targets" in each]
         assert "all-linear reaches" in adapter
         (packed,) = [each for each in notes if "model.quantization" in each]

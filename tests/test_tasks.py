@@ -13,7 +13,7 @@ from tiny_run import lora_run
 
 from finetune.cli import main as cli
 from finetune.errors import FinetuneError
-from finetune.evaluation.subject import switched_off
+from finetune.evaluation.open_model import switched_off
 from finetune.evaluation.tasks import find_tasks, task_measures
 from finetune.inference.generate import generate, load
 

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from finetune.cli import main as cli
 from finetune.data.chat.chat_templates import template_variables, with_defaults
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.encode import Chunk, Encoder
 from finetune.data.formats import Conversation, Text, read_row
+from finetune.data.rows.encode import Chunk, Encoder
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
 

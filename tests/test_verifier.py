@@ -11,7 +11,7 @@ from conftest import ROOT, Finished, gpus_are_here, run_command, warm_python, wr
 
 from finetune import catalog
 from finetune.planner import plan
-from finetune.verification.memory.comparison import LAYERS, Row, alone, extrapolate, line, notes
+from finetune.verification.memory.plan_and_trace import LAYERS, Row, alone, extrapolate, line, notes
 
 H, F, LAYER_COUNT, VOCAB, ROWS, LENGTH = 64, 192, 16, 512, 2, 128
 LLAMA = {

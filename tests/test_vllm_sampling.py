@@ -24,8 +24,8 @@ from tiny_run import SIZES, byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finetune import catalog
-from finetune.data.collate import collate
-from finetune.data.store import Rows, TokenColumn, single_rows
+from finetune.data.rows.collate import collate
+from finetune.data.rows.store import Rows, TokenColumn, single_rows
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.kernels.head import give_loss
 from finetune.methods.grpo import GRPO
@@ -33,7 +33,7 @@ from finetune.methods.online import ADVANTAGE, LARGEST_RATIO, MEAN_RATIO, OLD, S
 from finetune.methods.rloo import RLOO
 from finetune.recipe import Batch
 from finetune.runs.run import Run
-from finetune.training.vllm_server import VLLMServer, seed_of
+from finetune.training.online.vllm_server import VLLMServer, seed_of
 
 NEAR_ONE = 1e-3
 """Of weights: log-probabilities in fp32, computed one token at a time and all at once."""

@@ -26,7 +26,7 @@ from finetune.cli import main as cli
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import COUNTS, prepare
 from finetune.data.prepare import fingerprint as key_of
-from finetune.data.sources import find_sources
+from finetune.data.read.sources import find_sources
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import of_source
 from finetune.exporters.export import export

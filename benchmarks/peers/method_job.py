@@ -120,7 +120,7 @@ def write(place: Path, job: MethodJob) -> None:
     """Write the folder; needs torch, transformers and the toolkit."""
     import numpy as np
 
-    from finetune.data.order import permutation
+    from finetune.data.rows.order import permutation
 
     place.mkdir(parents=True, exist_ok=True)
     (place / "job.json").write_text(json.dumps(dataclasses.asdict(job)))

@@ -22,16 +22,16 @@ from benchmarks.peers.ours import nothing_compiled
 from benchmarks.peers.turns import Turns
 from finetune import catalog
 from finetune.checkpoints.checkpoint import Progress
-from finetune.data.order import rows_of_step
 from finetune.data.prepare import Prepared
-from finetune.data.store import Rows, documents_of_rows
+from finetune.data.rows.order import rows_of_step
+from finetune.data.rows.store import Rows, documents_of_rows
 from finetune.distributed.build import build
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
-from finetune.training import reference
 from finetune.training.loop import StepResult, TakesSteps
-from finetune.training.options import Options
 from finetune.training.preflight import check_here
+from finetune.training.reference import stored
+from finetune.training.run_options import Options
 from finetune.training.steps import Training
 from finetune.training.worker import Worker
 
@@ -58,7 +58,7 @@ class InTurn(Training):
     ) -> StepResult:
         self.turns.wait()
         if self.recipe.reads_reference:
-            reference.compute(self.engine, self._of_step(progress.step), 1, self.built.pad_id)
+            stored.compute(self.engine, self._of_step(progress.step), 1, self.built.pad_id)
         result = super().take_step(feed, progress, None)
         metrics = dict(result.metrics) | {"num_tokens": result.tokens.real}
         self.turns.answer(result.loss, metrics)

@@ -18,11 +18,11 @@ import torch
 from benchmarks.peers.turns import Turns
 from benchmarks.peers.workload import CONFIG, UNTRAINED, Job, Row, of_step, read_job, read_rows
 from finetune import SFT, Data, Model
-from finetune.data.order import permutation
-from finetune.data.store import Documents, Rows
+from finetune.data.rows.order import permutation
+from finetune.data.rows.store import Documents, Rows
 from finetune.distributed.base import Engine
 from finetune.distributed.build import build
-from finetune.kernels import chains
+from finetune.kernels import pointwise
 from finetune.kernels.cpu import pool
 from finetune.models import model
 from finetune.models.packed_attention import layout
@@ -83,7 +83,7 @@ def ours_lora(job: Job, place: Path, turns: Turns) -> None:
 def ours_malloc(job: Job, place: Path, turns: Turns) -> None:
     """The same as `ours` without the memory pool."""
     with nothing_compiled():
-        chains.compile_chains(True)
+        pointwise.compile_chains(True)
         train(job, place, turns, job.workload.method)
 
 
@@ -94,7 +94,7 @@ def ours_eager(job: Job, place: Path, turns: Turns) -> None:
 
 def compile_code(job: Job) -> None:
     """Enable compilation and, on CPUs, the memory pool, as in a run of many tokens."""
-    chains.compile_chains(True)
+    pointwise.compile_chains(True)
     if not job.gpu:
         pool.use_pool(True)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from finetune.backend import axes as model_axes
-from finetune.backend import megatron, sections
+from finetune.backend import engine_options, megatron
 from finetune.backend.axes import UNDIVIDED, Axes
-from finetune.backend.sections import Shard
+from finetune.backend.engine_options import Shard
 from finetune.errors import FinetuneError, did_you_mean, one_line, reading
 from finetune.process.rendezvous import launcher_arguments, world
 from finetune.process.yaml_text import read_yaml
@@ -205,11 +205,11 @@ def _value_problems(config: dict[str, Any]) -> list[str]:
     if (zero is not None) != (kind == "DEEPSPEED"):
         problems.append("deepspeed_config: valid only with distributed_type: DEEPSPEED")
     if fsdp is not None:
-        problems += sections.fsdp_problems(fsdp)
+        problems += engine_options.fsdp_problems(fsdp)
     if config.get("parallelism_config") is not None:
         problems += model_axes.mesh_problems(config)
     if zero is not None:
-        problems += sections.zero_problems(zero)
+        problems += engine_options.zero_problems(zero)
     return problems
 
 
@@ -269,7 +269,7 @@ def from_environment(environment: Mapping[str, str], name: str = "launched") -> 
         parameters = given("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
         return Backend(
             engine="deepspeed",
-            shard=sections.ZERO_SHARDS.get(
+            shard=engine_options.ZERO_SHARDS.get(
                 int(given("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")), "none"
             ),
             offload="none"

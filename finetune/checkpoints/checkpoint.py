@@ -29,7 +29,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune import catalog
-from finetune.checkpoints.handover import follow_umask
 from finetune.checkpoints.pretrained import (
     kept_tensors,
     persistent_buffers,
@@ -37,6 +36,7 @@ from finetune.checkpoints.pretrained import (
     write_model,
 )
 from finetune.checkpoints.staging import Staging
+from finetune.checkpoints.stop_tokens import follow_umask
 from finetune.distributed.base import Engine
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import trained_shapes

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from finetune.checkpoints.handover import base_reference, network_of, saved_config
+from finetune.checkpoints.stop_tokens import base_reference, network_of, saved_config
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import complete
 from finetune.distributed.parameters import to_host, unsharded_values

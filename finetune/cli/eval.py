@@ -160,7 +160,7 @@ def _key(file: Path | None) -> str | None:
 
 
 def _print_results(results: dict[str, Any], samples: list[dict[str, Any]], folder: Path) -> None:
-    from finetune.reports.evaluation import ORDER, terminal
+    from finetune.reports.evaluation_page import ORDER, terminal
 
     for line in terminal(results):
         print(line)

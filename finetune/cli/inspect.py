@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.completions is None:
         found = inspection.inspect(recipe, arguments.rows)
     else:
-        from finetune.training.first_samples import inspect_samples
+        from finetune.training.online.first_samples import inspect_samples
 
         options.without_bars()
         recipe = read_words(arguments.recipe, arguments.overrides, None)

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from finetune import backend
     from finetune.cli import plan_on_machine
     from finetune.training.preflight import below_a_plan, check, misnamed, read_words
-    from finetune.verification.memory.launch import verify
+    from finetune.verification.memory.traced_step import verify
 
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
     if not (arguments.gpu or arguments.gpus):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, hardware, memory, page, totals
+from finetune.planner.estimate import advice, hardware, memory, totals, wording
 from finetune.planner.estimate.judges import judges
 from finetune.planner.estimate.predict import (
     Prediction,
@@ -23,7 +23,7 @@ from finetune.recipe import Recipe
 from finetune.runs import limits
 
 if TYPE_CHECKING:  # tracing imports torch
-    from finetune.verification.memory.launch import Stages, Verification
+    from finetune.verification.memory.traced_step import Stages, Verification
 
 Measure = Callable[[backends.Precision], float]
 """Measures the FLOP/s of matrix products on this machine's CPU, over all cores."""
@@ -118,24 +118,26 @@ def _page(
     """Text on memory and time of a plan on a machine without a GPU."""
     peak = timeline.peak
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
-    parts = ", ".join(f"{name} {page.size(count)}" for name, count in largest)
-    lines = [f"memory       {page.size(peak.total)} per process in '{peak.name}': {parts}"]
+    parts = ", ".join(f"{name} {wording.size(count)}" for name, count in largest)
+    lines = [f"memory       {wording.size(peak.total)} per process in '{peak.name}': {parts}"]
     if prediction is not None:
         times, gpu = prediction.times, prediction.machine.gpu
         lines.append(
-            f"speed        {page.duration(times.step)} a step, {times.tokens_per_second:,.0f} "
+            f"speed        {wording.duration(times.step)} a step, {times.tokens_per_second:,.0f} "
             f"tokens/s on this CPU if every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
             f"process (measured), {gpu.mfu:.0%} of it in products (an assumption)"
         )
         found = judges(prediction.plan.recipe, cpu=True)
-        lines += [page.judge_words(found)] if found else []
+        lines += [wording.judge_words(found)] if found else []
         if prediction.seconds is not None:
-            long = page.duration(prediction.seconds)
+            long = wording.duration(prediction.seconds)
             lines.append(f"whole run    {prediction.steps:,} steps, {long}")
         else:
-            lines.append(f"whole run    {page.whole_run(prediction).removeprefix('whole run: ')}")
+            lines.append(
+                f"whole run    {wording.whole_run(prediction).removeprefix('whole run: ')}"
+            )
     lines.append(
-        f"machine      no GPU here; {page.size(available)} of memory for {processes} processes. "
+        f"machine      no GPU here; {wording.size(available)} of memory for {processes} processes. "
         "Name a GPU to plan for it: --gpu H100-80 --gpus 8"
     )
     return "\n".join(lines)

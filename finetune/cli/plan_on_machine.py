@@ -11,10 +11,10 @@ from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.cli.plan_here import Measure, Verify, plain, status
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, changes, divisions, hardware, page
-from finetune.planner.estimate.answers import described, whole_numbers, without_machine
-from finetune.planner.estimate.divisions import slow_links
+from finetune.planner.estimate import advice, fewest_changes, hardware, mesh_sizes, wording
 from finetune.planner.estimate.layout import of_backend
+from finetune.planner.estimate.mesh_sizes import slow_links
+from finetune.planner.estimate.plan_api import described, whole_numbers, without_machine
 from finetune.planner.estimate.predict import (
     Prediction,
     model_source,
@@ -169,8 +169,8 @@ def _traced(
     if machine is not None:
         fits = "fits" if found.traced_peak <= machine.usable else "DOES NOT FIT"
         print(
-            f"{page.machine_words(machine)}: {page.size(found.traced_peak)} of "
-            f"{page.size(machine.usable)} usable per GPU: {fits}"
+            f"{wording.machine_words(machine)}: {wording.size(found.traced_peak)} of "
+            f"{wording.size(machine.usable)} usable per GPU: {fits}"
         )
     return 0
 
@@ -184,7 +184,7 @@ def _show(
     workload, machine = prediction.workload, prediction.machine
     precision = planned.backend.precision
     wanted = prediction.status != "safe" or arguments.fit
-    found = changes.changes(workload, machine, precision) if wanted else []
+    found = fewest_changes.changes(workload, machine, precision) if wanted else []
     record = {**planned.summary(), "prediction": prediction.summary()}
     record["changes"] = [_change(change) for change in found]
     fit = _fit(prediction, precision) if arguments.fit else None
@@ -198,7 +198,7 @@ def _show(
         record |= {} if traced is None else {"verification": traced.summary()}
         print(json.dumps(record, indent=2))
         return status(traced)
-    print(page.page(prediction, found))
+    print(wording.page(prediction, found))
     print()
     print(planned.explain("cuda"))
     if fit is not None:
@@ -210,7 +210,7 @@ def _show(
     return status(traced)
 
 
-def _change(change: changes.Change) -> dict[str, Any]:
+def _change(change: fewest_changes.Change) -> dict[str, Any]:
     return {
         "what": change.what, "setting": change.setting, "bytes": change.gain, "fits": change.fits
     }  # fmt: skip
@@ -218,7 +218,7 @@ def _change(change: changes.Change) -> dict[str, Any]:
 
 def _fit(prediction: Prediction, precision: str) -> dict[str, Any]:
     workload, machine = prediction.workload, prediction.machine
-    path = changes.shortest(workload, machine, precision)
+    path = fewest_changes.shortest(workload, machine, precision)
     listed = None if path is None else [_change(change) for change in path]
     return {"largest_micro_rows": advice.largest_rows(workload, machine), "shortest": listed}
 
@@ -250,7 +250,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     whole = advice.rank(found)
     best = whole[0] if whole else None
     ranked = _allowed(recipe, whole, precision)
-    first = changes.before_disk(found, machine, precision)
+    first = fewest_changes.before_disk(found, machine, precision)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
         print(json.dumps(_ranking(ranked, found, machine) | listed, indent=2))
@@ -260,30 +260,30 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
         host = ""
         if machine.host_memory is not None and not least.host_fits:
             host = (
-                f", and {page.size(least.host)} of host memory in a node of "
-                f"{page.size(machine.host_memory)}, of which nine tenths are assumed to be free"
+                f", and {wording.size(least.host)} of host memory in a node of "
+                f"{wording.size(machine.host_memory)}, of which nine tenths are assumed to be free"
             )
         print(
-            f"nothing fits on {page.machine_words(machine)}: the smallest is {least.name} with "
-            f"{page.size(least.peak.total)} of {page.size(least.usable)}{host}"
+            f"nothing fits on {wording.machine_words(machine)}: the smallest is {least.name} with "
+            f"{wording.size(least.peak.total)} of {wording.size(least.usable)}{host}"
         )
         print()
-        print(page.what_to_change(changes.changes(least.workload, machine, precision)))
-        print(_shortest_words(_listed(changes.shortest(least.workload, machine, precision))))
+        print(wording.what_to_change(fewest_changes.changes(least.workload, machine, precision)))
+        print(_shortest_words(_listed(fewest_changes.shortest(least.workload, machine, precision))))
         print(f"\nshapes from {source.where}")
         return 0
-    print(page.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
+    print(wording.ranking(ranked, advice.reason(ranked[0], found), SHOWN))
     for hint in (advice.faster(ranked[0], ranked), advice.division(ranked[0], ranked)):
         print(f"\n{hint}" if hint else "", end="\n" if hint else "")
     if first:
-        print(f"\n{page.before_disk(first)}")
-    for note in page.machine_notes(machine, precision == "bf16"):
+        print(f"\n{wording.before_disk(first)}")
+    for note in wording.machine_notes(machine, precision == "bf16"):
         print(f"\nnote: {note}")
     if machine.nodes > 1:
-        print(f"\nnetwork: {page.network_words(machine)}")
+        print(f"\nnetwork: {wording.network_words(machine)}")
     if best and best.name not in backends.names():
         print(
-            f"\n{best.name} would be the fastest, with {page.size(best.peak.total)} and "
+            f"\n{best.name} would be the fastest, with {wording.size(best.peak.total)} and "
             f"{best.times.tokens_per_second:,.0f} tokens/s at {best.workload.micro_rows} rows: "
             f"this toolkit has no such backend; its table: --backend {best.name}"
         )
@@ -292,7 +292,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     planned = plan(chosen, backend, machine.count, precision)
     prediction = _predicted(arguments, planned, machine)
     print(f"\nshapes from {source.where}")
-    print(page.whole_run(prediction))
+    print(wording.whole_run(prediction))
     print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
     return 0
 
@@ -305,7 +305,7 @@ def _divisions(
 ) -> Iterator[Workload]:
     """Workloads of the recipe under every layout that divides its model and the rules allow."""
     alone, made = _one_process(recipe), dict[str, Workload]()
-    for backend in divisions.candidates(workload.shape, machine, precision):
+    for backend in mesh_sizes.candidates(workload.shape, machine, precision):
         if incompatibilities(alone, backend, machine.count):
             continue
         if backend.name not in made:  # the choice of kernels does not depend on the sizes
@@ -349,7 +349,7 @@ def _chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:
     return dataclasses.replace(batched, model=model), words
 
 
-def _listed(path: Sequence[changes.Change] | None) -> list[dict[str, Any]] | None:
+def _listed(path: Sequence[fewest_changes.Change] | None) -> list[dict[str, Any]] | None:
     return None if path is None else [_change(change) for change in path]
 
 

@@ -14,9 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from finetune.quickstart.job import quickstart
     from finetune.quickstart.online import quickstart_grpo
     from finetune.quickstart.preference import quickstart_dpo
+    from finetune.quickstart.supervised import quickstart
 
     if arguments.method == "dpo":
         quickstart_dpo(arguments.output or Path("runs/quickstart-dpo"))

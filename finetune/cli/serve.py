@@ -41,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     key = os.environ.get("FINETUNE_API_KEY")
     if arguments.engine != "finetune":
-        from finetune.serving import engines
+        from finetune.serving import external
 
         if arguments.adapter:
             raise FinetuneError(f"--adapter: --engine {arguments.engine} serves one folder")
         check_host(arguments.host, key)
         folder = Path(arguments.model).resolve()
         name = arguments.name or folder.name
-        engines.start(arguments.engine, folder, name, arguments.host, arguments.port, key)
+        external.start(arguments.engine, folder, name, arguments.host, arguments.port, key)
     options.without_bars()
     serve(
         arguments.model,

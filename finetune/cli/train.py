@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_here(recipe, arguments.backend, arguments.precision)  # before importing torch
     with collecting_later(), compiling_later():
         read_models_once()
-        from finetune.training.options import Options
+        from finetune.training.run_options import Options
         from finetune.training.worker import train
 
     carried_out = Options(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from finetune.data.formats import advice
-from finetune.data.store import Rows, digest, documents_of_rows
+from finetune.data.rows.store import Rows, digest, documents_of_rows
 from finetune.data.tally import COUNTED, UNUSUAL, Tally
 from finetune.errors import one_of
 from finetune.recipe import Data, Recipe

@@ -17,13 +17,6 @@ from finetune.data.chat.messages import (
     unread_part_keys,
     with_call_ids,
 )
-from finetune.data.columns import (
-    ANSWERS,
-    guesses,
-    ignored_meaning,
-    rename,
-    verdict,
-)
 from finetune.data.preferences import (
     read_alpaca_preference,
     read_hh,
@@ -34,6 +27,13 @@ from finetune.data.preferences import (
     read_sharegpt_preference,
 )
 from finetune.data.prompts import read_prompt
+from finetune.data.read.columns import (
+    ANSWERS,
+    guesses,
+    ignored_meaning,
+    rename,
+    verdict,
+)
 from finetune.data.samples import (
     CONVERSATION,
     READ_AS,

@@ -6,7 +6,7 @@ is renamed into place when it is complete:
     counts.json   rows, tokens, trained tokens, dropped, truncated, ..., by split and by source;
                   size and SHA-256 of every other file and of itself
     bad_rows.jsonl   rows that `on_bad_row=drop` dropped, each with its problem
-    documents/  train/  eval/   token ids, and the documents of each row (`finetune.data.store`)
+    documents/  train/  eval/   token ids and each row's documents (`finetune.data.rows.store`)
 
 Tokens are written to disk as they are produced: memory holds a few numbers per document.
 """
@@ -26,20 +26,19 @@ import numpy as np
 from finetune.data.audit import Facts, count_rows
 from finetune.data.chat.next_marks import own_ends
 from finetune.data.chat.render import Chat
-from finetune.data.encode import (
+from finetune.data.formats import find_format
+from finetune.data.problems import Problems, check_source
+from finetune.data.read.hub import hub_version
+from finetune.data.read.mixture import hold_out, mix
+from finetune.data.read.sources import Source, find_sources
+from finetune.data.rows.encode import (
     BadRow,
     Chunk,
     Encoder,
 )
-from finetune.data.encode_pool import encode
-from finetune.data.formats import find_format
-from finetune.data.hub import hub_version
-from finetune.data.mixture import hold_out, mix
-from finetune.data.packing import pack
-from finetune.data.problems import Problems, check_source
-from finetune.data.scratch import scratch_for
-from finetune.data.sources import Source, find_sources
-from finetune.data.store import (
+from finetune.data.rows.encode_pool import encode
+from finetune.data.rows.packing import pack
+from finetune.data.rows.store import (
     Documents,
     DocumentWriter,
     Rows,
@@ -50,6 +49,7 @@ from finetune.data.store import (
     open_rows,
     save_rows,
 )
+from finetune.data.scratch import scratch_for
 from finetune.data.tally import Tally
 from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError, reading

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from finetune import backend as backends
-from finetune.data.collate import MicroBatch
+from finetune.data.rows.collate import MicroBatch
 from finetune.distributed import workarounds
-from finetune.distributed.compare import Compare, comparing, wrapped_by
 from finetune.distributed.device import numbered
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.loss_scale import LossScale, announce_fp16, autocasting
 from finetune.distributed.parameters import local, moment_elements
+from finetune.distributed.plan_differences import Compare, comparing, wrapped_by
 from finetune.distributed.ranks import Ranks, group_on_host
 from finetune.distributed.reader import Reader
 from finetune.errors import FinetuneError
@@ -240,7 +240,7 @@ class Engine(Ranks):
         """Context in which this rank can run the model alone: weights are gathered on entry.
 
         An engine that divides the model gathers them into `blank`, a complete model on the meta
-        device (`finetune.models.blank`); others ignore it.
+        device (`finetune.models.shell`); others ignore it.
         """
         yield self.module
 

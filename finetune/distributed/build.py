@@ -8,8 +8,8 @@ from finetune.distributed.base import Engine
 from finetune.distributed.deepspeed import DeepSpeed
 from finetune.distributed.fsdp import Fsdp
 from finetune.distributed.mesh import MeshEngine
-from finetune.distributed.native import Ddp, Native
 from finetune.distributed.pipeline import PipelineEngine
+from finetune.distributed.unsharded import Ddp, Native
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.process import rendezvous

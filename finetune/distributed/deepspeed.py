@@ -11,16 +11,16 @@ import torch
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from torch import nn
 
-from finetune.backend.sections import ZERO_SHARDS
+from finetune.backend.engine_options import ZERO_SHARDS
 from finetune.distributed import deepspeed_nvme as nvme
 from finetune.distributed.base import Engine
-from finetune.distributed.compare import Compare
 from finetune.distributed.device import on_cpu
 from finetune.distributed.fragments import Fragment
+from finetune.distributed.plan_differences import Compare
 from finetune.distributed.reader import Reader
 from finetune.distributed.workarounds import without_deepspeed
 from finetune.planner import Plan
-from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET
+from finetune.planner.estimate.sharding.zero import REDUCE_BUCKET
 from finetune.process import rendezvous
 from finetune.process.start import collecting_later, compiling_later
 

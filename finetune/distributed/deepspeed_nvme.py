@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from finetune.errors import FinetuneError, reading
 from finetune.planner import Plan
-from finetune.planner.estimate.page import size
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.sharding.nvme import (
     HELD,
@@ -22,6 +21,7 @@ from finetune.planner.estimate.sharding.nvme import (
     WEIGHT_BUFFERS,
     Swapped,
 )
+from finetune.planner.estimate.wording import size
 
 EXTENSION = """#pragma once
 #include <torch/types.h>

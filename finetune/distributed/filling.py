@@ -5,7 +5,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from finetune.data.collate import UNTRAINED, MicroBatch
+from finetune.data.rows.collate import UNTRAINED, MicroBatch
 
 
 def padded(batches: list[MicroBatch], pad_id: int, multiple: int = 1) -> list[MicroBatch]:

@@ -22,10 +22,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.distributed.compare import Compare
 from finetune.distributed.device import on_cpu
 from finetune.distributed.gloo_shared_memory import share_memory
-from finetune.distributed.native import Native
+from finetune.distributed.plan_differences import Compare
+from finetune.distributed.unsharded import Native
 from finetune.planner.mesh import Mesh
 
 

@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedConfig
 
-from finetune.data.collate import MicroBatch
+from finetune.data.rows.collate import MicroBatch
 from finetune.distributed import complete, context, layers, sequence
 from finetune.distributed.boxes import Box
-from finetune.distributed.compare import DIVIDED, Compare
 from finetune.distributed.filling import padded
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import NAMED
-from finetune.distributed.native import Native, scalar_values
 from finetune.distributed.parameters import local
+from finetune.distributed.plan_differences import DIVIDED, Compare
 from finetune.distributed.reader import Reader
-from finetune.planner import division
+from finetune.distributed.unsharded import Native, scalar_values
+from finetune.planner import mesh_rules
 from finetune.planner.mesh import AXES
 from finetune.process.quiet import mesh_kept_from_accelerate
 
@@ -86,7 +86,7 @@ class MeshEngine(Native):
 
     @contextlib.contextmanager
     def loading(self, config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-        axes = division.axes_of(self.plan.backend.axes, config.to_dict())
+        axes = mesh_rules.axes_of(self.plan.backend.axes, config.to_dict())
         with layers.dividing(self.meshes, self.device, axes) as words:
             yield words
 

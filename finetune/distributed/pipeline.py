@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
-from finetune.data.collate import MicroBatch
+from finetune.data.rows.collate import MicroBatch
 from finetune.distributed import layers
 from finetune.distributed.filling import padded
 from finetune.distributed.mesh import Block, MeshEngine

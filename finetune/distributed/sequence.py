@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from finetune.data.collate import UNTRAINED, DividedDocuments, MicroBatch
+from finetune.data.rows.collate import UNTRAINED, DividedDocuments, MicroBatch
 from finetune.errors import FinetuneError
 from finetune.version import install
 

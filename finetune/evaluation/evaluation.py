@@ -11,14 +11,13 @@ from finetune.data.chat.render import load_chat
 from finetune.data.samples import Preference
 from finetune.errors import FinetuneError
 from finetune.evaluation import gate, rewards
+from finetune.evaluation.contamination import Overlap, overlap
 from finetune.evaluation.generations import Answer, Answers, Asking, ask
+from finetune.evaluation.held_out_loss import UNBOUNDED, RowLosses, row_losses
 from finetune.evaluation.judge import Judge, win_rate
-from finetune.evaluation.losses import UNBOUNDED, RowLosses, row_losses
 from finetune.evaluation.measures import Measure, mean, of_scores
 from finetune.evaluation.metrics.metric import Metric, Row, Settings, choose
-from finetune.evaluation.overlap import Overlap, overlap
-from finetune.evaluation.questions import Asked, general_text, of_run, of_source, spread
-from finetune.evaluation.subject import (
+from finetune.evaluation.open_model import (
     BASE,
     Subject,
     base_of,
@@ -28,6 +27,7 @@ from finetune.evaluation.subject import (
     release,
     switched_off,
 )
+from finetune.evaluation.questions import Asked, general_text, of_run, of_source, spread
 from finetune.evaluation.tasks import Tasks, task_measures
 from finetune.inference.endpoint import Endpoint, is_url
 from finetune.inference.generate import Loaded

@@ -13,6 +13,7 @@ from finetune.data.chat.render import load_chat
 from finetune.data.formats import find_format, read_row
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.prompts import answered
+from finetune.data.read.sources import SourceRow, find_source, find_sources
 from finetune.data.samples import (
     Completion,
     Conversation,
@@ -24,7 +25,6 @@ from finetune.data.samples import (
     Text,
     as_kind,
 )
-from finetune.data.sources import SourceRow, find_source, find_sources
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, reading
 from finetune.models.model import load_tokenizer

@@ -8,10 +8,10 @@ from typing import Any
 
 from finetune.data.scratch import scratch_for
 from finetune.errors import FinetuneError
+from finetune.evaluation.contamination import digest, named
 from finetune.evaluation.evaluation import Evaluation, Side, comparable
 from finetune.evaluation.measures import Interval, Measure, difference
-from finetune.evaluation.overlap import digest, named
-from finetune.reports.evaluation import page
+from finetune.reports.evaluation_page import page
 from finetune.runs.environment import public, versions
 from finetune.runs.run import write_json
 

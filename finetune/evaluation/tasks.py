@@ -12,7 +12,7 @@ import yaml
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 
-from finetune.checkpoints.handover import network_of
+from finetune.checkpoints.stop_tokens import network_of
 from finetune.data.chat.render import load_chat
 from finetune.data.chat.turns import QUESTION
 from finetune.data.samples import Completion, Conversation

@@ -2,8 +2,8 @@
 
 EXPORTERS: dict[str, str] = {
     "adapter": "finetune.exporters.adapter:write",
-    "merged": "finetune.exporters.model:write_merged",
-    "model": "finetune.exporters.model:write",
+    "merged": "finetune.exporters.whole_model:write_merged",
+    "model": "finetune.exporters.whole_model:write",
     "vllm": "finetune.exporters.vllm:write",
     "nf4": "finetune.exporters.nf4:write",
     "gguf": "finetune.exporters.gguf:write",
@@ -13,10 +13,10 @@ EXPORTERS: dict[str, str] = {
 
 CHECKS: dict[str, str] = {
     "adapter": "finetune.exporters.adapter:check",
-    "merged": "finetune.exporters.model:check_merged",
-    "model": "finetune.exporters.model:check",
+    "merged": "finetune.exporters.whole_model:check_merged",
+    "model": "finetune.exporters.whole_model:check",
     "vllm": "finetune.exporters.vllm:check",
-    "nf4": "finetune.exporters.model:check_whole",
+    "nf4": "finetune.exporters.whole_model:check_whole",
     "gguf": "finetune.exporters.gguf:check",
     "ollama": "finetune.exporters.ollama:check",
 }

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from finetune.data.chat.chat_templates import text_of_chat
 from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.formats import read_row
+from finetune.data.read.sources import find_source
 from finetune.data.samples import Completion, Conversation, Sample, as_kind, sequences_of
 from finetune.data.samples import Prompt as Unanswered
-from finetune.data.sources import find_source
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.base_tensors import base_files, weight_files

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from finetune import extensions
-from finetune.checkpoints.handover import follow_umask, saved_tokenizer
+from finetune.checkpoints.stop_tokens import follow_umask, saved_tokenizer
 from finetune.data.scratch import scratch_for
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters import CHECKS, EXPORTERS, vllm

@@ -8,12 +8,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from finetune.checkpoints.handover import saved_tokenizer
+from finetune.checkpoints.stop_tokens import saved_tokenizer
 from finetune.data.chat.render import load_chat
 from finetune.data.chat.turns import QUESTION
 from finetune.data.samples import Completion, Conversation
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean
-from finetune.exporters import gguf_tokens, model
+from finetune.exporters import gguf_tokens, whole_model
 from finetune.exporters.check import prompt_text, prompts
 from finetune.exporters.source import Source, turn_end
 from finetune.inference.load import base_config
@@ -39,7 +39,7 @@ def check(source: Source) -> None:
     _quantiser(source, checkout)
     with tempfile.TemporaryDirectory() as name:
         _check_tokenizer(source, checkout, Path(name))
-    model.check_whole(source)
+    whole_model.check_whole(source)
 
 
 def write(source: Source, folder: Path) -> Kind:
@@ -56,7 +56,7 @@ def write(source: Source, folder: Path) -> Kind:
     quantiser = _quantiser(source, checkout)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".whole") as name:
         whole = Path(name)
-        model.write_whole(source, whole)
+        whole_model.write_whole(source, whole)
         _save_tokenizer(source, whole)
         target = folder / f"model-{first}.gguf"
         _convert(checkout, whole, target, "--outtype", first)

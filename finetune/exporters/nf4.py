@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.exporters import model
+from finetune.exporters import whole_model
 from finetune.exporters.source import Source
 from finetune.inference.load import load_weights
 from finetune.reports.card import Kind
@@ -19,7 +19,7 @@ def write(source: Source, folder: Path) -> Kind:
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".whole") as name:
         whole = Path(name)
-        model.write_whole(source, whole)
+        whole_model.write_whole(source, whole)
         dtype = source.dtype or torch.bfloat16
         quantised = load_weights(
             whole,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from finetune.checkpoints.handover import all_ends
+from finetune.checkpoints.stop_tokens import all_ends
 from finetune.data.chat.chat_templates import adds_bos, text_of_chat
 from finetune.errors import FinetuneError
 from finetune.exporters import gguf

@@ -10,7 +10,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from finetune import catalog
 from finetune.checkpoints.base_weights import refuse_other_base
-from finetune.checkpoints.handover import base_reference, generation_config
+from finetune.checkpoints.stop_tokens import base_reference, generation_config
 from finetune.errors import FinetuneError
 from finetune.exporters.base_tensors import as_trained, open_base
 from finetune.exporters.merge import Merge

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import preferences, trainer
+from finetune.importers import preference_methods, trainer
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
 from finetune.recipe.sections import PART, SPECIAL_TOKENS
 
@@ -117,11 +117,11 @@ def translate(job: Translation, folder: Path) -> None:
 
 
 def _method(job: Translation) -> None:
-    known = ", ".join(preferences.AXOLOTL)
+    known = ", ".join(preference_methods.AXOLOTL)
     for key in ("rl", "reward_model", "process_reward_model"):
         name = text(job.get(key)).lower()
-        if key == "rl" and name in preferences.AXOLOTL:
-            preferences.method(job, key, name, preferences.AXOLOTL[name])
+        if key == "rl" and name in preference_methods.AXOLOTL:
+            preference_methods.method(job, key, name, preference_methods.AXOLOTL[name])
         elif job.get(key):
             raise FinetuneError(
                 f"{key}: {shown(job.source[key])}: supervised fine-tuning, pretraining and rl of "
@@ -323,8 +323,8 @@ def _split(job: Translation, at: str, split: str, data: dict[str, Any]) -> None:
 
 
 def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
-    if job.fields.get("method") in preferences.AXOLOTL:
-        preferences.axolotl_format(job, at, values, data)
+    if job.fields.get("method") in preference_methods.AXOLOTL:
+        preference_methods.axolotl_format(job, at, values, data)
         return
     kind = values.get("type", "completion" if at.startswith("pretraining") else None)
     if isinstance(kind, dict):

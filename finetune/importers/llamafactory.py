@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError, did_you_mean, reading
-from finetune.importers import preferences, trainer
+from finetune.importers import preference_methods, trainer
 from finetune.importers.translation import Translation, shown, text
 
 INFO = "dataset_info.json"
@@ -105,12 +105,12 @@ def _method(job: Translation) -> None:
             "`finetune init`"
         )
     if stage == "kto":
-        preferences.method(job, "stage", stage, {"method": "kto"})
-    elif stage == "dpo" and loss in preferences.LLAMA_FACTORY:
-        preferences.method(job, "stage", loss, preferences.LLAMA_FACTORY[loss])
+        preference_methods.method(job, "stage", stage, {"method": "kto"})
+    elif stage == "dpo" and loss in preference_methods.LLAMA_FACTORY:
+        preference_methods.method(job, "stage", loss, preference_methods.LLAMA_FACTORY[loss])
         job.say("pref_loss", "translated", job.outcomes.get("stage", ("", "method=dpo"))[1])
     elif stage == "dpo":
-        known = ", ".join(preferences.LLAMA_FACTORY)
+        known = ", ".join(preference_methods.LLAMA_FACTORY)
         raise FinetuneError(f"pref_loss: {loss}: expected one of {known}")
     else:
         method = "pretrain" if stage == "pt" else "sft"
@@ -278,7 +278,7 @@ def _source(
         hint = did_you_mean(name, described)
         raise FinetuneError(f"{key}: {name}: not described in {home / INFO}{hint}")
     at = f"{key}.{name}"
-    preferences.refuse_unpaired(f"{key}: {name}", values, job.fields["method"])
+    preference_methods.refuse_unpaired(f"{key}: {name}", values, job.fields["method"])
     data: dict[str, Any] = {}
     hub = values.get("hf_hub_url")
     data["source"] = text(hub) if hub else str(home / text(values.get("file_name", name)))
@@ -320,8 +320,8 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
     else:
         data["format"], names = kind, {}
         job.say(f"{at}.formatting", "no counterpart", f"{kind}: alpaca, sharegpt or openai")
-    if values.get("ranking") and data["format"] in preferences.RANKED:
-        data["format"] = preferences.RANKED[data["format"]]
+    if values.get("ranking") and data["format"] in preference_methods.RANKED:
+        data["format"] = preference_methods.RANKED[data["format"]]
         names |= {"chosen": "chosen", "rejected": "rejected"}
         names |= {"messages": "prompt"} if data["format"] == "preference" else {}
         job.say(f"{at}.ranking", "translated", f"format={data['format']}")

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from finetune.checkpoints.handover import network_of
+from finetune.checkpoints.stop_tokens import network_of
 from finetune.models.load_checks import context_length
 from finetune.models.packed_attention import DOCUMENTS
-from finetune.planner.estimate.sampling import ROOM
+from finetune.planner.estimate.sampling_cost import ROOM
 
 if TYPE_CHECKING:
     from finetune.distributed.base import Engine

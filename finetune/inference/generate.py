@@ -17,9 +17,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from finetune import catalog
 from finetune.checkpoints.base_weights import refuse_other_base
-from finetune.checkpoints.handover import all_ends, network_of
+from finetune.checkpoints.stop_tokens import all_ends, network_of
 from finetune.data.chat.chat_templates import added_before, text_of_chat
-from finetune.data.sources import HUB_NAME
+from finetune.data.read.sources import HUB_NAME
 from finetune.errors import FinetuneError, reading
 from finetune.inference.decoder import Row, decode
 from finetune.inference.load import (

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from finetune.cache import cache
 from finetune.data.chat.render import load_chat
-from finetune.data.collate import collate
 from finetune.data.prepare import Prepared, prepare
+from finetune.data.rows.collate import collate
+from finetune.data.rows.store import single_rows
+from finetune.data.rows.teacher_store import ABOUT, IDS, LOGPS, hash_of_rows, label_offsets
 from finetune.data.scratch import scratch_for
-from finetune.data.store import single_rows
-from finetune.data.teacher_store import ABOUT, IDS, LOGPS, hash_of_rows, label_offsets
 from finetune.errors import FinetuneError
 from finetune.inference.load import load_weights
 from finetune.kernels.divergence import LEAST

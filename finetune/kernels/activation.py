@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from finetune.kernels.chains import chain
 from finetune.kernels.mixin import mix_in
+from finetune.kernels.pointwise import chain
 from finetune.planner.families import fused_classes
 
 FEED_FORWARDS = {f"{name}MLP" for name, _ in fused_classes("activation")}

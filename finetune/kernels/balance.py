@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import FinetuneError
-from finetune.planner.experts import coefficient
+from finetune.planner.balance_loss import coefficient
 from finetune.recipe import Model
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from finetune.kernels.chains import chain
+from finetune.kernels.pointwise import chain
 from finetune.kernels.precision import compute_dtype
 
 RAISED = 1024.0

@@ -20,8 +20,8 @@ from peft.tuners import lora
 from torch import nn
 
 from finetune.kernels import cpu
-from finetune.kernels.chains import Chain
 from finetune.kernels.mixin import mix_in
+from finetune.kernels.pointwise import Chain
 from finetune.kernels.precision import compute_dtype
 from finetune.kernels.quantised import (
     AdaptedLinear4bit,

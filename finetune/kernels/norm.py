@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.kernels.chains import Chain, chain
 from finetune.kernels.mixin import mix_in
+from finetune.kernels.pointwise import Chain, chain
 from finetune.planner.families import fused_classes
 
 NORMS = {

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.kernels.chains import chain
 from finetune.kernels.mixin import mix_in
+from finetune.kernels.pointwise import chain
 from finetune.planner.families import fused_classes
 
 ATTENTIONS = {f"{name}Attention" for name, _ in fused_classes("rotary")}

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.data.chat.render import Chat
-    from finetune.data.collate import MicroBatch
-    from finetune.data.example import Example
+    from finetune.data.rows.collate import MicroBatch
+    from finetune.data.rows.example import Example
+    from finetune.data.rows.store import Rows
     from finetune.data.samples import Sample
-    from finetune.data.store import Rows
     from finetune.methods.losses import Loss, Sum
 
 DEFAULTS: dict[str, Any] = {"lr": 2e-5, "warmup": 0.1}
@@ -86,7 +86,7 @@ class Classifier(Recipe):
         return {"f1": sum(found) / len(found)} if found else {}
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
-        from finetune.data.example import Example
+        from finetune.data.rows.example import Example
         from finetune.data.samples import Labelled
 
         assert isinstance(sample, Labelled)
@@ -95,7 +95,7 @@ class Classifier(Recipe):
 
     def _label(self, value: Any) -> tuple[float, ...]:
         """A label as numbers: the index of its class, 0 or 1 for each class, or the value."""
-        from finetune.data.labels import class_of, classes_of, number_of
+        from finetune.data.read.labels import class_of, classes_of, number_of
 
         if self.problem_type == REGRESSION:
             return (number_of(value),)

@@ -12,7 +12,7 @@ from finetune.recipe import STRICT, Model, Optim, Teacher
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from finetune.data.collate import MicroBatch
+    from finetune.data.rows.collate import MicroBatch
     from finetune.methods.losses import Loss
 
 DEFAULTS: dict[str, Any] = {"lr": 2e-5, "warmup": 0.1}

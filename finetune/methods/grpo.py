@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from finetune.data.collate import MicroBatch
-    from finetune.data.store import Rows
+    from finetune.data.rows.collate import MicroBatch
+    from finetune.data.rows.store import Rows
     from finetune.methods.losses import Loss, Sum
 
 RANGES = {

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from finetune.data.collate import UNTRAINED, MicroBatch
+from finetune.data.rows.collate import UNTRAINED, MicroBatch
 from finetune.errors import FinetuneError
 from finetune.kernels.divergence import Target
 from finetune.kernels.divided_documents import SummedOnFirst
@@ -157,7 +157,7 @@ def taught_loss_sum(
 def sequence_scores(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Scores at the last token of each document, (documents, labels) in fp32.
 
-    `finetune.kernels.scores.give_scores` must have been applied to `model`, which may be wrapped.
+    `model`, which may be wrapped, has been through `finetune.kernels.score_head.give_scores`.
     """
     part = batch.divided
     places = batch.last_places if part is None else part.last_places

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import torch
 
     from finetune.data.chat.render import Chat
-    from finetune.data.collate import MicroBatch
-    from finetune.data.example import Example
+    from finetune.data.rows.collate import MicroBatch
+    from finetune.data.rows.example import Example
+    from finetune.data.rows.store import Rows
     from finetune.data.samples import Sample
-    from finetune.data.store import Rows
     from finetune.methods.losses import Sum
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-6, "schedule": "constant", "warmup": 0}
@@ -228,8 +228,8 @@ class Online(Recipe):
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
         from finetune.data.chat.render import Row
-        from finetune.data.example import Example
         from finetune.data.prompts import columns_as_json
+        from finetune.data.rows.example import Example
         from finetune.data.samples import Prompt
 
         assert isinstance(sample, Prompt)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.data.chat.render import Chat
-    from finetune.data.collate import MicroBatch
-    from finetune.data.example import Example
+    from finetune.data.rows.collate import MicroBatch
+    from finetune.data.rows.example import Example
+    from finetune.data.rows.store import Rows
     from finetune.data.samples import Preference, Sample
-    from finetune.data.store import Rows
     from finetune.methods.losses import Loss, Sum
 
 METRICS = (
@@ -123,7 +123,7 @@ class PairMethod(Recipe):
         return preference_advice(self, self.high_lr)
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
-        from finetune.data.example import Example
+        from finetune.data.rows.example import Example
         from finetune.data.samples import Preference, sequences_of
 
         assert isinstance(sample, Preference)

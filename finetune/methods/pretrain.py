@@ -9,7 +9,7 @@ from finetune.recipe import STRICT
 
 if TYPE_CHECKING:
     from finetune.data.chat.render import Chat
-    from finetune.data.example import Example
+    from finetune.data.rows.example import Example
     from finetune.data.samples import Sample
 
 
@@ -20,6 +20,6 @@ class Pretrain(SFT):
     method: ClassVar[str] = "pretrain"
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
-        from finetune.data.example import Example
+        from finetune.data.rows.example import Example
 
         return Example((chat.render(sample, "all"),))

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.data.chat.render import Chat
-    from finetune.data.collate import MicroBatch
-    from finetune.data.example import Example
+    from finetune.data.rows.collate import MicroBatch
+    from finetune.data.rows.example import Example
+    from finetune.data.rows.store import Rows
     from finetune.data.samples import Sample
-    from finetune.data.store import Rows
     from finetune.methods.losses import Loss
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-5, "warmup": 0.1}
@@ -49,7 +49,7 @@ class RewardModel(Recipe):
         return Scores(("reward",))
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
-        from finetune.data.example import Example
+        from finetune.data.rows.example import Example
         from finetune.data.samples import Preference, sequences_of
 
         assert isinstance(sample, Preference)

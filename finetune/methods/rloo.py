@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-    from finetune.data.collate import MicroBatch
+    from finetune.data.rows.collate import MicroBatch
     from finetune.methods.losses import Loss
 
 

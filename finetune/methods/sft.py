@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.data.chat.render import Chat
-    from finetune.data.collate import MicroBatch
-    from finetune.data.example import Example
+    from finetune.data.rows.collate import MicroBatch
+    from finetune.data.rows.example import Example
+    from finetune.data.rows.store import Rows
     from finetune.data.samples import Sample
-    from finetune.data.store import Rows
     from finetune.methods.losses import Loss
 
 
@@ -28,7 +28,7 @@ class SFT(Recipe):
     """Tokens with a loss: all assistant turns, only the last assistant turn, or all tokens."""
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
-        from finetune.data.example import Example
+        from finetune.data.rows.example import Example
 
         return Example((chat.render(sample, self.train_on),))
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from finetune.distributed.parameters import unsharded_numel
 from finetune.errors import FinetuneError
-from finetune.models.meta import unreached
+from finetune.models.reachable import unreached
 from finetune.recipe import LoRA, Recipe
 
 MOST_NAMED = 6

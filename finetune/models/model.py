@@ -18,16 +18,17 @@ from finetune.distributed.device import on_cpu
 from finetune.errors import FinetuneError, reading
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
-from finetune.kernels.chains import Chain
 from finetune.kernels.expert_products import compute_as_autocast
 from finetune.kernels.head import LabelledHead, give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
 from finetune.kernels.norm import FusedNorm, fuse_norms
+from finetune.kernels.pointwise import Chain
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
-from finetune.kernels.scores import give_scores
-from finetune.models import adapters, continued, teacher, vocabulary
+from finetune.kernels.score_head import give_scores
+from finetune.models import adapters, resume_adapter, teacher, vocabulary
 from finetune.models.compiled_blocks import compile_blocks
 from finetune.models.gradients import without_unreached
+from finetune.models.network import compute_dtype, from_scratch, pretrained, weight_dtype
 from finetune.models.packed_attention import (
     DOCUMENTS,
     attention_notes,
@@ -37,7 +38,6 @@ from finetune.models.packed_attention import (
     use_flash_3,
 )
 from finetune.models.padded_masks import mask_without_reading
-from finetune.models.pretrained import compute_dtype, from_scratch, pretrained, weight_dtype
 from finetune.models.quantization import keep_unpacked
 from finetune.models.recurrence import separate_documents
 from finetune.models.soundness import (
@@ -119,7 +119,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     if recipe.scores is not None and model.config.get_text_config().pad_token_id is None:
         # Required for several rows; `scoring.set_pad_token` chooses the one that is saved.
         model.config.get_text_config().pad_token_id = 0
-    given = None if recipe.model.adapter is None else continued.prepare_base(model, recipe)
+    given = None if recipe.model.adapter is None else resume_adapter.prepare_base(model, recipe)
     by_rows = recipe.adapter is not None and recipe.adapter.trainable_token_indices
     tokenizer = load_tokenizer(recipe) if recipe.model.add_tokens or by_rows else None
     grown = range(0) if tokenizer is None else vocabulary.add_rows(model, recipe, tokenizer)
@@ -135,7 +135,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
             trained, left_out = without_unreached(adapted, recipe, attach)
     engine.notes += [left_out] if left_out is not None else []
     if given is not None:
-        continued.load_adapter(trained, recipe)
+        resume_adapter.load_adapter(trained, recipe)
     elif recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
         adapters.draw_adapter(trained, recipe.adapter, seed)
     if plan.traits.masters:

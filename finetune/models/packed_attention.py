@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from finetune.errors import FinetuneError
 from finetune.kernels import cpu
-from finetune.kernels.chains import Chain
+from finetune.kernels.pointwise import Chain
 from finetune.kernels.precision import compute_dtype
 from finetune.kernels.repeated import repeated
 from finetune.planner.families import family_of

@@ -13,8 +13,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from finetune.checkpoints.handover import network_of
-from finetune.data.store import Documents
+from finetune.checkpoints.stop_tokens import network_of
+from finetune.data.rows.store import Documents
 from finetune.errors import FinetuneError
 from finetune.models.load_checks import token_rows
 from finetune.models.vocabulary import pad_id, refuse_tokens_without_rows, replace_pad

@@ -1,7 +1,7 @@
 """Check that a model is a valid causal language model: causal attention, finite weights.
 
 Each check is a function of a model that can be used on its own. The check of gradients is
-`finetune.models.meta.unreached`.
+`finetune.models.reachable.unreached`.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from finetune.data.collate import Boundaries, MicroBatch
+from finetune.data.rows.collate import Boundaries, MicroBatch
 from finetune.distributed.heartbeat import is_transport
 from finetune.errors import FinetuneError
 from finetune.kernels.quantised import Linear4bit, Linear8bitLt
 from finetune.models.gradients import plain_name
-from finetune.models.meta import logits_of
+from finetune.models.reachable import logits_of
 
 PREFIX, CHANGED, VARIANTS = 5, 3, 4
 """Number of tokens that rows share, of tokens after them that differ, and of rows to compare."""
@@ -76,7 +76,7 @@ def causality(
         device: Device of the inputs.
         dtype: Compute data type.
         side_by_side: Concatenate the rows, and pass their boundaries to the attention.
-        scores: Whether `finetune.kernels.scores.give_scores` was applied to the model.
+        scores: Whether `finetune.kernels.score_head.give_scores` was applied to the model.
     """
     model.eval()
     ids = _rows(vocabulary).to(device)

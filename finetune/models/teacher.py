@@ -6,13 +6,13 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.data import teacher_store
 from finetune.data.prepare import Prepared
+from finetune.data.rows import teacher_store
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError, is_of_library, reading
 from finetune.kernels.divergence import give_teacher
+from finetune.models.network import compute_dtype, pretrained
 from finetune.models.packed_attention import check_layout, layout
-from finetune.models.pretrained import compute_dtype, pretrained
 from finetune.models.quantization import keep_unpacked
 from finetune.models.vocabulary import check_words, rows_needed
 from finetune.planner.families import family_of

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from finetune.errors import FinetuneError
-from finetune.planner.experts import coefficient, expert_count
+from finetune.planner.balance_loss import coefficient, expert_count
 from finetune.planner.families import ENCODER_DECODER, family_of
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import LoRA, Recipe

@@ -11,10 +11,10 @@ from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.kernels import Choice, DeviceType, attention_rules, choices, model_type
 from finetune.planner.mesh import Mesh, mesh_of
 from finetune.planner.padding import Padding, padding
+from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts
 from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import fields_of, known_fields
 from finetune.planner.shapes.read_config import read
-from finetune.planner.shared_prompts import SharedPrompts, shared_prompts
 from finetune.recipe import Recipe
 from finetune.recipe.sections import Every
 

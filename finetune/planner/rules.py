@@ -7,15 +7,15 @@ import re
 from collections.abc import Iterator
 
 from finetune.backend import Backend
-from finetune.planner import division, limits
+from finetune.planner import limits, mesh_rules
 from finetune.planner.engines import TRAITS
 from finetune.planner.families import family_of
 from finetune.planner.kernels import choices, model_type
 from finetune.planner.mesh import mesh_of
 from finetune.planner.padding import layout_problems, padding
+from finetune.planner.prompt_sharing import sharing_problems
 from finetune.planner.shapes.config_files import fields_of, known_fields
 from finetune.planner.shapes.prequantised import prequantised
-from finetune.planner.shared_prompts import sharing_problems
 from finetune.recipe import Batch, Data, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
@@ -42,7 +42,7 @@ def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[
         *_optimizer(recipe, backend),
         *_evaluation(recipe),
         *_processes(backend, processes),
-        *division.incompatible(recipe, backend, processes),
+        *mesh_rules.incompatible(recipe, backend, processes),
     ]
 
 

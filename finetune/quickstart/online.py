@@ -15,7 +15,8 @@ from rich.table import Table
 from finetune import catalog
 from finetune.evaluation.exact_match import exact_match, references
 from finetune.inference.generate import load
-from finetune.quickstart.job import (
+from finetune.quickstart.records import instructions
+from finetune.quickstart.supervised import (
     FOLDER,
     HELD_OUT_ROWS,
     TRAIN_ROWS,
@@ -26,7 +27,6 @@ from finetune.quickstart.job import (
     write_data,
     write_lines,
 )
-from finetune.quickstart.records import instructions
 from finetune.recipe import Data
 from finetune.reports.page import report
 from finetune.runs import units

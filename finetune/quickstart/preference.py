@@ -12,7 +12,8 @@ from rich.table import Table
 from finetune import catalog
 from finetune.evaluation.exact_match import answers, references
 from finetune.inference.generate import load
-from finetune.quickstart.job import (
+from finetune.quickstart.records import preferences
+from finetune.quickstart.supervised import (
     FOLDER,
     HELD_OUT_ROWS,
     print_next,
@@ -22,7 +23,6 @@ from finetune.quickstart.job import (
     write_data,
     write_lines,
 )
-from finetune.quickstart.records import preferences
 from finetune.recipe import Data
 from finetune.reports.page import report
 from finetune.runs import units

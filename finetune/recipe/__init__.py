@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.data.chat.render import Chat
-    from finetune.data.collate import MicroBatch
-    from finetune.data.example import Example
+    from finetune.data.rows.collate import MicroBatch
+    from finetune.data.rows.example import Example
+    from finetune.data.rows.store import Rows
     from finetune.data.samples import Sample
-    from finetune.data.store import Rows
     from finetune.methods.losses import Loss
     from finetune.training.passes import DataPasses, StepPasses
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.reports.drawings import Chart, Curve, Point, chart, finite, smooth
-from finetune.reports.evaluation import shown
+from finetune.reports.evaluation_page import shown
 from finetune.reports.tables import Table, aligned, templates
 from finetune.runs import units
 from finetune.runs.environment import public

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from finetune.backend.axes import Axes
 from finetune.planner import schedules
 from finetune.planner.estimate.moments import Moment
-from finetune.planner.estimate.page import size as large
+from finetune.planner.estimate.wording import size as large
 from finetune.planner.mesh import Mesh
 from finetune.runs.metrics import History
 

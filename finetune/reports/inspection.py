@@ -18,9 +18,9 @@ from finetune.cache import cache
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import find_format, fitting
-from finetune.data.order import permutation
 from finetune.data.prepare import Prepared, prepare
-from finetune.data.sources import find_source
+from finetune.data.read.sources import find_source
+from finetune.data.rows.order import permutation
 from finetune.errors import FinetuneError
 from finetune.models.model import load_tokenizer
 from finetune.recipe import Kind, Recipe

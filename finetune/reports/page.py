@@ -17,7 +17,7 @@ from finetune.planner import schedules
 from finetune.planner.estimate.moments import Moment
 from finetune.planner.mesh import AXES, Mesh
 from finetune.reports.drawings import Chart, Curve, Drawings, Size, chart, loss_curves
-from finetune.reports.sections import sections
+from finetune.reports.run_sections import sections
 from finetune.reports.tables import templates
 from finetune.runs import units
 from finetune.runs.environment import command_line, public

@@ -6,7 +6,7 @@ The page is self-contained: no scripts, fonts or requests.
 import time
 from pathlib import Path
 
-from finetune.planner.estimate import page as words
+from finetune.planner.estimate import wording as words
 from finetune.planner.estimate.predict import Prediction
 from finetune.reports.drawings import Drawings
 from finetune.reports.tables import Cell, Table, templates

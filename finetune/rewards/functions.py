@@ -14,9 +14,9 @@ from finetune.rewards import REWARDS, Reward
 from finetune.rewards.builtin import check_arguments
 from finetune.runs.run import Run, read_object
 
-MODEL = "finetune.inference.scores:reward_model"
+MODEL = "finetune.inference.score:reward_model"
 """Function that scores with a reward model."""
-PREPARE = "finetune.inference.scores:prepare"
+PREPARE = "finetune.inference.score:prepare"
 """Function that loads a reward model."""
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments that are available to every function."""

@@ -172,7 +172,7 @@ class RewardProcess:
         """
         if self._process is not None:
             return self._process
-        code = f"import sys; sys.path[:] = {sys.path!r}; from finetune.rewards.serve import serve"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from finetune.rewards.server import serve"
         self._process = subprocess.Popen(
             interpreter.python("-c", f"{code}; serve()"),
             stdin=subprocess.PIPE,

@@ -7,7 +7,7 @@ ranks has ended.
 import dataclasses
 from collections.abc import Mapping
 
-from finetune.checkpoints.handover import network_of
+from finetune.checkpoints.stop_tokens import network_of
 from finetune.data.chat.render import Chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine

@@ -10,13 +10,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from finetune.data.collate import MicroBatch, collate
-from finetune.data.order import of_rank, rows_of_step, split_rows
-from finetune.data.store import Rows
+from finetune.data.rows.collate import MicroBatch, collate
+from finetune.data.rows.order import of_rank, rows_of_step, split_rows
+from finetune.data.rows.prefetch import Feed, feed
+from finetune.data.rows.store import Rows
 from finetune.distributed.base import Engine
 from finetune.methods.losses import Sum
 from finetune.recipe import Recipe
-from finetune.training.feed import Feed, feed
 from finetune.training.nonfinite import propagate_nonfinite, suspects
 from finetune.training.optim import learning_rate
 from finetune.training.passes import StepPasses

@@ -10,7 +10,7 @@ from finetune import catalog
 from finetune.errors import TrainingFailure
 from finetune.planner import Plan, schedules
 from finetune.planner.estimate import advice, memory
-from finetune.planner.estimate.changes import changes
+from finetune.planner.estimate.fewest_changes import changes
 from finetune.planner.estimate.forecast import Forecast
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.workload import Workload

@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from finetune.data.collate import MicroBatch, collate
 from finetune.data.prepare import Prepared
-from finetune.data.store import Rows
+from finetune.data.rows.collate import MicroBatch, collate
+from finetune.data.rows.store import Rows
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.methods.losses import sequence_logps
 from finetune.models.model import compute_dtype, frozen
 from finetune.recipe import Model
-from finetune.training.answer_logps import answer_micro_batches, mismatched_batches, sum_logps
+from finetune.training.reference.answer_logps import (
+    answer_micro_batches,
+    mismatched_batches,
+    sum_logps,
+)
 
 Value = Callable[[torch.nn.Module, MicroBatch], torch.Tensor]
 """Values of each document of a micro-batch from the model, (documents, ...)."""

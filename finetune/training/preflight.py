@@ -14,7 +14,7 @@ from finetune import backend as backends
 from finetune import catalog
 from finetune.checkpoints.base_weights import codes_read_as_weights, weight_files
 from finetune.data.formats import find_format
-from finetune.data.sources import HUB_NAME, find_sources
+from finetune.data.read.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError
 from finetune.methods.online import Online
 from finetune.models import starting_adapter
@@ -94,10 +94,10 @@ def misnamed(recipe: Recipe) -> list[str]:
     unfit = [*limits.architecture(recipe, fields)]
     if unfit or limits.names_only_matrices(adapter, fields):
         return []
-    from finetune.models import adapters, blank  # imports torch
+    from finetune.models import adapters, shell
 
     try:
-        model = blank.from_fields(recipe, fields)
+        model = shell.from_fields(recipe, fields)
     except Exception:  # any error of the model's code; reported when the model is loaded
         return []
     try:
@@ -139,11 +139,9 @@ def below_a_plan(recipe: Recipe) -> Iterator[str]:
     """Lines below a printed plan: which experts are adapted, and missing files."""
     fields = fields_of(recipe)
     if recipe.adapter is not None and limits.expert_count(fields) > 1:
-        from finetune.models import (
-            experts,  # imports torch, which takes seconds that other plans do not need
-        )
+        from finetune.models import composition
 
-        for note in experts.planned(recipe, fields):
+        for note in composition.planned(recipe, fields):
             yield f"note         {note}"
     for problem in missing_files(recipe):
         yield f"not here     {problem}"

@@ -11,14 +11,14 @@ import torch
 
 from finetune import catalog
 from finetune.checkpoints.checkpoint import Progress
-from finetune.data.order import rows_of_step, split_rows
-from finetune.data.pack_statistics import filling_notes
 from finetune.data.prepare import Prepared
-from finetune.data.shared_prompts import computed_lengths
-from finetune.data.store import Rows
+from finetune.data.rows.order import rows_of_step, split_rows
+from finetune.data.rows.pack_statistics import filling_notes
+from finetune.data.rows.shared_prompts import computed_lengths
+from finetune.data.rows.store import Rows
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
-from finetune.kernels import chains, cpu
+from finetune.kernels import cpu, pointwise
 from finetune.kernels.matmul_rate import matmul_flops
 from finetune.methods.online import Online
 from finetune.models import compiled_blocks, model
@@ -338,7 +338,7 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
     tokens = tokens_of_run(plan, data, steps)
     slots = _completed(plan, data, steps) if longest else _slots(plan, rows, lengths, steps)
     on_cpu = engine.device.type == "cpu"
-    chained = on_cpu and chains.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)[0]
+    chained = on_cpu and pointwise.settle(recipe.kernels.pointwise, engine.device, tokens, dtype)[0]
     products = on_cpu and rows.side_by_side and cpu.by_products(dtype, chained)
     return Facts(
         length=length + longest,

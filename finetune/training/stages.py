@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.checkpoints import checkpoint, handover
+from finetune.checkpoints import checkpoint, stop_tokens
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.lock import locked
@@ -19,10 +19,10 @@ from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
-from finetune.models import adapters, experts, model, scoring, sizes, starting_adapter, teacher
+from finetune.models import adapters, composition, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
 from finetune.planner.padding import Padding
-from finetune.planner.shared_prompts import SharedPrompts, shared_prompts, sharing_problems
+from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts, sharing_problems
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training import optim
@@ -30,10 +30,10 @@ from finetune.training.compiled import choose_compiled
 from finetune.training.eval_metrics import Answering, answering
 from finetune.training.fit import check_context
 from finetune.training.memory_meter import Meter
-from finetune.training.options import Options
+from finetune.training.online.rollouts import Rollouts, rollouts_of, second_model
 from finetune.training.recorder import Recorder
-from finetune.training.reference import with_other, with_own, with_values
-from finetune.training.rollouts import Rollouts, rollouts_of, second_model
+from finetune.training.reference.stored import with_other, with_own, with_values
+from finetune.training.run_options import Options
 from finetune.training.shared_rows import prepare_on_ranks
 from finetune.training.startup_checks import (
     refuse_full_gpu,
@@ -162,20 +162,20 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     pad_id, vocabulary_notes = scoring.fit_tokens(
         recipe, network, inputs.tokenizer, data.train.documents
     )
-    tokenizer = handover.set_stop_tokens(network, inputs.chat, data.train)
+    tokenizer = stop_tokens.set_stop_tokens(network, inputs.chat, data.train)
     parameters, stored = sizes.counts(network), sizes.stored(engine, network)
     notes = [
         *plan.notes(), *recipe.data_advice(data.counts["train"]),
         *_origin(engine, run, inputs.resumed), *vocabulary_notes,
         *check_context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
-        *experts.notes(network, recipe), *_cadences(recipe, inputs),
+        *composition.notes(network, recipe), *_cadences(recipe, inputs),
     ]  # fmt: skip
     engine.on_rank_0(recorder.write_request)
     folder = None if inputs.resumed is None else run.checkpoint(inputs.resumed)
     if folder is None and engine.is_main and adapters.reads_base(recipe.adapter):
         # Such an adapter subtracted its initial product from the base: keep it to undo that.
         network.save_pretrained(run.initial_adapter)
-        handover.follow_umask(run.initial_adapter)
+        stop_tokens.follow_umask(run.initial_adapter)
     reference = second_model(engine, network)  # a copy of the start, so before the checkpoint
     if folder is not None:
         if recipe.adapter is not None:

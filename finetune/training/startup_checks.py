@@ -34,8 +34,8 @@ from finetune.runs import limits, units
 from finetune.runs.environment import TRACKERS, versions
 from finetune.runs.manifest import damage
 from finetune.runs.run import Run
-from finetune.training.options import Options
 from finetune.training.recorder import Recorder, expected
+from finetune.training.run_options import Options
 
 if TYPE_CHECKING:
     from finetune.training.stages import Built, Inputs

@@ -18,12 +18,12 @@ from finetune.rewards.process import RewardFailure
 from finetune.runs.run import Run
 from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
 from finetune.training.memory_meter import peak_bytes
-from finetune.training.options import Options
+from finetune.training.online.vllm_server import ServerFailure
 from finetune.training.profiler import STEP, profile_of
 from finetune.training.recorder import Reason
+from finetune.training.run_options import Options
 from finetune.training.stages import Started
 from finetune.training.startup_checks import refuse_weights_not_finite
-from finetune.training.vllm_server import ServerFailure
 
 PEAK, SIGNALLED = "peak", "signalled"
 """Values of a rank in a step: its peak bytes so far, and whether it got a signal."""

@@ -26,10 +26,10 @@ from finetune.process.loopback import listen_on_loopback
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
-from finetune.training.options import Options
 from finetune.training.out_of_memory import out_of_memory
 from finetune.training.preflight import check_here
 from finetune.training.recorder import Recorder
+from finetune.training.run_options import Options
 from finetune.training.stages import read, start
 from finetune.training.steps import Training
 

@@ -5,7 +5,7 @@ import torch
 from finetune import catalog
 from finetune.distributed.fsdp import Fsdp
 from finetune.kernels.quantised import Params4bit
-from finetune.models.pretrained import compute_dtype, pretrained
+from finetune.models.network import compute_dtype, pretrained
 from finetune.planner import plan
 
 

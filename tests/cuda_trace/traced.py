@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.data.collate import MicroBatch, collate
-from finetune.data.store import Rows
+from finetune.data.rows.collate import MicroBatch, collate
+from finetune.data.rows.store import Rows
 from finetune.methods.losses import token_loss_sum
 from finetune.methods.sft import SFT
 from finetune.models.model import as_trained, install_kernels, weight_dtype

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from finetune.kernels.chains import Chain, chain
 from finetune.kernels.cpu import tiled_attention
 from finetune.kernels.cpu.tiled_attention import TiledAttention, like
+from finetune.kernels.pointwise import Chain, chain
 from finetune.planner.kernels import SCORE_BLOCK, score_block
 
 

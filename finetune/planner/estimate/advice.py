@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from finetune.planner import schedules
-from finetune.planner.estimate import communication, memory, part, timing, totals, traffic
-from finetune.planner.estimate.divisions import WAITS
+from finetune.planner.estimate import communication, memory, stage_workload, timing, totals, traffic
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.memory import Moment
+from finetune.planner.estimate.mesh_sizes import WAITS
 from finetune.planner.estimate.sharding import resident
 from finetune.planner.estimate.timing import Times
 from finetune.planner.estimate.workload import Checkpointing, Scheme, Workload
@@ -107,7 +107,7 @@ def option(workload: Workload, machine: Machine) -> Option:
     stages = memory.by_stage(workload)
     peak = max((stage.peak for stage in stages), key=lambda moment: moment.total)
     moved = volume(workload)
-    mine = part.here(workload) if workload.layout.axes.any else workload
+    mine = stage_workload.here(workload) if workload.layout.axes.any else workload
     host = resident.host(mine) * machine.per_node
     fits = machine.host_memory is None or host <= machine.host_memory * 0.9
     times = timing.times(workload, machine, moved)

@@ -10,7 +10,7 @@ from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
 from finetune.planner.estimate.moments import Moment
 from finetune.planner.estimate.predict import model_source, workload_of
-from finetune.planner.estimate.sampling import Sampling, gathered_weights, sampling
+from finetune.planner.estimate.sampling_cost import Sampling, gathered_weights, sampling
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from finetune.errors import FinetuneError
-from finetune.planner.estimate.adapters import NO_ADAPTER, lora
+from finetune.planner.estimate.adapter_sizes import NO_ADAPTER, lora
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.memory import inference
 from finetune.planner.estimate.workload import Workload

@@ -6,13 +6,13 @@ the gradients of the first layers are never in memory at the same time.
 
 import dataclasses
 
-from finetune.planner.estimate import part, stages
+from finetune.planner.estimate import pipeline_memory, stage_workload
 from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.moments import Moment, Timeline
-from finetune.planner.estimate.sampling import gathered_weights
-from finetune.planner.estimate.sharding.deepspeed import Gradients
+from finetune.planner.estimate.sampling_cost import gathered_weights
 from finetune.planner.estimate.sharding.gathered import Gathered
 from finetune.planner.estimate.sharding.resident import cast_weights, loading, state
+from finetune.planner.estimate.sharding.zero import Gradients
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture
 
@@ -23,8 +23,8 @@ def timeline(workload: Workload) -> Timeline:
     With a pipeline, the timeline is that of one stage (`workload.layout.stage`).
     """
     axes = workload.layout.axes
-    here = part.here(workload) if axes.any else workload
-    found = stages.timeline(workload) if axes.pipeline > 1 else _Step(here).timeline()
+    here = stage_workload.here(workload) if axes.any else workload
+    found = pipeline_memory.timeline(workload) if axes.pipeline > 1 else _Step(here).timeline()
     return Timeline((*_reference_pass(here), *_sampling(workload, here), *found.moments))
 
 

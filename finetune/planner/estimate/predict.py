@@ -13,11 +13,11 @@ from finetune.planner.estimate import (
     totals,
     traffic,
 )
-from finetune.planner.estimate.adapters import Adapter, lora, named_expert_size
+from finetune.planner.estimate.adapter_sizes import Adapter, lora, named_expert_size
 from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORES
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.row_counts import steps_of
-from finetune.planner.estimate.sampling import sampling
+from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding.nvme import Swapped
 from finetune.planner.estimate.timing import Times, forward_share
 from finetune.planner.estimate.workload import AttentionKind, Workload
@@ -184,15 +184,12 @@ class Prediction:
 
     def page(self) -> str:
         """The prediction as text, as printed by `finetune plan`."""
-        from finetune.planner.estimate import (
-            changes,  # imports predictions
-            page,  # imports predictions
-        )
+        from finetune.planner.estimate import fewest_changes, wording
 
         safe = self.status == "safe"
         precision = self.plan.backend.precision
-        found = [] if safe else changes.changes(self.workload, self.machine, precision)
-        return page.page(self, found)
+        found = [] if safe else fewest_changes.changes(self.workload, self.machine, precision)
+        return wording.page(self, found)
 
     def summary(self) -> dict[str, Any]:
         """Plain values, in bytes and seconds, for JSON."""

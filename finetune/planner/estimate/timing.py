@@ -3,7 +3,7 @@
 import dataclasses
 
 from finetune.planner import schedules
-from finetune.planner.estimate import part, traffic
+from finetune.planner.estimate import stage_workload, traffic
 from finetune.planner.estimate.autograd.operations import operations
 from finetune.planner.estimate.communication import Volume
 from finetune.planner.estimate.hardware import EFFICIENCY, Bound, Machine
@@ -194,7 +194,7 @@ def times(
     compute = work / attained(machine, workload)
     waits = schedules.bubble(layout.axes, workload.accumulation)
     compute /= 1 - waits
-    rest = operations(part.here(workload) if layout.axes.any else workload, tokens)
+    rest = operations(stage_workload.here(workload) if layout.axes.any else workload, tokens)
     launches = rest.started * (LAUNCH_CPU if workload.cpu else LAUNCH)
     if workload.cpu:
         moves = (rest.layers + rest.loss + rest.updates) / machine.gpu.bandwidth
@@ -204,7 +204,7 @@ def times(
         narrow = workload
         if workload.scheme != "fp32":
             narrow = dataclasses.replace(workload, scheme="fsdp")
-        others = operations(part.here(narrow) if layout.axes.any else narrow, tokens)
+        others = operations(stage_workload.here(narrow) if layout.axes.any else narrow, tokens)
         factor = LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER
         moves = (factor * others.layers + LOSS * others.loss) / machine.gpu.bandwidth / (1 - waits)
         here = max(compute, launches, compute * machine.gpu.mfu / PRODUCTS + moves)

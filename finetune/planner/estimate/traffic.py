@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from finetune.planner import schedules
-from finetune.planner.estimate import part
+from finetune.planner.estimate import stage_workload
 from finetune.planner.estimate.communication import Volume, ring
 from finetune.planner.estimate.hardware import EFFICIENCY, Machine
 from finetune.planner.estimate.workload import Workload
@@ -40,7 +40,7 @@ def payloads(workload: Workload) -> dict[str, dict[str, float]]:
     all-gather or before a reduce-scatter; `send` is sent to the next or previous stage.
     """
     found: dict[str, dict[str, float]] = {}
-    axes, here = workload.layout.axes, part.here(workload)
+    axes, here = workload.layout.axes, stage_workload.here(workload)
     steps = workload.accumulation
     stream = float(here.tokens * here.shape.hidden)
     if axes.tensor > 1:
@@ -78,7 +78,7 @@ def _tensor(workload: Workload, here: Workload, stream: float) -> dict[str, floa
     width, residual = here.compute, here.residual
     names = {matrix.leaf for matrix in shape.matrices}
     ranks = {} if workload.adapter is None else dict(workload.adapter.ranks)
-    rows = [name for name in part.ROWS if name in names]
+    rows = [name for name in stage_workload.ROWS if name in names]
     columns = [name for name in COLUMNS if name in names]
     forward, narrow = float(len(rows)), sum(ranks.get(name, 0) for name in rows)
     checkpointed = workload.recomputes

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from finetune.planner.engines import Scheme
-from finetune.planner.estimate.adapters import NO_ADAPTER, Adapter
+from finetune.planner.estimate.adapter_sizes import NO_ADAPTER, Adapter
 from finetune.planner.estimate.head_losses import HF, Loss
 from finetune.planner.estimate.layout import Layout
 from finetune.planner.families import family_of

@@ -8,7 +8,7 @@ from finetune.planner import schedules
 from finetune.planner.estimate import memory, traffic
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
-from finetune.verification.memory.comparison import (
+from finetune.verification.memory.plan_and_trace import (
     NEGLIGIBLE,
     RESIDENT,
     TOLERANCE,

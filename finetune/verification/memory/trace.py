@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from finetune.data.collate import Boundaries, MicroBatch
+from finetune.data.rows.collate import Boundaries, MicroBatch
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import is_elsewhere
 from finetune.distributed.mesh import MeshEngine

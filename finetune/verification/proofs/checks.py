@@ -10,7 +10,7 @@ from finetune.checkpoints.checkpoint import progress_of, read_manifest
 from finetune.distributed.reader import Reader
 from finetune.planner import Plan
 from finetune.runs.run import Run
-from finetune.verification.proofs import sampled
+from finetune.verification.proofs import online_runs
 from finetune.verification.proofs.proof import Check, Grid, Tolerance
 from finetune.verification.proofs.runs import steps_of
 
@@ -103,7 +103,7 @@ def check_equal(
     """
     alone, here = steps_of(reference.metrics), steps_of(run.metrics)
     wrong, worst = compare_steps(alone, here, steps, tolerance, scale)
-    wrong += sampled.differences(reference, run, tolerance)
+    wrong += online_runs.differences(reference, run, tolerance)
     apart = weights_apart(reference, run, steps[-1], tolerance.strays)
     if not apart <= tolerance.weights:
         wrong.append(f"trained weights {apart:.1e} apart, at most {tolerance.weights:.0e}")

@@ -15,8 +15,8 @@ from finetune.methods.online import Online
 from finetune.models.model import load_tokenizer
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import apart_by
+from finetune.verification.proofs.online_runs import mean_reward
 from finetune.verification.proofs.proof import Check, Tolerance
-from finetune.verification.proofs.sampled import mean_reward
 from finetune.verification.proofs.small_recipe import Subject
 
 PLAIN = Path(__file__).with_name("plain_loader.py")

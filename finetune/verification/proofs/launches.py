@@ -16,7 +16,7 @@ from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.process.signals import SIGNALS
 from finetune.runs.run import Run, write_json
-from finetune.verification.proofs import packing
+from finetune.verification.proofs import packed_losses
 from finetune.verification.proofs.matrix import Crossing, Pair, Request, divisor, single_of
 from finetune.verification.proofs.runs import Launches, Trial, carry_out, copy_at_step
 from finetune.verification.proofs.small_recipe import Kind, Subject, make_subject, of_kind
@@ -43,7 +43,7 @@ class Workshop:
             subject = make_subject(of_kind(request.recipe, kind), request.shape, folder, cache)
             self.subjects[kind] = subject
             write_json(self.recipe(kind), catalog.to_fields(subject.recipe))
-            both = packing.make_packable(subject, divisor(request), cache)
+            both = packed_losses.make_packable(subject, divisor(request), cache)
             write_json(self.recipe(kind, "unpacked"), catalog.to_fields(both.unpacked))
             write_json(self.recipe(kind, "packed"), catalog.to_fields(both.packed))
 

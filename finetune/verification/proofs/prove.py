@@ -10,8 +10,8 @@ from finetune.cache import cache
 from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
 from finetune.reports.proof_page import KINDS
-from finetune.verification.proofs.job import carry_out
 from finetune.verification.proofs.matrix import Crossings, Request
+from finetune.verification.proofs.procedure import carry_out
 from finetune.verification.proofs.proof import Proof
 from finetune.verification.proofs.small_recipe import Kind, Shape
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import Prepared, prepare
-from finetune.data.sources import find_source
+from finetune.data.read.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.methods.online import Online
 from finetune.models.vocabulary import check_words

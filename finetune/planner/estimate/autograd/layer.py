@@ -4,9 +4,9 @@ Sizes are bytes for T tokens. Each operation was compared with a FakeTensor trac
 (torch 2.13, transformers 5.23, peft 0.21); `tests/test_planner_memory.py` checks the totals.
 """
 
-from finetune.planner.estimate.adapters import NO_ADAPTER
+from finetune.planner.estimate.adapter_sizes import NO_ADAPTER
 from finetune.planner.estimate.autograd.products import Products
-from finetune.planner.estimate.autograd.ring import ring_attention
+from finetune.planner.estimate.autograd.ring_attention import ring_attention
 from finetune.planner.estimate.autograd.tape import Tape, Value, parameter
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.kernels import score_block

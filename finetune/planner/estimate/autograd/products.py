@@ -1,6 +1,6 @@
 """Matrix products of a layer with adapters: one by one as in PEFT, or in groups."""
 
-from finetune.planner.estimate.adapters import NO_ADAPTER
+from finetune.planner.estimate.adapter_sizes import NO_ADAPTER
 from finetune.planner.estimate.autograd.tape import Tape, Value, parameter
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Matrix

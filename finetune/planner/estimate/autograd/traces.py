@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from finetune.planner.estimate.autograd.head import Head, head
 from finetune.planner.estimate.autograd.layer import Layer
+from finetune.planner.estimate.autograd.lm_head import Head, head
 from finetune.planner.estimate.autograd.tape import Trace, trace
 from finetune.planner.estimate.workload import Workload
 

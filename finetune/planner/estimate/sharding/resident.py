@@ -1,7 +1,7 @@
 """Memory that stays allocated between steps, on the device and on the host."""
 
-from finetune.planner.estimate.sharding.deepspeed import REDUCE_BUCKET, Gradients
 from finetune.planner.estimate.sharding.nvme import Swapped
+from finetune.planner.estimate.sharding.zero import REDUCE_BUCKET, Gradients
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.kernels import SCORE_BLOCK
 

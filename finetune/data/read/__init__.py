@@ -1,0 +1,1 @@
+"""Read rows of files and of the hub."""

@@ -1,0 +1,1 @@
+"""Token ids of rows: encoded, packed, stored, ordered, collated."""

@@ -1,0 +1,270 @@
+"""Format a prediction as text: verdict, moments of a step, tables, and suggested changes."""
+
+from collections.abc import Iterable, Sequence
+
+from finetune.planner.estimate.advice import Option, micro_tokens
+from finetune.planner.estimate.fewest_changes import Change
+from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.judges import Judge, judges
+from finetune.planner.estimate.predict import Prediction
+from finetune.planner.estimate.sampling_cost import Sampling, gathered_weights, sampling
+
+BAR = 36
+
+
+def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
+    """The complete page as text."""
+    parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
+    if prediction.workload.layout.axes.any:
+        parts.insert(1, division(prediction))
+    plan, weights = prediction.plan, gathered_weights(prediction.workload)
+    sampled = sampling(plan, prediction.source.shape, prediction.machine, weights=weights)
+    if sampled is not None:
+        parts.append(sampling_words(sampled))
+    found = judges(plan.recipe, cpu=False)
+    if found:
+        parts.append(judge_words(found))
+    if changes:
+        parts.append(what_to_change(changes))
+    return "\n\n".join(parts)
+
+
+def sampling_words(sampled: Sampling) -> str:
+    """Memory and time that sampling adds on one process, as text."""
+    seconds = "" if sampled.seconds is None else f", at least {duration(sampled.seconds)}"
+    gathered = ""
+    if sampled.weights:
+        gathered = f"; each process gathers {size(sampled.weights)} of weights for this time"
+    return (
+        f"sampling: {sampled.rows} completions of up to {sampled.tokens} tokens with their prompts "
+        f"at once: {size(sampled.cache)} of keys and values, {size(sampled.logits)} of logits and "
+        f"noise{seconds}{gathered}"
+    )
+
+
+def judge_words(found: Sequence[Judge]) -> str:
+    """Memory of reward models, as text."""
+    lines = [
+        f"reward model {each.name}: {size(each.weights)} of weights, {size(each.activations)} of "
+        "activations, in a process next to rank 0"
+        for each in found
+    ]
+    return "\n".join(lines)
+
+
+def size(count: float) -> str:
+    """Bytes in GB, or in MB below 1 GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 0.95e9 else f"{count / 1e6:.0f} MB"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 0.01:
+        return f"{1e3 * seconds:.2g} ms"
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+
+
+def machine_words(machine: Machine) -> str:
+    nodes = f" in {machine.nodes} nodes" if machine.nodes > 1 else ""
+    return f"{machine.count} x {machine.gpu.name}{nodes}"
+
+
+def network_words(machine: Machine) -> str:
+    """The assumed bandwidth of a GPU to other nodes, as text."""
+    return (
+        f"{machine.network / 1e9:.3g} GB/s between nodes for each GPU (one port of a whole node: "
+        "--network 10gbe/node)"
+    )
+
+
+def verdict(prediction: Prediction) -> str:
+    """Whether the plan fits, how fast it is, and what limits its speed."""
+    words = {
+        "safe": "fits",
+        "tight": "fits, but tightly: a longer row may not",
+        "no": "DOES NOT FIT",
+    }
+    totals, times = prediction.totals, prediction.times
+    name = prediction.workload.layout.name
+    lines = [
+        f"{name} on {machine_words(prediction.machine)}: {words[prediction.status]}",
+        f"  memory   {size(totals.allocated)} of {size(prediction.usable)} usable per GPU, most in "
+        f"'{prediction.timeline.peak.name}'",
+        f"           reserved about {size(totals.reserved)}, process about {size(totals.process)} "
+        f"({size(totals.low)} to {size(totals.high)})",
+        f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
+        f"by {times.bound}",
+    ]
+    wider = micro_tokens(prediction.plan, prediction.workload, prediction.machine)
+    if wider is not None:
+        lines.append(
+            f"  wider    batch.micro_tokens={wider} fits too: fewer and larger forward passes, the "
+            "same steps"
+        )
+    workload = prediction.workload
+    for note in machine_notes(prediction.machine, workload.compute == 2 and not workload.fp16):
+        lines.append(f"  note     {note}")
+    if prediction.machine.nodes > 1:
+        lines.append(f"  network  {network_words(prediction.machine)}")
+    if prediction.host:
+        known = prediction.machine.host_memory
+        limit = f" of {size(known)}" if known else ", give --host-ram to check it"
+        lines.append(f"  host     {size(prediction.host)} per node{limit}")
+    if prediction.disk:
+        lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
+    return "\n".join(lines)
+
+
+def division(prediction: Prediction) -> str:
+    """Memory by stage, communication along each axis, and the pipeline bubble."""
+    plan, step = prediction.plan, prediction.times.step
+    lines = [f"the mesh: {plan.mesh.words()}"]
+    if len(prediction.stages) > 1:
+        sizes = ", ".join(size(found.peak.total) for found in prediction.stages)
+        lines.append(f"  stages      {sizes}")
+        lines.append(f"  schedule    {plan.pipeline_words()}")
+    for link in prediction.links:
+        where = "between nodes" if link.crosses else "inside a node"
+        lines.append(
+            f"  {link.axis:11} {size(link.sent):>9} sent in a step, {where}: "
+            f"{duration(link.seconds)}, {link.seconds / step:.1%} of it"
+        )
+    return "\n".join(lines)
+
+
+def emulated(machine: Machine) -> str:
+    """Note on bf16 for a GPU without bf16 units."""
+    gpu = machine.gpu
+    return (
+        f"{gpu.name} has no bf16 units: PyTorch computes it in fp32, at "
+        f"{gpu.flops * gpu.single / 1e12:.3g} TFLOPS instead of {gpu.flops / 1e12:.3g}, and the "
+        "time here assumes that; training refuses bf16 on it: use --precision fp16, the 16-bit "
+        "type of its tensor cores"
+    )
+
+
+def machine_notes(machine: Machine, bf16: bool) -> list[str]:
+    """Notes on the GPUs of a machine."""
+    slow = [emulated(machine)] if bf16 and not machine.gpu.bf16 else []
+    return [*slow, *([machine.gpu.note] if machine.gpu.note else [])]
+
+
+def moments(prediction: Prediction) -> str:
+    """A bar chart of the moments of a step, relative to usable memory."""
+    lines = ["moments of a step"]
+    peak, largest = prediction.timeline.peak, prediction.timeline.peak.total
+    scale = max(prediction.usable, largest)
+    limit = round(BAR * prediction.usable / scale)
+    for moment in prediction.timeline.moments:
+        filled = round(BAR * moment.total / scale)
+        bar = "#" * filled + "." * max(0, limit - filled)
+        mark = "  <- peak" if moment is peak else ""
+        lines.append(f"  {moment.name:27} {bar:{BAR}} {size(moment.total):>9}{mark}")
+    return "\n".join(lines)
+
+
+def table(prediction: Prediction) -> str:
+    """Memory in use at the peak, by component."""
+    lines = ["at the peak"]
+    for name, count in prediction.timeline.peak.parts.items():
+        if count >= 5e5:
+            lines.append(f"  {name:27} {size(count):>9}")
+    shape, workload = prediction.source.shape, prediction.workload
+    share = workload.trained / shape.parameters
+    lines.append(
+        f"model: {shape.parameters:,} parameters, {workload.trained:,} trained ({share:.2%}); "
+        f"shapes from {prediction.source.where}"
+    )
+    return "\n".join(lines)
+
+
+def time(prediction: Prediction) -> str:
+    """Time and communication of a step, and the complete run."""
+    times, volume = prediction.times, prediction.volume
+    hidden = f"{times.overlap:.0%} of communication overlaps with it"
+    lines = [
+        "one step",
+        f"  compute       {duration(times.compute)}: {times.flops / 1e12:,.0f} TFLOP per GPU at "
+        f"{times.mfu:.0%} of its peak (an assumption); {hidden} (another)",
+        f"                {times.flops_per_token / 1e9:,.1f} GFLOP per token",
+    ]
+    if times.bound == "launches":
+        lines.append(
+            f"  launches      {duration(times.launches)}: operations are started one by one, and "
+            "the GPU waits; more rows in a micro-batch take no longer"
+        )
+    if volume.total:
+        lines.append(
+            f"  communication {duration(times.communication)}: {size(volume.total)} sent per GPU"
+        )
+    if times.offload:
+        disk = ", reads and writes of the disk" if prediction.disk else ""
+        how = f"copies over PCIe, AdamW on CPU{disk}"
+        lines.append(f"  offload       {duration(times.offload)}: {how}")
+    if times.break_even:
+        here = prediction.workload.tokens
+        bound = "bound" if here < times.break_even else "not bound"
+        lines.append(
+            f"                {bound} by PCIe: a micro-step has {here:,} tokens, and copies take "
+            f"as long as computing at {times.break_even:,.0f}"
+        )
+    return "\n".join([*lines, whole_run(prediction)])
+
+
+def whole_run(prediction: Prediction) -> str:
+    """Steps, time and cost of the complete run."""
+    if prediction.seconds is None or prediction.gpu_hours is None:
+        packing = prediction.plan.recipe.batch.packing
+        more = " and --row-tokens (their average length), to count packs" if packing else ""
+        return f"whole run: unknown until the rows are counted; give --rows{more}"
+    cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
+    before = prediction.reference_seconds
+    reference = f" ({duration(before)} of them for the reference)" if before is not None else ""
+    return (
+        f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}{reference}, "
+        f"{prediction.gpu_hours:,.1f} GPU-hours{cost}"
+    )
+
+
+def what_to_change(changes: Sequence[Change]) -> str:
+    """Single changes with the memory that each saves."""
+    lines = ["possible changes, and what each saves"]
+    return "\n".join(lines + [_change(change) for change in changes])
+
+
+def before_disk(changes: Sequence[Change]) -> str:
+    """Changes to try before NVMe offload."""
+    lines = ["before offloading to disk, try these changes, which fit without offload"]
+    return "\n".join(lines + [_change(change) for change in changes])
+
+
+def _change(change: Change) -> str:
+    fits = "fits" if change.fits else "not enough by itself"
+    return f"  -{size(change.gain):>8}  {change.what}: {change.setting} ({fits})"
+
+
+def ranking(options: Iterable[Option], reason: str, shown: int = 8) -> str:
+    """A table of the backends that fit, best first, with the reason for the first."""
+    rows = list(options)
+    more = len(rows) - shown
+    if not rows:
+        return "no backend fits"
+    wide = max([22, *(len(each.words) for each in rows[:shown])])
+    lines = [
+        reason,
+        "",
+        f"  {'backend':{wide}} {'rows':>4} {'recompute':9} {'memory':>9} {'tokens/s':>10}",
+    ]
+    for each in rows[:shown]:
+        workload = each.workload
+        tight = "  tight" if each.status == "tight" else ""
+        lines.append(
+            f"  {each.words:{wide}} {workload.micro_rows:4} {workload.checkpointing:9} "
+            f"{size(each.peak.total):>9} {each.times.tokens_per_second:10,.0f}{tight}"
+        )
+    if more > 0:
+        lines.append(f"  and {more} that are slower or less simple: --json has all")
+    return "\n".join(lines)

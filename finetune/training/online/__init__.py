@@ -1,0 +1,1 @@
+"""Steps of online methods: sample completions, score them, compute advantages."""

@@ -1,0 +1,1 @@
+"""Log-probabilities of a reference model, stored or computed in a step."""
