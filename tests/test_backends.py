@@ -1,5 +1,6 @@
 """The switch is real: each backend shards what it says and changes no loss."""
 
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,21 +111,44 @@ def test_losses_of_an_adapter_are_those_of_one_process(run_of, backend):
     assert_same_losses(run_of(**LORA), run_of(backend, **LORA))
 
 
-@pytest.mark.slow
-def test_two_machines_train_as_one(run_of, tiny, finetune, tmp_path):
-    """DeepSpeed's own launcher would start the second one by itself."""
-    recipe = write_recipe(tmp_path / "lora.json", tiny.fields(**LORA))
-    port = free_port()
+@pytest.fixture
+def machines(tiny, finetune, tmp_path):
+    """A launch over two machines, rank by rank in the folders given."""
+    recipe, port = write_recipe(tmp_path / "lora.json", tiny.fields(**LORA)), free_port()
 
-    def machine(rank: int) -> Finished:
+    def machine(rank: int, folder: Path) -> Finished:
         return finetune(
             "launch", recipe, "--backend", "zero2", "--processes", "2", "--precision", "fp32",
-            "--output", tmp_path / "run", "--num_machines", "2", "--machine_rank", rank,
+            "--output", folder, "--num_machines", "2", "--machine_rank", rank,
             "--main_process_ip", "127.0.0.1", "--main_process_port", port,
         )  # fmt: skip
 
-    with ThreadPoolExecutor() as machines:
-        done = list(machines.map(machine, range(2)))
+    def launched(*folders: Path) -> list[Finished]:
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(machine, range(2), folders))
+
+    return launched
+
+
+@pytest.mark.slow
+def test_machines_that_do_not_share_the_run_directory_are_told_before_the_first_step(
+    machines, tmp_path
+):
+    done = machines(tmp_path / "here", tmp_path / "there")
+    host = socket.gethostname()
+    for finished, name in zip(done, ("here", "there"), strict=True):
+        assert finished.status == 2
+        assert (
+            f"{tmp_path / name}: rank 1 on {host} cannot see what rank 0 on {host} writes there; "
+            "choose an --output on a disk that all hosts share"
+        ) in finished.output
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_one(run_of, machines, tmp_path):
+    """DeepSpeed's own launcher would start the second one by itself."""
+    done = machines(tmp_path / "run", tmp_path / "run")
     assert [each.status for each in done] == [0, 0], done[0].output + done[1].output
     assert "Finished" in done[0].stdout
     assert "Finished" not in done[1].output

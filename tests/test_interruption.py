@@ -1,9 +1,11 @@
 """A signal ends a run in order, a second one at once, and the same command goes on afterwards."""
 
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -91,6 +93,53 @@ def test_a_signal_before_the_workers_listen_ends_with_75(tiny, tmp_path):
     assert process.returncode == 75, stderr
     assert "interrupted by SIGTERM" in stderr
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("verb", ["train", "launch"])
+def test_a_signal_while_libraries_load_ends_with_75(tmp_path, verb):
+    process = start([verb, "quickstart", "--output", str(tmp_path / "run")], tmp_path)
+    status = Path(f"/proc/{process.pid}/status")
+    wait_for(lambda: handles(status.read_text(), signal.SIGTERM), process)
+    assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert stderr == ("error: interrupted by SIGTERM before the training began: nothing to save\n")
+    assert not (tmp_path / "run").exists()
+
+
+def handles(status: str, number: int) -> bool:
+    (mask,) = re.findall(r"SigCgt:\s*(\w+)", status)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("second", "ends"), [(signal.SIGHUP, (0, "saved\n")), (signal.SIGINT, (75, ""))]
+)
+def test_a_repeated_signal_does_not_abandon_a_save(second, ends):
+    """But a second Ctrl-C of a person does."""
+    program = """
+import time
+from finetune.process.signals import Interruption
+with Interruption() as interruption:
+    interruption.defer()
+    print("saving", flush=True)
+    while not interruption.asked:
+        time.sleep(0.01)
+    interruption.saving = True
+    time.sleep(1)
+    print("saved", flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    process.send_signal(second)
+    told, _ = process.communicate(timeout=60)
+    assert (process.returncode, told) == ends
 
 
 def test_a_schedulers_loop_goes_on_to_the_end_with_the_same_losses(tiny, train, finetune, tmp_path):

@@ -1,20 +1,25 @@
-"""Lock a run directory, so that only one process at a time trains in it."""
+"""Lock a run directory for one training at a time; check that its ranks share it."""
 
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune.distributed.ranks import Ranks
 from finetune.errors import FinetuneError
 from finetune.runs.run import Run
 from finetune.runs.units import duration
 
 LOCK_SECONDS = 10.0
 """Seconds to wait for a lock: the processes of a killed run may take a moment to end."""
+SECONDS_TO_APPEAR = 10.0
+"""Seconds until a network file system shows a new file to every host."""
+SHOWN_RANKS = 8
 NOT_A_RUN = {"run.lock", "offload", "flight_records", "starting_adapter.json"}
 """Names allowed in a directory before it has a run's record, in addition to hidden files.
 
@@ -102,3 +107,25 @@ def _unusable_directory(root: Path, error: OSError) -> FinetuneError:
     return FinetuneError(
         f"{root}: cannot be a run directory ({error.strerror}); choose another --output"
     )
+
+
+def refuse_unshared(run: Run, ranks: Ranks) -> None:
+    """Check that rank 0's run directory is that of every rank: each writes its part of checkpoints.
+
+    Raises:
+        FinetuneError: on every rank, with the ranks that have another directory of this name.
+    """
+    token = run.root / ranks.from_first(f".shared-{secrets.token_hex(8)}")
+    ranks.on_rank_0(token.touch)
+    until = time.monotonic() + SECONDS_TO_APPEAR
+    while not (seen := token.exists()) and time.monotonic() < until:
+        time.sleep(0.2)
+    everybody = ranks.gather((socket.gethostname(), seen))
+    ranks.on_rank_0(token.unlink)
+    apart = [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(everybody) if not seen]
+    if apart:
+        more = f" and {len(apart) - SHOWN_RANKS} more" if apart[SHOWN_RANKS:] else ""
+        raise FinetuneError(
+            f"{run.root.absolute()}: {', '.join(apart[:SHOWN_RANKS])}{more} cannot see what rank 0 "
+            f"on {everybody[0][0]} writes there; choose an --output on a disk that all hosts share"
+        )

@@ -291,6 +291,8 @@ def _started(
 
     def send(number: int, _: object) -> None:
         heard.append(signal.Signals(number).name)
+        if heard[:-1] and number != signal.SIGINT:
+            return  # a second one would end torch's agent, which waits for the workers to save
         for job in jobs:
             (worker_alone(job.pid) or job).send_signal(number)
 

@@ -2,7 +2,8 @@
 
 After the first signal the current step is completed; then the loop saves and raises `Interrupted`.
 A second signal ends the process, even while Python waits inside a library: a thread receives
-signals through `signal.set_wakeup_fd`, which does not depend on the main thread.
+signals through `signal.set_wakeup_fd`, which does not depend on the main thread. While progress is
+saved only SIGINT does: a scheduler repeats its signals, a person presses Ctrl-C twice.
 """
 
 import contextlib
@@ -24,6 +25,20 @@ def handled_signals() -> list[signal.Signals]:
     """Signals that this process handles: `nohup` makes it ignore a closed terminal."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
+
+
+def requeue_on_sigterm() -> None:
+    """End with status 75 on SIGTERM, until other handlers stand: libraries load for seconds.
+
+    The process ends at once, as an exception during an import may be caught by a library.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        text = f"error: interrupted by {name_of(number)} before the training began: nothing to save"
+        os.write(2, f"{text}\n".encode())
+        os._exit(Interrupted.exit_status)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def name_of(number: int) -> str:
@@ -61,7 +76,7 @@ class Interruption:
     def __init__(self) -> None:
         self.asked = False
         self._name = "a signal"
-        self.deferring = False
+        self.deferring = self.saving = False
         self._before: dict[signal.Signals, object] = {}
 
     @property
@@ -122,6 +137,7 @@ class Interruption:
                 for number in asking:
                     now = time.monotonic()
                     first = first or (number, now)
-                    if number != first[0] or now > first[1] + SECONDS_OF_ONE_REQUEST:
+                    repeated = number != first[0] or now > first[1] + SECONDS_OF_ONE_REQUEST
+                    if repeated and not (self.saving and number != signal.SIGINT):
                         os._exit(Interrupted.exit_status)
                 self._hear.settimeout(SECONDS_OUTSIDE_A_STEP)

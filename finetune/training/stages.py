@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.checkpoints import checkpoint, stop_tokens
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
-from finetune.checkpoints.lock import locked
+from finetune.checkpoints.lock import locked, refuse_unshared
 from finetune.checkpoints.resume import claim, refuse_other_data
 from finetune.checkpoints.saver import restore_best
 from finetune.data.audit import identity
@@ -109,6 +109,7 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
 
     plan, recipe = engine.plan, engine.plan.recipe
     resumed = engine.on_rank_0(claimed)
+    refuse_unshared(run, engine)
     tokenizer = model.load_tokenizer(recipe)
     chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
     tokenizer.chat_template = chat.saved  # saved: inference then renders as training did

@@ -110,6 +110,7 @@ class Training:
             stop = self._patience_is_over(progress)
             interrupted, done = bool(result.noticed[SIGNALLED]), stop or step + 1 == self.steps
             due = self._due(progress, self.started.inputs.saving_every)
+            self.interruption.saving = interrupted  # from here to the end: nothing but to save
             if better or done or interrupted or due:
                 self.saver.save(progress, better)
             self.recorder.saved(self.saver.written())
