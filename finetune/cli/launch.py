@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of restarts after a failure",
     )
     parser.add_argument(
+        "--join-timeout",
+        type=options.minutes,
+        default=5.0,
+        help="minutes that a machine waits for the others to start",
+    )
+    parser.add_argument(
         "--launcher",
         default="accelerate",
         help=f"{', '.join(LAUNCHERS)}, or module:function of your own launcher",
@@ -45,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments=words,
         flags=arguments.flags,
         max_restarts=arguments.max_restarts,
+        join_minutes=arguments.join_timeout,
         launcher=arguments.launcher,
         shard_size=arguments.shard_size,
         axes=options.axes_of(arguments),

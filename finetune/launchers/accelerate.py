@@ -83,6 +83,8 @@ def run(job: Job) -> None:
         raise FinetuneError(*twice)
     if job.max_restarts:
         flags = ["--max_restarts", str(job.max_restarts), *flags]
+    if machines(flags) > 1:
+        flags = ["--rdzv_conf", f"timeout={job.join_minutes * 60:.0f}", *flags]
     if job.precision is not None:
         flags = ["--mixed_precision", backends.MIXED[job.precision], *flags]
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:

@@ -29,6 +29,7 @@ class Job:
     flags: tuple[str, ...]
     """Arguments of the launcher itself."""
     max_restarts: int
+    join_minutes: float = 5.0
 
 
 Launcher = Callable[[Job], None]
@@ -46,6 +47,7 @@ def launch(
     flags: Sequence[str] = (),
     max_restarts: int = 0,
     *,
+    join_minutes: float = 5.0,
     launcher: str = "accelerate",
     shard_size: int | None = None,
     axes: Mapping[str, int | str | None] | None = None,
@@ -57,6 +59,7 @@ def launch(
         flags: arguments of `accelerate launch`, including those for several machines.
         max_restarts: maximum number of restarts of all processes after a failure, each from the
             newest checkpoint.
+        join_minutes: minutes that a machine of several waits for the others to start.
         shard_size: processes over which hybrid sharding shards one copy of the model; by default
             those of one machine.
         axes: sizes of the axes that divide the model, by the fields of
@@ -82,7 +85,11 @@ def launch(
         # is checked here that the first may start.
         claim(run, plan, resume)
         resume = "auto"
-    start(Job(plan, run, resume, precision, tuple(arguments), tuple(flags), max_restarts))
+    start(
+        Job(
+            plan, run, resume, precision, tuple(arguments), tuple(flags), max_restarts, join_minutes
+        )
+    )
     return run
 
 

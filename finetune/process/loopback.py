@@ -10,7 +10,10 @@ changed.
 import functools
 import importlib
 import socket
+import sys
 from typing import Any
+
+from finetune.errors import FinetuneError
 
 MAKERS = (
     "torch.distributed.rendezvous",
@@ -63,8 +66,14 @@ def main() -> None:
     """Run `accelerate launch` with the arguments of this process."""
     from accelerate.commands import launch
 
+    from finetune.process import error_report, join
+
     listen_on_loopback()
-    launch.main()
+    join.name_missing_machines()
+    try:
+        launch.main()
+    except FinetuneError as error:
+        sys.exit(error_report.report(error))
 
 
 if __name__ == "__main__":
