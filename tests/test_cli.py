@@ -594,6 +594,21 @@ def test_deepspeed_on_several_machines_starts_each_ones_own_processes(flags):
     assert words[words.index("--deepspeed_multinode_launcher") + 1] == "standard"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "launch quickstart --output s3://b/run", "train quickstart --output gs://b/run",
+        "quickstart --output hf://b/run", "export runs/x --to s3://b/x",
+        "eval runs/x --output https://b/x", "prove quickstart --output s3://b/p",
+    ],
+)  # fmt: skip
+def test_an_address_is_not_taken_for_a_local_folder(words, run_here, tmp_path):
+    told = run_here(*words.split()).refused()
+    assert ":/b" in told
+    assert "not a path on this machine; give a local path" in told
+    assert not any(":" in path.name for path in tmp_path.iterdir())
+
+
 def test_launch_passes_unknown_flags_to_accelerate(tiny, finetune, tmp_path):
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny))
     said = finetune("launch", recipe, "--no_such_flag", "--output", tmp_path / "run").refused()

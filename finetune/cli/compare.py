@@ -3,13 +3,15 @@
 import argparse
 from pathlib import Path
 
+from finetune.cli import options
+
 SUMMARY = "compare runs: recipes, curves, measures"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="run", help="run directories, two or more")
     parser.add_argument(
-        "--output", type=Path, default=Path("comparison.html"), help="page to write"
+        "--output", type=options.local_path, default=Path("comparison.html"), help="page to write"
     )
 
 

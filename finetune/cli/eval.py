@@ -36,13 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument("--metrics", help="comma-separated names; by default those that fit")
     measured.add_argument("--max-new-tokens", type=options.count, default=256)
     measured.add_argument("--batch-rows", type=options.count, default=8)
-    measured.add_argument("--schema", type=Path, help="JSON schema of the answers")
-    measured.add_argument("--database", type=Path, help="SQLite file of the queries")
+    measured.add_argument("--schema", type=options.local_path, help="JSON schema of the answers")
+    measured.add_argument("--database", type=options.local_path, help="SQLite file of the queries")
     measured.add_argument(
         "--run-code", action="store_true", help="run code in answers, with limits"
     )
     measured.add_argument("--code-samples", type=options.count, default=1, help="for pass@k")
-    measured.add_argument("--general-text", type=Path, help="text file to measure forgetting on")
+    measured.add_argument(
+        "--general-text", type=options.local_path, help="text file to measure forgetting on"
+    )
     measured.add_argument("--judge", help="URL of a model that judges which answer is better")
     measured.add_argument("--judge-model", help="name of the judge there; by default the first")
     measured.add_argument(
@@ -54,10 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-name", help="for a URL: the model's name there")
     parser.add_argument("--against-model-name", help="the same for --against")
-    parser.add_argument("--key-file", type=Path, help="file with the API key of the URLs")
+    parser.add_argument(
+        "--key-file", type=options.local_path, help="file with the API key of the URLs"
+    )
     parser.add_argument("--require", help="bounds, such as 'exact>=0.8,forgetting<=0.02'")
     parser.add_argument("--name", help="name of the folder eval/NAME to write")
-    parser.add_argument("--output", type=Path, help="folder to write instead of eval/NAME")
+    parser.add_argument(
+        "--output", type=options.local_path, help="folder to write instead of eval/NAME"
+    )
     parser.add_argument("--json", action="store_true", help="print results.json")
 
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.cli import options
@@ -21,7 +20,7 @@ EVALUATION = "export"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run directory")
-    parser.add_argument("--to", type=Path, help="folder to write")
+    parser.add_argument("--to", type=options.local_path, help="folder to write")
     parser.add_argument(
         "--format", help=f"{', '.join(EXPORTERS)}, or module:function of your own exporter"
     )
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--llama-cpp",
-        type=Path,
+        type=options.local_path,
         default=os.environ.get("LLAMA_CPP_DIR"),
         help="checkout of llama.cpp, for gguf and ollama; by default LLAMA_CPP_DIR",
     )
@@ -57,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base", help="name with which others find the base of an adapter, instead of its path"
     )
     parser.add_argument(
-        "--bundle", type=Path, metavar="ZIP", help="the run's record as one file, without weights"
+        "--bundle",
+        type=options.local_path,
+        metavar="ZIP",
+        help="the run's record as one file, without weights",
     )
 
 

@@ -1,7 +1,6 @@
 """`finetune import`: convert a config file of another toolkit to a recipe."""
 
 import argparse
-from pathlib import Path
 
 from finetune.cli import options
 
@@ -9,7 +8,7 @@ SUMMARY = "convert a config file of axolotl or LLaMA-Factory to a recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="YAML of axolotl or LLaMA-Factory")
+    parser.add_argument("file", type=options.local_path, help="YAML of axolotl or LLaMA-Factory")
     parser.add_argument("--output", help="name or .yaml to write; by default the file's name")
     parser.add_argument(
         "--processes", type=options.count, default=1, help="number of processes it is for"

@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="for an online method: N completions of the initial model per row, with rewards",
     )
-    parser.add_argument("--html", type=Path, help="page to write, instead of printing rows")
+    parser.add_argument(
+        "--html", type=options.local_path, help="page to write, instead of printing rows"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from finetune.launchers import srun
     from finetune.launchers.job import launch
     from finetune.training.preflight import read_words
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         options.resume_of(arguments),
         arguments.precision,
         arguments=words,
-        flags=arguments.flags,
+        flags=[*srun.flags(arguments.flags), *arguments.flags],
         max_restarts=arguments.max_restarts,
         join_minutes=arguments.join_timeout,
         launcher=arguments.launcher,

@@ -5,6 +5,9 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.errors import FinetuneError
+from finetune.runs.run import refuse_scheme
+
 if TYPE_CHECKING:
     from finetune.checkpoints.resume import Resume
 
@@ -32,6 +35,13 @@ def minutes(text: str) -> float:
         if 0 < float(text) < 1e6:
             return float(text)
     raise argparse.ArgumentTypeError(f"got '{text}', expected minutes, such as 30 or 0.5")
+
+
+def local_path(text: str) -> Path:
+    try:
+        return refuse_scheme(Path(text))
+    except FinetuneError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def recipe_words(parser: argparse.ArgumentParser, what: str = "name or file of a recipe") -> None:
@@ -77,7 +87,7 @@ def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
 
 
 def run_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, help="run directory; by default runs/RECIPE")
+    parser.add_argument("--output", type=local_path, help="run directory; by default runs/RECIPE")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -86,7 +96,7 @@ def run_words(parser: argparse.ArgumentParser) -> None:
         metavar="auto",
         help="continue from the newest checkpoint; `--resume auto` starts if there is none",
     )
-    parser.add_argument("--nvme-path", type=Path, help="local disk for zero3_nvme")
+    parser.add_argument("--nvme-path", type=local_path, help="local disk for zero3_nvme")
     parser.add_argument(
         "--timeout", type=minutes, default=30.0, help="minutes that a rank waits for others"
     )

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which checkpoints are resumed on other backends; all is between every two",
     )
     parser.add_argument("--jobs", type=options.count, default=1, help="concurrent launches")
-    parser.add_argument("--output", type=Path, help="folder; by default proofs/RECIPE")
+    parser.add_argument(
+        "--output", type=options.local_path, help="folder; by default proofs/RECIPE"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from finetune.cli import options
+
 SUMMARY = "run the main job offline, in minutes on a CPU"
 
 
@@ -10,7 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", choices=("sft", "dpo", "grpo"), default="sft", help="training method"
     )
-    parser.add_argument("--output", type=Path, help="by default runs/quickstart[-METHOD]")
+    parser.add_argument(
+        "--output", type=options.local_path, help="by default runs/quickstart[-METHOD]"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

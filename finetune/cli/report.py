@@ -1,14 +1,17 @@
 """`finetune report`: write a run's report as one HTML page."""
 
 import argparse
-from pathlib import Path
+
+from finetune.cli import options
 
 SUMMARY = "write a run's report as one HTML page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="run directory")
-    parser.add_argument("--proof", type=Path, help="folder of a proof of the run's recipe")
+    parser.add_argument(
+        "--proof", type=options.local_path, help="folder of a proof of the run's recipe"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """`finetune teach`: store a teacher's log-probabilities, for distillation without the teacher."""
 
 import argparse
-from pathlib import Path
 
 from finetune.cli import options
 
@@ -10,7 +9,7 @@ SUMMARY = "store a teacher's log-probabilities, for distillation without the tea
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--output", type=options.local_path, required=True, help="folder to write")
     parser.add_argument(
         "--top-k", type=options.count, default=64, help="tokens stored for each label"
     )

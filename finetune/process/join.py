@@ -47,14 +47,14 @@ def _joined(
     store = _opened(host, port, rank == 0, until)
     store.set(f"machine/{rank}", socket.gethostname())
     keys = [f"machine/{each}" for each in range(machines)]
-    try:
-        store.wait(keys, _left(until))
-    except dist.DistError:
-        missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
-        raise FinetuneError(
-            f"--num_machines {machines}: --machine_rank {', '.join(missing)} did not join at "
-            f"{host}:{port} within {timeout.total_seconds() / 60:g} min; {LATER}"
-        ) from None
+    while not store.check(keys):  # torch's own wait prints its failure
+        if time.monotonic() > until:
+            missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
+            raise FinetuneError(
+                f"--num_machines {machines}: --machine_rank {', '.join(missing)} did not join at "
+                f"{host}:{port} within {timeout.total_seconds():g} s; {LATER}"
+            )
+        time.sleep(SECONDS_BETWEEN_ATTEMPTS)
     return store
 
 

@@ -38,6 +38,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from finetune.errors import FinetuneError, reading
 
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def refuse_scheme(path: Path) -> Path:
+    """Refuse an address such as s3://bucket/run, which would be a local folder named `s3:`."""
+    if SCHEME.match(str(path)):
+        raise FinetuneError(
+            f"'{path}': not a path on this machine; give a local path, and copy what is written "
+            "there to its store"
+        )
+    return path
+
 
 class File(property):
     """The path of a file or folder in a run directory."""
@@ -56,6 +68,9 @@ class Run:
     """The files of a run directory; `root` does not have to exist yet."""
 
     root: Path
+
+    def __post_init__(self) -> None:
+        refuse_scheme(self.root)
 
     recipe = File("recipe.json", "the recipe with every field.")
     plan = File("plan.json", "the plan, derived before anything was loaded.")
