@@ -61,12 +61,10 @@ class PipelineEngine(MeshEngine):
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.stages = self._stages(model)
         network: Any = layers.network_of(model)
-        if self.plan.recipe.teaches:
-            network.balance = None  # not a part of what a teacher teaches
         self.teacher = network._modules.pop("teacher", None)
         if self.teacher is not None:
             # Its stages run separately, and FSDP2 allows one root for each module.
-            vars(network)["teacher"], vars(self.teacher)["balance"] = self.teacher, None
+            vars(network)["teacher"] = self.teacher
             self.teacher_stages = self._stages(self.teacher)
         super().wrap(model, optimizers)
 
@@ -222,7 +220,10 @@ class PipelineEngine(MeshEngine):
         kind = get_schedule_class(axes.schedule if training or len(built) > 1 else "GPipe")
         given = built if len(built) > 1 else built[0]
         return kind(
-            given, n_microbatches=len(batches), loss_fn=self._divided_loss, scale_grads=False
+            given,
+            n_microbatches=len(batches),
+            loss_fn=self._divided_loss,
+            scale_grads=False,
         )
 
     def _divided_loss(self, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -344,7 +345,8 @@ class Stage(nn.Module):
             output = base(**source, **inputs, **routed, use_cache=False)
         hidden, balanced = output.last_hidden_state, None
         if balance is not None:
-            documents, number = _documents(batch)
+            ends = None if batch.boundaries is None else batch.boundaries.ends
+            documents, number = documents_of(batch.ids, batch.unpadded, ends, batch.real_tokens)
             rows = _most_documents(step.batches)
             mine = balance.tally(output.get("router_logits") or (), documents, rows)
             tally = mine if tally is None else tally + mine
@@ -378,17 +380,14 @@ class Stage(nn.Module):
             base.layers, base.norm = kept, norm
 
 
+@dataclasses.dataclass(frozen=True)
 class _Head:
     """Stands in for the model in a method's loss, with hidden states that are already computed."""
 
-    def __init__(
-        self,
-        network: Any,
-        hidden: torch.Tensor,
-        balance: torch.Tensor | None,
-        seen: torch.Tensor | None,
-    ) -> None:
-        self.network, self.hidden, self.balance, self.seen = network, hidden, balance, seen
+    network: Any
+    hidden: torch.Tensor  # (rows, tokens, hidden)
+    balance: torch.Tensor | None
+    seen: torch.Tensor | None
 
     def __call__(
         self,
@@ -408,17 +407,9 @@ class _Head:
         return loss if self.balance is None else torch.cat([loss.view(-1), self.balance.view(1)])
 
 
-def _documents(batch: MicroBatch) -> tuple[torch.Tensor, int]:
-    """Document of each token, and the number of documents, which stands for padding."""
-    bounds = batch.boundaries
-    ends = None if bounds is None else bounds.ends
-    return documents_of(batch.ids, batch.unpadded, ends, batch.real_tokens)
-
-
 def _most_documents(batches: list[MicroBatch]) -> int:
-    bounds = [batch.boundaries for batch in batches]
-    counts = [1 if each is None else len(each.numbers) - 1 for each in bounds]
-    return max(*counts, batches[0].ids.shape[0])
+    counts = [len(b.boundaries.numbers) - 1 for b in batches if b.boundaries is not None]
+    return max([*counts, batches[0].ids.shape[0]])
 
 
 def _once(loss_of: LossOf) -> LossOf:

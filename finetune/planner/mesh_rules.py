@@ -187,7 +187,7 @@ def _recipe(recipe: Recipe, backend: Backend) -> Iterator[str]:
             model.activation_checkpointing == "offload"
         ),
         f"method: {recipe.method} needs a score head, which no stage of a pipeline holds": (
-            recipe.scores is not None and axes.pipeline > 1
+            recipe.head.scored and axes.pipeline > 1
         ),
         "parallelism_config_pp_schedule: torch 2.13 cannot run a teacher's forward pass with "
         "ZBVZeroBubble; use 1F1B, or `finetune teach`": zero_bubble

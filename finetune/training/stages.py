@@ -8,17 +8,19 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from finetune.cache import cache, keep_compiled
 from finetune.checkpoints import checkpoint, stop_tokens
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.lock import locked
 from finetune.checkpoints.resume import claim, refuse_other_data
 from finetune.checkpoints.saver import restore_best
-from finetune.data.audit import identity
+from finetune.data.audit import identity, mistakes
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.prepare import Prepared
+from finetune.data.prepare import Prepared, prepare
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
+from finetune.kernels import cpu, pointwise
 from finetune.models import adapters, composition, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
 from finetune.planner.padding import Padding
@@ -26,15 +28,13 @@ from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts, shari
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training import optim
-from finetune.training.compiled import choose_compiled
 from finetune.training.eval_metrics import Answering, answering
 from finetune.training.fit import check_context
 from finetune.training.memory_meter import Meter
 from finetune.training.online.rollouts import Rollouts, rollouts_of, second_model
-from finetune.training.recorder import Recorder
+from finetune.training.recorder import Recorder, tokens_of_run
 from finetune.training.reference.stored import with_other, with_own, with_values
 from finetune.training.run_options import Options
-from finetune.training.shared_rows import prepare_on_ranks
 from finetune.training.startup_checks import (
     refuse_full_gpu,
     run_checks,
@@ -112,7 +112,7 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     tokenizer = model.load_tokenizer(recipe)
     chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
     tokenizer.chat_template = chat.saved  # saved: inference then renders as training did
-    data = prepare_on_ranks(engine, recipe, chat)
+    data = _prepare_on_ranks(engine, recipe, chat)
     if recipe.teaches:
         data = teacher.ready(recipe, tokenizer, data)
     if resumed is not None:
@@ -222,3 +222,59 @@ def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:
     ):
         if given != steps:
             yield f"{field}: {given} is every {steps} of {inputs.steps} steps"
+
+
+def _prepare_on_ranks(engine: Engine, recipe: Recipe, chat: Chat) -> Prepared:
+    """Rows of a recipe's data, the same on every rank.
+
+    Raises:
+        FinetuneError: on every rank, with problems of the data, or if a rank reads different data.
+    """
+    folder = cache("data")
+    with engine.patient():
+        counts = engine.on_rank_0(lambda: prepare(recipe, chat, folder).counts)
+        check = engine.accelerator.is_local_main_process and not engine.is_main
+        prepared = prepare(recipe, chat, folder, check=check)
+        engine.sums_and_maxima([], [len(prepared.train)])
+    if prepared.counts != counts:
+        raise FinetuneError(f"rank {engine.rank} reads different data than rank 0")
+    problems = list(mistakes(counts["train"]))
+    if problems and recipe.data_checks == "refuse":
+        raise FinetuneError(*problems)
+    return prepared
+
+
+def _check_compiler(engine: Engine) -> None:
+    """Compile and run one kernel if the blocks of the model will be compiled; collective.
+
+    Raises:
+        FinetuneError: on every rank, if one cannot compile.
+    """
+    if engine.plan.recipe.kernels.blocks == "eager":
+        return
+    keep_compiled(pointwise.usual_folder)
+    reasons = engine.gather(pointwise.against_inductor(engine.device))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            place = f"rank {rank}: " if engine.world > 1 else ""
+            raise FinetuneError(f"kernels.blocks: {place}{reason}; use kernels.blocks=eager")
+
+
+def choose_compiled(engine: Engine, data: Prepared, steps: int) -> list[str]:
+    """Switch compiled pointwise chains and the memory pool on or off; returns notes for the log.
+
+    If one rank cannot compile the chains, no rank uses them: a job is as fast as its slowest rank.
+    """
+    _check_compiler(engine)
+    keep_compiled(pointwise.usual_folder)
+    kernels, device = engine.plan.recipe.kernels, engine.device
+    tokens = tokens_of_run(engine.plan, data, steps)
+    dtype = model.compute_dtype(engine.plan)
+    chained, of_chains = pointwise.settle(kernels.pointwise, device, tokens, dtype)
+    somewhere_eager = bool(engine.largest([int(not chained)])[0])
+    if chained and somewhere_eager:
+        chained, of_chains = False, "kernels.pointwise: eager, because another rank cannot compile"
+    pointwise.compile_chains(chained)
+    pooled, of_pool = cpu.settle_pool(kernels.allocator, device, tokens)
+    cpu.use_pool(pooled)
+    return [note for note in (of_chains, of_pool) if note is not None]

@@ -100,7 +100,7 @@ class Training:
             progress = self._record(dataclasses.replace(progress, step=step + 1), result, peak)
             high = high + 1 if self._is_high(result.loss) else 0
             if high == self.recipe.optim.max_loss_steps:
-                self._end_diverged(progress, result.loss)
+                self._end_diverged(progress, result.loss)  # before a checkpoint of these weights
             if counted:
                 self.recorder.memory(step + 1, result, meter.peak)
             if step == first:

@@ -259,9 +259,9 @@ class Layer:
         Two buffers of scores; keys and values of the document, also transposed, with their
         gradients in fp32.
         """
-        if not self.workload.scores:
+        if not self.workload.scored:
             return 0.0
-        shape, length = self.shape, self.workload.scores
+        shape, length = self.shape, self.workload.scored
         scores = 2 * shape.heads * length * score_block(shape.heads, length)
         each = length * shape.kv_heads * shape.head_dim
         return float(self.workload.compute * (scores + 4 * each) + 4 * 2 * each)
