@@ -108,6 +108,7 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
         return claim(run, engine.plan, options.resume)
 
     plan, recipe = engine.plan, engine.plan.recipe
+    # Before any work: another run may hold the directory, or it may not be one to continue.
     resumed = engine.on_rank_0(claimed)
     tokenizer = model.load_tokenizer(recipe)
     chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
@@ -116,6 +117,7 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     if recipe.teaches:
         data = teacher.ready(recipe, tokenizer, data)
     if resumed is not None:
+        # A step number stands for rows: of other rows, it would say nothing.
         refuse_other_data(run, resumed, identity(data.counts))
     # The layout of the forecast: the plan read the config file, if there is one yet.
     data = data.side_by_side(plan.padding.free, plan.prompts.shared)
@@ -170,6 +172,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         *check_context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
         *composition.notes(network, recipe), *_cadences(recipe, inputs),
     ]  # fmt: skip
+    # The first file of the run: what is checked above leaves its directory untouched.
     engine.on_rank_0(recorder.write_request)
     folder = None if inputs.resumed is None else run.checkpoint(inputs.resumed)
     if folder is None and engine.is_main and adapters.reads_base(recipe.adapter):
@@ -180,12 +183,14 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     if folder is not None:
         if recipe.adapter is not None:
             refuse_other_base(folder, recipe.model)
+        # Complete weights go into the model before it is sharded, the optimizer's state after.
         checkpoint.load_weights(network, folder)
     engine.prepare(network, optim.build(network, recipe.optim, plan.lr, engine.device))
     progress = Progress(data=identity(data.counts), base=base)
     if folder is not None:
         checkpoint.load_state(engine, folder)
         saved = checkpoint.progress_of(folder)
+        # The identities of this start, which were compared with the saved ones.
         progress = dataclasses.replace(saved, data=progress.data, base=base)
         engine.on_rank_0(lambda: restore_best(run, progress))
     return Built(
@@ -233,6 +238,7 @@ def _prepare_on_ranks(engine: Engine, recipe: Recipe, chat: Chat) -> Prepared:
     folder = cache("data")
     with engine.patient():
         counts = engine.on_rank_0(lambda: prepare(recipe, chat, folder).counts)
+        # Check once on each machine, which may have its own disk.
         check = engine.accelerator.is_local_main_process and not engine.is_main
         prepared = prepare(recipe, chat, folder, check=check)
         engine.sums_and_maxima([], [len(prepared.train)])
