@@ -16,6 +16,7 @@ from finetune.recipe.sections import (
     LANGUAGE,
     STRICT,
     Batch,
+    Completions,
     Data,
     Evaluation,
     Head,
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from finetune.training.passes import DataPasses, StepPasses
 
 __all__ = [
-    "LANGUAGE", "STRICT", "Batch", "Data", "Evaluation", "Head", "HeldOut", "Kernels", "Kind",
-    "LoRA", "Model", "Optim", "Positive", "Recipe", "Saving", "Teacher", "Text",
+    "LANGUAGE", "STRICT", "Batch", "Completions", "Data", "Evaluation", "Head", "HeldOut",
+    "Kernels", "Kind", "LoRA", "Model", "Optim", "Positive", "Recipe", "Saving", "Teacher", "Text",
 ]  # fmt: skip
 
 Kind = Literal["text", "pairs", "judged", "labelled", "prompts"]
@@ -167,18 +168,9 @@ class Recipe(Changes, metaclass=Checked):
         return 1.0
 
     @property
-    def sampled(self) -> tuple[int, int, int] | None:
-        """Sampling sizes; None for a method that does not sample.
-
-        Completions per sampling phase, completions that a device samples at once, and maximum
-        number of tokens in a completion.
-        """
+    def sampled(self) -> Completions | None:
+        """What the method samples; None for a method that does not sample."""
         return None
-
-    @property
-    def samples_elsewhere(self) -> bool:
-        """Whether another program samples the completions."""
-        return False
 
     @property
     def evaluated_rewards(self) -> tuple[str, ...]:

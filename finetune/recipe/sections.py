@@ -377,3 +377,17 @@ class Head:
 
 LANGUAGE = Head()
 """The head of a language model."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Completions:
+    """Completions that an online method samples."""
+
+    count: int
+    """Completions of a sampling phase."""
+    at_once: int
+    """Completions that a device samples at once."""
+    longest: int
+    """Maximum number of tokens in a completion."""
+    elsewhere: bool = False
+    """Whether another program samples them."""
