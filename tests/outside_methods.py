@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic.dataclasses import dataclass
 
 from finetune.methods.sft import SFT
-from finetune.recipe import STRICT, Model, Recipe, Scores
+from finetune.recipe import STRICT, Head, Model, Recipe
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -22,8 +22,8 @@ class Contrastive(Recipe):
     temperature: float = 0.1
 
     @property
-    def scores(self):
-        return Scores(tuple(f"dimension {number}" for number in range(self.dimensions)))
+    def head(self):
+        return Head(tuple(f"dimension {number}" for number in range(self.dimensions)))
 
     def encode(self, sample, chat):
         from finetune.data.rows.example import Example

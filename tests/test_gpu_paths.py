@@ -43,7 +43,7 @@ from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
 from finetune.process.quiet import growing_segments
 from finetune.runs.run import Run
-from finetune.training import compiled, memory_meter
+from finetune.training import memory_meter, stages
 
 AMPERE, TURING = (8, 0), (7, 5)
 
@@ -342,9 +342,9 @@ class BesideAnEagerRank(Ranks):
 
 def test_no_rank_compiles_if_one_cannot(tiny, monkeypatch):
     recipe = catalog.from_fields(tiny.fields(kernels={"pointwise": "compiled"}))
-    monkeypatch.setattr(compiled, "tokens_of_run", lambda *_: 1.0)
+    monkeypatch.setattr(stages, "tokens_of_run", lambda *_: 1.0)
     job: Any = BesideAnEagerRank(plan(recipe, "ddp", 2, "fp32"))
-    notes = compiled.choose_compiled(job, None, 1)  # type: ignore[arg-type]
+    notes = stages.choose_compiled(job, None, 1)  # type: ignore[arg-type]
     assert notes[0] == "kernels.pointwise: eager, because another rank cannot compile"
     assert not pointwise.Chain.compiling
 

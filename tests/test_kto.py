@@ -29,11 +29,11 @@ from preference import assert_equal as near_enough
 import finetune as ft
 from finetune import catalog
 from finetune.data.audit import mistakes
-from finetune.data.rows.kl_pairs import mismatched
 from finetune.data.rows.order import rows_of_step
 from finetune.data.rows.store import Rows, single_rows
 from finetune.errors import FinetuneError
 from finetune.reports.inspection import inspect
+from finetune.training.reference.answer_logps import mismatched
 
 
 @pytest.fixture(scope="session")

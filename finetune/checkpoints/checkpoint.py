@@ -91,6 +91,7 @@ def take(engine: Engine, staging: Staging) -> State:
     for fragment in engine.fragments():
         for key, values in fragment.values.items():
             for box, part in fragment.boxes(shapes[fragment.name], staging.copy(values)):
+                # Named by its place in the complete tensor: any number of ranks finds its part.
                 tensors[f"{fragment.name}|{key}|{','.join(map(str, box.offsets))}"] = part
         for key, values in fragment.whole.items():
             tensors[f"{fragment.name}|{key}|whole"] = staging.copy(values)
@@ -124,6 +125,7 @@ def write(
         shutil.rmtree(scratch, ignore_errors=True)
     engine.gather(None, group)  # a barrier: no rank writes before the folder is removed
     mine = attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
+    # Rank 0 goes on with the files of all ranks.
     _agree(engine, mine, folder, group)
     scalars = engine.gather(state.scalars, group)
     outcome: Any = None
@@ -194,12 +196,15 @@ def _complete(
         for name, values in of_rank.items():
             merged[name] = merged.get(name, {}) | values
     tokenizer.save_pretrained(scratch / "tokenizer")
+    # Read back from the files just written: rank 0 needs no other rank for it, and one part of the
+    # model in memory at a time.
     with Reader(scratch, shapes) as reader:
         if engine.plan.recipe.adapter is not None:
             write_adapter(engine, scratch / "adapter", reader, shapes)
         else:
             write_model(engine, scratch / "model", reader, shapes)
     follow_umask(scratch)
+    # After everything else was written, since the manifest has the hash of every file.
     files = {
         str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(scratch.rglob("*"))
@@ -218,6 +223,7 @@ def _complete(
     }
     write_json(scratch / "manifest.json", sealed(manifest))
     _flush(scratch / "manifest.json")
+    # A step is saved again if an evaluation of it was made up after resuming.
     if folder.exists():
         shutil.rmtree(folder)
     scratch.rename(folder)
@@ -262,6 +268,7 @@ def load_state(engine: Engine, folder: Path) -> None:
     with Reader(folder) as reader, torch.no_grad():
 
         def extras(name: str) -> Fragment:
+            # Only names: an engine reads its own part of each value.
             keys = {key: torch.empty(0) for key in reader.keys(name) if key != "weight"}
             return Fragment(name, 0, keys, reader.uncut.get(name, {}), scalars.get(name, {}))
 

@@ -84,7 +84,7 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
         config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
     config.inference_mode = True
     config.save_pretrained(folder)
-    if engine.plan.recipe.scores is not None:  # the config has its labels and pad token
+    if engine.plan.recipe.head.scored:  # the config has its labels and pad token
         saved_config(network_of(module)).save_pretrained(folder)
     generation = network_of(module).generation_config
     if generation is not None:

@@ -76,8 +76,8 @@ def count_rows(
         "duplicates": (len(different) - len(np.unique(facts.digests[different]))) // each,
         "documents_per_row": each,
         "longer_chosen": _longer_chosen(rows, facts, recipe) if recipe.takes == "pairs" else None,
-        "wanted": _wanted(rows) if recipe.takes == "judged" else None,
-        "scored": recipe.scores is not None,
+        "wanted": _wanted(rows),
+        "scored": recipe.head.scored,
         "labels": recipe.label_counts(rows),
         "same_label": recipe.takes == "labelled" and _has_one_label(rows),
         "longest": int(lengths.max(initial=0)),
@@ -112,14 +112,15 @@ def _longer_chosen(rows: Rows, facts: Facts, recipe: Recipe) -> float:
 
     If only the last token is scored, the complete sequences are compared.
     """
-    tokens = facts.trained if recipe.scores is None else rows.documents.lengths
+    tokens = rows.documents.lengths if recipe.head.scored else facts.trained
     lengths = tokens[rows.members].reshape(-1, 2)
     return float((lengths[:, 0] > lengths[:, 1]).mean()) if len(lengths) else 0.0
 
 
-def _wanted(rows: Rows) -> int:
-    """Number of answers that are labelled as wanted."""
-    return int(np.count_nonzero(rows.documents.columns["wanted"][rows.members]))
+def _wanted(rows: Rows) -> int | None:
+    """Number of answers that are labelled as wanted; None for rows without this label."""
+    wanted = rows.documents.columns.get("wanted")
+    return None if wanted is None else int(np.count_nonzero(wanted[rows.members]))
 
 
 def _has_one_label(rows: Rows) -> bool:

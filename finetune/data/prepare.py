@@ -126,6 +126,7 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
     Raises FinetuneError with the problems of the data, each with its file and row.
     """
     sources, eval_sources = find_sources(recipe)
+    # With a hash of every file: a folder of the cache is never out of date, nor changed.
     key = fingerprint(recipe, chat, [*sources, *eval_sources])
     folder = cache / key
     if not (folder / COUNTS).is_file():
@@ -174,6 +175,7 @@ def _write(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with scratch_for(folder) as scratch:
             _fill(scratch, recipe, chat, sources, eval_sources)
+            # The key is older than the reading: rows written in between would be found by it.
             if fingerprint(recipe, chat, [*sources, *eval_sources]) != folder.name:
                 names = dict.fromkeys(each.data.source for each in [*sources, *eval_sources])
                 raise FinetuneError(
@@ -195,11 +197,13 @@ def _fill(
     kept = np.empty(0, np.int64)
     if recipe.eval_rows and not held_out:
         origins = documents.origins[:: recipe.documents_per_row]
+        # Before weights repeat rows: a copy of a held-out row must not be trained.
         kept = _hold_out(train, origins, recipe)
     counts: dict[str, Any] = {}
     members: dict[str, np.ndarray] = {}
     for name, parts, besides in (("train", train, kept[:0]), ("eval", held_out, kept)):
         mixed = mix([each.members for each in parts], [p.source.data for p in parts], recipe.seed)
+        # Packs and repetitions are only numbers: each document is on disk once.
         rows = _rows(documents, np.concatenate([besides, *mixed]), recipe)
         save_rows(rows, folder / name)
         members[name] = np.unique(rows.members)
@@ -223,11 +227,13 @@ def _fill(
     counts |= {"files": files, "pad_is_eos": _pad_is_eos(chat)}
     talks = not {"user", "assistant"}.isdisjoint(counts["train"]["roles"])
     counts["train"]["fixed_date"] = talks and chat.reads_the_date
+    # Last, when every other file is complete.
     counts["content"] = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+    # Sealed as JSON gives it back: tuples are lists there, and numbers as keys are texts.
     written = json.dumps(sealed(json.loads(json.dumps(counts))), indent=2)
     (folder / COUNTS).write_text(written + "\n", encoding="utf-8")
 
@@ -276,6 +282,7 @@ def _encode(
             encoded.ids, encoded.trained, encoded.lengths, origins, encoded.columns, encoded.beside
         )
         facts.append(Facts(encoded.trained_tokens, encoded.ended, encoded.digests))
+        # Rows are numbered over all sources, in the order in which their documents are written.
         members[encoded.section].append(np.arange(written, written + count))
         written += count
     for section, parts in zip(sections, members, strict=True):
@@ -311,6 +318,7 @@ def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
         rows, file = list[tuple[int, object]](), data.source
         try:
             for row in section.source.rows():
+                # A chunk is of one file, which names the places of its problems.
                 if rows and (row.file != file or len(rows) == CHUNK):
                     yield Chunk(number, data.format, file, rows, drops_bad_rows=drops)
                     rows = []
@@ -366,6 +374,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "max_length": recipe.encoded_length,
         "overlong": recipe.batch.overlong,
         "packing": recipe.batch.packing,
+        # The seed is a part only where it chooses rows: otherwise runs with other seeds share them.
         "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
         "mixed": recipe.seed if weighted else None,
         "template": [chat.template, chat.tool_template, dict(chat.variables)],

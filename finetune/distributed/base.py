@@ -74,6 +74,7 @@ class Engine(Ranks):
         if rendezvous.world() > 1:
             workarounds.meet_apart_from_earlier_groups(rendezvous.restarts())
         self.prepare_libraries()
+        # Accelerator waits for all processes, so what is printed about the wait comes first.
         rendezvous.announce_wait(timeout)
         self.accelerator = Accelerator(
             # ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides the argument, not the plugin (1.15).
@@ -89,6 +90,7 @@ class Engine(Ranks):
         self._refuse_difference()
         self.model: nn.Module = nn.Module()
         self.optimizers: list[torch.optim.Optimizer] = []
+        # Over the hosts, so that the exchange of a number does not wait for a GPU.
         self.control = group_on_host(self.device) if self.world > 1 else None
         self.held_gradients: int | None = None
         self.notes: list[str] = []
@@ -221,6 +223,7 @@ class Engine(Ranks):
         differences: list[str] = []
         compare = comparing(differences)
         compare("engine", self.plan.backend.engine, wrapped_by(self.model))
+        # Reads attributes of this engine's wrapper, which another wrapper lacks.
         if not differences:
             self.compare_wrapped(compare)
         if differences:
@@ -262,6 +265,7 @@ class Engine(Ranks):
         The loss must already be multiplied by `averaged` x accumulation / terms, because every
         engine divides by the first two.
         """
+        # Accelerate's optimizers ignore `step` and `zero_grad` unless this is set for the last one.
         self.accelerator.gradient_state._set_sync_gradients(last)
         self.accelerator.backward(loss)
         if self.held_gradients is None and self.plan.synchronises_each:
@@ -286,6 +290,7 @@ class Engine(Ranks):
             last = index == len(batches) - 1
             if last:
                 before_last()
+            # For each micro-batch: its dropout must not depend on what this rank computed before.
             torch.manual_seed(seed)
             with self.unsynchronised(last):
                 self.backward(loss_of(index, self.model), last)
@@ -331,6 +336,7 @@ class Engine(Ranks):
         if self.scale.used:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             self.scale.undo([local(grad) for grad in grads])
+        # After `undo`, because the limit is one for the true gradient, not the scaled one.
         norm = float(self.clip())
         taken = math.isfinite(norm)
         self.update(taken)
@@ -375,16 +381,19 @@ class Engine(Ranks):
         """Run a function on every rank; all ranks raise what any of them refuses."""
         if self.world == 1:
             return work()
+        # A key that no earlier call has used: the store keeps what was written under it.
         call, outcome, refused = self.from_first(secrets.token_hex(8)), None, list[str]()
         try:
             outcome = work()
         except FinetuneError as error:
+            # Only refusals are exchanged. A subclass, such as a failure, ends this rank at once.
             if type(error) is not FinetuneError:
                 raise
             refused = list(error.problems)
         found = self.refusals(call, refused)
         if not found:
             return outcome  # type: ignore[return-value]
+        # The same on every rank: printed once, without places.
         if found == dict.fromkeys(range(self.world), refused):
             raise FinetuneError(*refused)
         places = {rank: f"rank {rank} ({self.plan.mesh.where(rank)})" for rank in sorted(found)}
@@ -426,6 +435,7 @@ class Engine(Ranks):
         compare("processes", rendezvous.world(), built.num_processes)
         compare("accumulation", self.plan.accumulation, built.gradient_accumulation_steps)
         compare("precision", self.plan.backend.precision, _precision(built))
+        # Reads what only an accelerator of the right kind has.
         if built.distributed_type in self.kinds:
             self.compare_built(compare)
         if differences:

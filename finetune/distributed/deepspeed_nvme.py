@@ -81,13 +81,13 @@ def _largest_share(plan: Plan) -> int:
 
     DeepSpeed 0.19 lets a share that is larger than a buffer overwrite the next buffer.
     """
-    model, scores = plan.recipe.model, plan.recipe.scores
+    model = plan.recipe.model
     with reading(f"model.name: '{model.name}' cannot be loaded"):
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         with torch.device("meta"):
-            skeleton = (AutoModelForCausalLM if scores is None else AutoModel).from_config(
+            skeleton = (AutoModel if plan.recipe.head.scored else AutoModelForCausalLM).from_config(
                 config, trust_remote_code=model.trust_remote_code
             )
     largest = max(parameter.numel() for parameter in skeleton.parameters())

@@ -36,6 +36,7 @@ class Fsdp(Native):
 
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
         cpu, group = on_cpu(), InitProcessGroupKwargs(timeout=timeout)
+        # Before Accelerator is built: it takes over the type that the state has by then.
         if cpu:
             select_fsdp_on_cpu(group)
         given = {"cpu": cpu, "fsdp_plugin": self._fsdp_plugin(cpu), "kwargs_handlers": [group]}
@@ -109,10 +110,12 @@ class Fsdp(Native):
                 self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        # Accelerate reads these names while it wraps.
         self._name_units(model)
         if self.plan.widens_shards:
             with _nothing_trained(model):  # Accelerate 1.15 converts trained parameters to fp32
                 super().wrap(model, optimizers)
+            # Now each process converts its shard only, not the complete weights.
             self.model.float()
         else:
             super().wrap(model, optimizers)
@@ -156,6 +159,7 @@ class Fsdp(Native):
     def unsynchronised(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Reduce each micro-batch if the plan says so; all-reduce replicas at the last."""
         if self.plan.mesh.replicate > 1:
+            # Whatever happens inside a copy, copies exchange only the sum of a step.
             assert isinstance(self.model, FSDPModule)
             self.model.set_requires_all_reduce(last)
         if last or self.plan.synchronises_each:
@@ -228,6 +232,7 @@ def _units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 def _nothing_trained(model: nn.Module) -> Iterator[None]:
     """Context in which no parameter of a model, which is sharded in place, is trained."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # No `finally`: a model that could not be sharded is not used again.
     model.requires_grad_(False)
     yield
     for name, parameter in model.named_parameters():

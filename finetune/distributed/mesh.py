@@ -110,6 +110,7 @@ class MeshEngine(Native):
         return [sequence.part(batch, rank, ways, group) for batch in filled]
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        # `fully_shard` puts new parameters in the place of these; optimizers find theirs by name.
         names = {id(p): name for name, p in model.named_parameters()}
         self.partial = layers.partial_gradients(model)
         self._share_balance(layers.network_of(model))
@@ -124,6 +125,7 @@ class MeshEngine(Native):
             ]
         # Autocast as in other engines, unless FSDP2's policy casts.
         self.model = model if self.averaged > 1 else self._autocast(model)
+        # There is no wrapper class by which `wrapped_by` could recognize the engine.
         vars(self.model)[DIVIDED] = True
         self.optimizers = [
             self.accelerator.prepare_optimizer(each, device_placement=False) for each in optimizers
@@ -145,6 +147,7 @@ class MeshEngine(Native):
         both = self.plan.mesh.replicate > 1
         over = self.mesh["dp_replicate", "fsdp"] if both else self.mesh["fsdp"]
         if self.plan.mesh.sequence > 1:
+            # Processes that share a row hold equal weights too, and gradients of different tokens.
             over = self.mesh["fsdp", "sp"]._flatten(ROWS)
         policy = MixedPrecisionPolicy()
         if self.plan.backend.precision == "bf16":
@@ -154,6 +157,7 @@ class MeshEngine(Native):
             policy = dataclasses.replace(inner, output_dtype=wide, cast_forward_inputs=self.widens)
         else:
             inner = policy
+        # From the inside out: a unit takes the parameters that no unit inside of it has taken.
         for block in layers.blocks(model):
             for experts in layers.experts_of(block):
                 self._shard_experts(experts, inner)
@@ -214,6 +218,7 @@ class MeshEngine(Native):
     def gathered(self, blank: nn.Module | None = None) -> Iterator[nn.Module]:
         """Every process has all values in `blank`, computes with autocast, and frees them."""
         assert blank is not None
+        # `filled` asks each process for its shards, which a forward pass may have left gathered.
         self.reshard()
         types = {"bf16": torch.bfloat16, "fp16": torch.float16}
         dtype = types.get(self.plan.backend.precision, torch.float32)
@@ -235,11 +240,13 @@ class MeshEngine(Native):
     def clip(self) -> torch.Tensor:
         """Clip by the norm over all mesh axes, in which each element counts once."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
+        # First, because the norm is that of complete gradients.
         self._sum_partial(named)
         square = self._square([p for _, p in named])
         norm = square.sqrt()
         limit = self.plan.recipe.optim.max_grad_norm
         if limit is not None:
+            # As torch's `clip_grad_norm_` does, so that other engines clip alike.
             factor = float(limit / (norm + 1e-6))
             if factor < 1.0:
                 for _, parameter in named:
@@ -260,8 +267,10 @@ class MeshEngine(Native):
         """Squared norm of the gradients of this process's stage, an fp64 scalar."""
         if not parameters:
             return torch.zeros((), dtype=torch.float64, device=self.device)
+        # Without a limit, it only measures.
         norm = self.accelerator.clip_grad_norm_(parameters, float("inf"))
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # In fp64, because a pipeline adds the squares of its stages.
         return norm.double() ** 2
 
     # Checkpoints ---------------------------------------------------------------------------------
@@ -293,6 +302,7 @@ class MeshEngine(Native):
             state: dict[str, Any] = {}
             for key in extra.values:
                 values = reader.box(name, key, box)
+                # With the placements of the parameter: the optimizer updates both together.
                 state[key] = torch.empty_like(parameter.data, dtype=values.dtype)
                 local(state[key]).copy_(values)
             for key, number in extra.scalars.items():
@@ -313,6 +323,7 @@ class MeshEngine(Native):
                 if not where.is_replicate():
                     replicated -= COVERED.get(name) or {AXIS[name]}
             _, offsets = compute_local_shape_and_global_offset(data.shape, mesh, data.placements)
+        # A dimension that is shorter than the mesh leaves some processes without elements.
         empty = not local(data).numel()
         return not empty and not any(self.place[axis] for axis in replicated), tuple(offsets)
 

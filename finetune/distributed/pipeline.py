@@ -59,14 +59,13 @@ class PipelineEngine(MeshEngine):
     # The model -----------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        # Before the base shards: FSDP2 gets the stages, not the model, as its roots (`_roots`).
         self.stages = self._stages(model)
         network: Any = layers.network_of(model)
-        if self.plan.recipe.teaches:
-            network.balance = None  # not a part of what a teacher teaches
         self.teacher = network._modules.pop("teacher", None)
         if self.teacher is not None:
             # Its stages run separately, and FSDP2 allows one root for each module.
-            vars(network)["teacher"], vars(self.teacher)["balance"] = self.teacher, None
+            vars(network)["teacher"] = self.teacher
             self.teacher_stages = self._stages(self.teacher)
         super().wrap(model, optimizers)
 
@@ -130,9 +129,11 @@ class PipelineEngine(MeshEngine):
         loss_of: LossOf,
         before_last: Callable[[], object],
     ) -> None:
+        # A schedule interleaves the micro-batches, so no moment is before the last one only.
         before_last()
         with self._taught(batches) as seen:
             self._run(batches, seeds, loss_of, training=True, seen=seen)
+        # Once per step, when both ends have added up the gradients of all of their micro-batches.
         self._sum_tied()
         if self.held_gradients is None:
             self.held_gradients = self.gradient_elements()
@@ -153,6 +154,7 @@ class PipelineEngine(MeshEngine):
         found: dict[int, torch.Tensor] = {}
 
         def keep(index: int, head: Any) -> torch.Tensor:
+            # The schedule needs a loss of each micro-batch; only the hidden states are used.
             found[index] = head.hidden.flatten(0, 1)
             return torch.zeros(1)
 
@@ -161,6 +163,8 @@ class PipelineEngine(MeshEngine):
             with torch.no_grad():
                 self._run(batches, [0] * len(batches), keep, training=False, seen={})
             self.stages = usual
+        # The student's loss calls the teacher's head itself, and not the forward pass of its
+        # stage, in which FSDP2 would gather the head's weight.
         sharded = [each for each in self.teacher_stages if isinstance(each, FSDPModule)]
         for stage in sharded:
             stage.unshard()
@@ -179,6 +183,7 @@ class PipelineEngine(MeshEngine):
         seen: dict[int, torch.Tensor],
     ) -> None:
         for stage in self.stages:
+            # torch hands stages only the tensors that are sent; all else is found here by number.
             stage.step = Step(batches, seeds, loss_of, self._dtype(), training, seen)
         schedule = self._schedule(batches, training)
         numbers = torch.arange(len(batches))
@@ -202,6 +207,8 @@ class PipelineEngine(MeshEngine):
         )
         between: Any = hidden
         if training and network.balance is not None:
+            # A row for each document and one for padding. All micro-batches are sent in buffers
+            # of one shape, so the one with the most documents decides.
             size = (_most_documents(batches) + 1, 2 * network.balance.experts + 1)
             between = (hidden, torch.empty(*size, dtype=torch.float32, **meta))
         scalar = torch.empty(1, dtype=torch.float32, **meta)
@@ -222,7 +229,11 @@ class PipelineEngine(MeshEngine):
         kind = get_schedule_class(axes.schedule if training or len(built) > 1 else "GPipe")
         given = built if len(built) > 1 else built[0]
         return kind(
-            given, n_microbatches=len(batches), loss_fn=self._divided_loss, scale_grads=False
+            # `_divided_loss` has divided already.
+            given,
+            n_microbatches=len(batches),
+            loss_fn=self._divided_loss,
+            scale_grads=False,
         )
 
     def _divided_loss(self, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -241,6 +252,8 @@ class PipelineEngine(MeshEngine):
         """Sum the gradients of a tied embedding, which the first and the last stage both hold."""
         network = self.stages[0].network
         tied = self.ends is not None and network.config.tie_word_embeddings
+        # A stage between the ends has no copy. With a V schedule the first process holds both ends,
+        # as one tensor, in which autograd has already added both gradients.
         if not tied or self.is_first == self.has_last:
             return
         holder: Any = network.get_input_embeddings()
@@ -253,6 +266,7 @@ class PipelineEngine(MeshEngine):
         torch.distributed.all_reduce(local(table.grad), group=self.ends)
 
     def _square(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        # After `_sum_tied` both copies of a tied embedding have the same gradient: one counts.
         twice = self.counted_elsewhere(self.model)
         square = super()._square([p for p in parameters if id(p) not in twice])
         torch.distributed.all_reduce(square, group=self.mesh.get_group("pp"))
@@ -281,6 +295,7 @@ class MarkedStage(PipelineStage):
     """A stage that marks its passes in a profile, without the waits before them."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *words: Any, **named: Any) -> Any:
+        # torch does not pass the number on to the stage.
         self.submod.at = fwd_chunk_id
         with _unwrapped(), record_function(f"{PASS} {self.stage_index} forward {fwd_chunk_id}"):
             return super().forward_one_chunk(fwd_chunk_id, *words, **named)
@@ -336,6 +351,7 @@ class Stage(nn.Module):
         step, at = self.step, self.at
         assert step is not None
         batch, balance = step.batches[at], self.network.balance if step.training else None
+        # Set here, because a schedule interleaves micro-batches; another stage draws other dropout.
         torch.manual_seed(step.seeds[at] + self.index)
         inputs = {k: v for k, v in batch.inputs().items() if v is not None and k != "input_ids"}
         source = {"input_ids": batch.ids} if self.first else {"inputs_embeds": given}
@@ -344,7 +360,8 @@ class Stage(nn.Module):
             output = base(**source, **inputs, **routed, use_cache=False)
         hidden, balanced = output.last_hidden_state, None
         if balance is not None:
-            documents, number = _documents(batch)
+            ends = None if batch.boundaries is None else batch.boundaries.ends
+            documents, number = documents_of(batch.ids, batch.unpadded, ends, batch.real_tokens)
             rows = _most_documents(step.batches)
             mine = balance.tally(output.get("router_logits") or (), documents, rows)
             tally = mine if tally is None else tally + mine
@@ -356,6 +373,7 @@ class Stage(nn.Module):
                     f"{step.dtype}; use a backend without a pipeline for this model"
                 )
             return hidden if tally is None else (hidden, tally)
+        # A method's loss calls its model. Here that call only applies the head: the rest has run.
         head = _Head(self.network, hidden, balanced, step.seen.get(at))
         return step.loss_of(at, head).float().reshape(1)
 
@@ -378,17 +396,14 @@ class Stage(nn.Module):
             base.layers, base.norm = kept, norm
 
 
+@dataclasses.dataclass(frozen=True)
 class _Head:
     """Stands in for the model in a method's loss, with hidden states that are already computed."""
 
-    def __init__(
-        self,
-        network: Any,
-        hidden: torch.Tensor,
-        balance: torch.Tensor | None,
-        seen: torch.Tensor | None,
-    ) -> None:
-        self.network, self.hidden, self.balance, self.seen = network, hidden, balance, seen
+    network: Any
+    hidden: torch.Tensor  # (rows, tokens, hidden)
+    balance: torch.Tensor | None
+    seen: torch.Tensor | None
 
     def __call__(
         self,
@@ -408,17 +423,9 @@ class _Head:
         return loss if self.balance is None else torch.cat([loss.view(-1), self.balance.view(1)])
 
 
-def _documents(batch: MicroBatch) -> tuple[torch.Tensor, int]:
-    """Document of each token, and the number of documents, which stands for padding."""
-    bounds = batch.boundaries
-    ends = None if bounds is None else bounds.ends
-    return documents_of(batch.ids, batch.unpadded, ends, batch.real_tokens)
-
-
 def _most_documents(batches: list[MicroBatch]) -> int:
-    bounds = [batch.boundaries for batch in batches]
-    counts = [1 if each is None else len(each.numbers) - 1 for each in bounds]
-    return max(*counts, batches[0].ids.shape[0])
+    counts = [len(b.boundaries.numbers) - 1 for b in batches if b.boundaries is not None]
+    return max([*counts, batches[0].ids.shape[0]])
 
 
 def _once(loss_of: LossOf) -> LossOf:

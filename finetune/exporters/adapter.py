@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, TaskType, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -50,7 +50,7 @@ def _trained_config(source: Source) -> LoraConfig:
         raise FinetuneError("--format adapter: the run trained all weights; export it as 'model'")
     recipe = source.recipe
     with torch.device("meta"):
-        skeleton = auto_class(recipe.scores).from_config(
+        skeleton = auto_class(recipe.head).from_config(
             base_config(recipe), trust_remote_code=recipe.model.trust_remote_code
         )
     return check_adapter(source.adapter, skeleton)
@@ -79,8 +79,8 @@ def _write_adapter(
 ) -> None:
     recipe = source.recipe
     config.base_model_name_or_path, config.revision = source.base_name
-    config.task_type = TaskType.CAUSAL_LM if recipe.scores is None else TaskType.SEQ_CLS
-    if recipe.scores is not None:  # PEFT reads labels and pad token only from config.json
+    config.task_type = recipe.head.task_type
+    if recipe.head.scored:  # PEFT reads labels and pad token only from config.json
         AutoConfig.from_pretrained(source.adapter).save_pretrained(folder)
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -57,7 +57,7 @@ def open_base(recipe: Recipe) -> Base:
         FinetuneError: the base cannot be loaded, or lacks tensors.
     """
     files = base_files(recipe)
-    drawn = not files or recipe.scores is not None
+    drawn = not files or recipe.head.scored
     if drawn or stored_kind(base_config(recipe).to_dict()) is not None:
         return in_memory(base_model(recipe, torch.float32, quantized=False, device="cpu"))
     return _on_disk(recipe.model, str(recipe.model.name), files)
@@ -65,8 +65,8 @@ def open_base(recipe: Recipe) -> Base:
 
 def open_trained(recipe: Recipe, folder: Path) -> Base:
     """The full model that a run saved."""
-    if recipe.scores is not None:
-        return in_memory(load_weights(folder, torch.float32, device="cpu", scores=recipe.scores))
+    if recipe.head.scored:
+        return in_memory(load_weights(folder, torch.float32, device="cpu", head=recipe.head))
     return _on_disk(recipe.model, folder, weight_files([folder]))
 
 

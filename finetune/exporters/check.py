@@ -71,7 +71,7 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
     Raises:
         TrainingFailure: prompts have other token ids, or logits differ by more than rounding.
     """
-    if source.recipe.scores is not None:
+    if source.generation is None:
         return "it outputs scores, not token logits"
     if kind == "gguf":
         return "GGUF files are not loaded for a check"

@@ -102,7 +102,7 @@ def export(
             f"--merge-into {merge_into}: the run trained on a base with quantization="
             f"{source.recipe.model.quantization}; remove this flag"
         )
-    if source.recipe.scores is not None and name in GENERATING:
+    if source.generation is None and name in GENERATING:
         raise FinetuneError(
             f"--format {name}: this format is for models that generate text, and this one outputs "
             f"scores; use {_default_format(source, merge)}"
@@ -142,7 +142,7 @@ def serve_commands(source: Source, folder: Path, kind: Kind) -> list[str]:
         (weights,) = folder.glob("*.gguf")
         made = ["ollama create tuned -f Modelfile"] if (folder / "Modelfile").is_file() else []
         return [*made, f"llama-server -m {weights.name} --jinja"]
-    if source.recipe.scores is not None or not is_loadable(folder):
+    if source.generation is None or not is_loadable(folder):
         return []
     own, dtype = "finetune serve .", trained_dtype(source.run)
     if kind == "nf4":

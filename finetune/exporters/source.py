@@ -84,7 +84,7 @@ class Source:
         base = open_base(recipe)
         if self.merge_into == "nf4":
             base = as_trained(base, trained_dtype(self.run) or torch.bfloat16)
-        if recipe.scores is not None:
+        if self.generation is None:
             base.network.config.pad_token_id = AutoConfig.from_pretrained(self.adapter).pad_token_id
         return Merge(base, self.adapter, self.initial, self.result_dtype)
 
@@ -128,7 +128,7 @@ def _generation(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, saved: Path
 ) -> GenerationConfig | None:
     """Generation settings of the checkpoint, else of the base, with the stop tokens of training."""
-    if recipe.scores is not None:
+    if recipe.head.scored:
         return None
     own = GenerationConfig.from_model_config(base_config(recipe))
     if (saved / "generation_config.json").is_file():

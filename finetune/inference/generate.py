@@ -84,7 +84,7 @@ def load(
     """
     run = run if isinstance(run, Run) else open_run(run)
     recipe = catalog.load(run.recipe)
-    if recipe.scores is not None:
+    if recipe.head.scored:
         raise FinetuneError(f"{run.root}: {SCORES}")
     return _loaded(*model_of(run, recipe, step, dtype))
 
@@ -101,7 +101,7 @@ def model_of(
             dtype,
             trust_remote_code=recipe.model.trust_remote_code,
             attention=recipe.model.attention,
-            scores=recipe.scores,
+            head=recipe.head,
         )
         return model, tokenizer, None
     if recipe.model.quantization != "none":

@@ -35,7 +35,7 @@ from finetune.models.threads import settle_threads
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
 from finetune.process.progress import progress
-from finetune.recipe import Recipe, Scores
+from finetune.recipe import LANGUAGE, Head, Recipe
 from finetune.runs.manifest import differing, read_manifest
 from finetune.runs.run import Run, of_record
 
@@ -112,25 +112,25 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 def base_config(recipe: Recipe) -> PreTrainedConfig:
     """The model configuration of a recipe, from its model's name or from its `config`."""
-    model, scores = recipe.model, recipe.scores
+    model, head = recipe.model, recipe.head
     if model.name is None:
         fields = dict(model.config or {})
         if "model_type" not in fields:
             raise FinetuneError("model: needs a `name`, or a `config` with its model_type")
-        return AutoConfig.for_model(**fields, **({} if scores is None else scores.config))
+        return AutoConfig.for_model(**fields, **head.config)
     with reading(_unloadable(model.name)):
-        return _config(model.name, model.revision, model.trust_remote_code, scores)
+        return _config(model.name, model.revision, model.trust_remote_code, head)
 
 
 def _config(
-    name: str | Path, revision: str | None, trust_remote_code: bool, scores: Scores | None
+    name: str | Path, revision: str | None, trust_remote_code: bool, head: Head
 ) -> PreTrainedConfig:
     """A configuration whose pad token is removed if the embedding has no row for it."""
     config = AutoConfig.from_pretrained(
         str(name), revision=revision or "main", trust_remote_code=trust_remote_code
     )
     config.update(without_lost_pad(config))
-    config.update({} if scores is None else scores.config)
+    config.update(head.config)
     return config
 
 
@@ -149,9 +149,8 @@ def base_model(
     if model.name is None:
         torch.manual_seed(recipe.seed)
         config = base_config(recipe)
-        built = auto_class(recipe.scores).from_config(config, dtype=dtype or torch.float32)
-        if recipe.scores is not None:
-            draw_head(built, recipe.scores, recipe.seed)
+        built = auto_class(recipe.head).from_config(config, dtype=dtype or torch.float32)
+        draw_head(built, recipe.head, recipe.seed)
         return built.eval()
     loaded = load_weights(
         model.name,
@@ -162,7 +161,7 @@ def base_model(
         attention=model.attention,
         quantization=model.quantization if quantized else "none",
         device=device,
-        scores=recipe.scores,
+        head=recipe.head,
         seed=recipe.seed,
     )
     return loaded if quantized else _unquantised(loaded)
@@ -189,12 +188,12 @@ def load_weights(
     attention: str | None = None,
     quantization: str = "none",
     device: str | None = None,
-    scores: Scores | None = None,
+    head: Head = LANGUAGE,
     seed: int | None = None,
 ) -> PreTrainedModel:
     """A causal language model for inference; by default in bf16 on GPUs and fp32 on CPUs.
 
-    With `scores`, the model has a score head, initialized from `seed` if the files have none.
+    A score `head` is initialized from `seed` if the files have none.
 
     `attention` is the recipe's setting. If it is None, or needs a GPU that is not used,
     transformers chooses the implementation: SDPA, or eager for a model without SDPA.
@@ -203,9 +202,9 @@ def load_weights(
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
     with progress(f"loading {name}"), within_memory(str(name)), reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
-        loaded: Any = auto_class(scores).from_pretrained(
+        loaded: Any = auto_class(head).from_pretrained(
             str(name),
-            config=_config(name, revision, trust_remote_code, scores),
+            config=_config(name, revision, trust_remote_code, head),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             dtype=dtype,
@@ -218,10 +217,10 @@ def load_weights(
             device_map=device if device == "auto" else {"": device},
         )
     model, info = loaded
-    if scores is not None and seed is not None:
+    if seed is not None:
         info, is_new = without_new_head(info)
         if is_new:
-            draw_head(model, scores, seed)
+            draw_head(model, head, seed)
     unused, _ = unread(info, model)
     refuse_codes("model.name", str(name), revision)
     problems = unfilled(info) + unused

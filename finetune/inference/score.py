@@ -66,7 +66,7 @@ def _scorer(name: str) -> "Scorer":
     from finetune.inference.generate import model_of
     from finetune.inference.load import load_tokenizer, load_weights
     from finetune.kernels.score_head import give_scores
-    from finetune.recipe import Scores
+    from finetune.recipe import Head
     from finetune.runs.run import Run
 
     torch.set_num_threads(1) if not torch.cuda.is_available() else None
@@ -78,7 +78,7 @@ def _scorer(name: str) -> "Scorer":
         model, tokenizer, _ = model_of(run, recipe)
         template, words = recipe.model.chat_template, recipe.model.chat_template_kwargs
     else:
-        tokenizer, model = load_tokenizer(name), load_weights(name, scores=Scores(("reward",)))
+        tokenizer, model = load_tokenizer(name), load_weights(name, head=Head(("reward",)))
     network: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     give_scores(network)
     return Scorer(network, load_chat(tokenizer, template, words))

@@ -141,6 +141,8 @@ class Gradients:
         self.any = any(wanted)
         self.narrow = given.dtype == torch.float16
         wide = torch.float32 if self.narrow else given.dtype
+        # A hidden state is in one chunk, so its gradient is written once; those of the head are
+        # sums over chunks, in which 16 bits would lose the later ones.
         self.hidden = torch.empty_like(given, dtype=wide) if wanted[0] else None
         self.weight = torch.zeros_like(matrix, dtype=torch.float32) if wanted[1] else None
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
@@ -254,6 +256,7 @@ def tile_loss(
     losses = -of_target[:, 0]
     if not (wanted or entropy):
         return losses
+    # In place: the losses are copies already, and a second table would double the memory of a tile.
     by_logits, at_target = shares.exp_(), of_target.expm1()
     if entropy:  # the logarithm of the sum of powers, minus the mean logit
         of_sum = wide.gather(1, rows)[:, 0] + losses
@@ -272,6 +275,7 @@ def tile_loss(
         by_logits = torch.where(columns == rows, at_target, by_logits)
     else:
         by_logits[torch.arange(len(logits), device=logits.device), targets] = at_target[:, 0]
+    # The caller's logits become their gradients, in their own type.
     logits.copy_(by_logits)
     return losses
 

@@ -58,11 +58,14 @@ def give_teacher(model: PreTrainedModel, teacher: PreTrainedModel | None) -> Non
         mix_in(teacher, Frozen)
         teacher.requires_grad_(False).eval()
         model.teacher = teacher
+    model.balance = None  # not a part of what a teacher teaches
     mix_in(model, WithTeacher)
 
 
 class Frozen:
     """Mixin for a teacher, which stays in eval mode while its student trains."""
+
+    balance = None
 
     def train(self, mode: bool = True) -> Any:
         return super().train(False)  # type: ignore[misc]

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from finetune.methods.pairs import completed_by, optim_of
-from finetune.recipe import STRICT, Kind, Optim, Recipe, Scores
+from finetune.recipe import STRICT, Head, Kind, Optim, Recipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,8 +65,8 @@ class Classifier(Recipe):
             raise ValueError("; ".join(problems))
 
     @property
-    def scores(self) -> Scores:
-        return Scores(self.labels or ("value",), self.problem_type)
+    def head(self) -> Head:
+        return Head(self.labels or ("value",), self.problem_type)
 
     @property
     def columns(self) -> tuple[str, ...]:  # type: ignore[override] - the labels' own

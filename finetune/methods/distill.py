@@ -1,5 +1,6 @@
 """Distillation: a student learns the next-token distributions of a teacher."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -55,15 +56,7 @@ class Distill(SFT):
     def taught_by(self) -> Model | None:
         if self.teacher is None:
             return None
-        given, own = self.teacher, self.model
-        return Model(
-            name=given.name,
-            revision=given.revision,
-            quantization=given.quantization,
-            attention=own.attention,
-            trust_remote_code=given.trust_remote_code,
-            pickle=given.pickle,
-        )
+        return Model(**dataclasses.asdict(self.teacher), attention=self.model.attention)
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
         """Sum over trained tokens of the divergence plus `ce_weight` x the cross-entropy."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from finetune.recipe import STRICT, Kind, Optim, Positive, Recipe, Text
+from finetune.recipe import STRICT, Completions, Kind, Optim, Positive, Recipe, Text
 from finetune.recipe.references import BASE, START, reference_of
 from finetune.rewards import REWARDS, Rewards, names
 from finetune.rewards.functions import is_model
@@ -97,13 +97,13 @@ class Online(Recipe):
         return self.temperature
 
     @property
-    def sampled(self) -> tuple[int, int, int] | None:
-        count = self.batch.rows * self.steps_per_generation
-        return count, self.sampling_rows, self.max_completion_length
-
-    @property
-    def samples_elsewhere(self) -> bool:
-        return self.vllm_server_base_url is not None
+    def sampled(self) -> Completions:
+        return Completions(
+            self.batch.rows * self.steps_per_generation,
+            self.sampling_rows,
+            self.max_completion_length,
+            elsewhere=self.vllm_server_base_url is not None,
+        )
 
     @property
     def reward_models(self) -> tuple[tuple[str, ...], ...]:

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from finetune.methods.pairs import completed_by, optim_of
-from finetune.recipe import STRICT, Kind, Optim, Recipe, Scores
+from finetune.recipe import STRICT, Head, Kind, Optim, Recipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,8 +45,8 @@ class RewardModel(Recipe):
     """Factor c of c (chosen + rejected)^2, which centers scores around zero (0.01 is common)."""
 
     @property
-    def scores(self) -> Scores:
-        return Scores(("reward",))
+    def head(self) -> Head:
+        return Head(("reward",))
 
     def encode(self, sample: "Sample", chat: "Chat") -> "Example":
         from finetune.data.rows.example import Example

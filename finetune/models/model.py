@@ -116,7 +116,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     check_layout(recipe, model.config)
     keep_unpacked(model)
     _refuse_unfit(model, recipe)
-    if recipe.scores is not None and model.config.get_text_config().pad_token_id is None:
+    if recipe.head.scored and model.config.get_text_config().pad_token_id is None:
         # Required for several rows; `scoring.set_pad_token` chooses the one that is saved.
         model.config.get_text_config().pad_token_id = 0
     given = None if recipe.model.adapter is None else resume_adapter.prepare_base(model, recipe)
@@ -232,7 +232,7 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     kind = model.config.model_type
     chosen = {each.option: each.value for each in choices(plan.recipe, plan.backend, kind)}
     head = chosen["head"]
-    if plan.recipe.scores is not None:
+    if head == "scores":
         give_scores(model)
     else:
         balance = balance_of(model, plan.recipe.model)

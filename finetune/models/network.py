@@ -62,24 +62,22 @@ def from_scratch(engine: Engine) -> PreTrainedModel:
         FinetuneError: transformers cannot create a model from the config.
     """
     recipe = engine.plan.recipe
-    fields = dict(recipe.model.config or {})
-    fields |= {} if recipe.scores is None else recipe.scores.config
+    fields = {**(recipe.model.config or {}), **recipe.head.config}
     kind = fields.pop("model_type", None)
     if kind is None:
         raise FinetuneError("model.config: `model_type` is missing (llama, qwen3, mistral, ...)")
     try:
         config = AutoConfig.for_model(kind, **fields)
         with engine.without_partitioning():
-            model = scoring.auto_class(recipe.scores).from_config(
+            model = scoring.auto_class(recipe.head).from_config(
                 config,
                 attn_implementation=engine.attention(
                     causal(config), implementation(recipe, causal(config))
                 ),
                 dtype=torch.float32,
             )
-            if recipe.scores is not None:
-                scoring.refuse_other_head(model)
-                scoring.draw_head(model, recipe.scores, recipe.seed)
+            scoring.refuse_other_head(model, recipe.head)
+            scoring.draw_head(model, recipe.head, recipe.seed)
             save_as_published(model)
         return engine.divide(model)  # type: ignore[return-value]
     except (ValueError, TypeError, ImportError) as error:
@@ -98,7 +96,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         FinetuneError: the model cannot be loaded, or its weights do not fit its config.json.
     """
     plan = engine.plan
-    model, scores = recipe.model, recipe.scores
+    model, head = recipe.model, recipe.head
     fields = _stored_fields(plan, recipe)
     stored = prequantised.stored_kind(fields)
     dequantising = stored in prequantised.DEQUANTISED
@@ -120,11 +118,10 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         config = AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-        if scores is not None:
-            refuse_other_labels(config.to_dict(), scores, f"model.name: '{model.name}'")
+        refuse_other_labels(config.to_dict(), head, f"model.name: '{model.name}'")
         unsharded = engine.without_partitioning() if whole else contextlib.nullcontext()
         with progress(f"loading {model.name}"), engine.loading(config) as words, unsharded:
-            loaded = scoring.auto_class(scores).from_pretrained(
+            loaded = scoring.auto_class(head).from_pretrained(
                 model.name,
                 **words,
                 output_loading_info=True,
@@ -138,7 +135,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
                 **vocabulary.without_lost_pad(config),
-                **({} if scores is None else scores.config),
+                **head.config,
                 **placed_while_loading(packed, plan.traits.shards_all),
                 **loading_arguments(
                     fields,
@@ -157,9 +154,8 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
             raise
     else:
         loaded, info = loaded
-        if scores is not None:
-            scoring.refuse_other_head(loaded)
-            info, new_head = scoring.without_new_head(info)
+        scoring.refuse_other_head(loaded, head)
+        info, new_head = scoring.without_new_head(info)
         unused, notes = unread(info, loaded)
         problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3, only rank 0 sees shapes
@@ -174,8 +170,8 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
     if dequantising:
         forget_stored_form(loaded, dtype)
     compute_in(loaded, compute_dtype(plan))
-    if scores is not None and (new_head if engine.world == 1 else engine.from_first(new_head)):
-        scoring.draw_head(loaded, scores, recipe.seed)
+    if head.scored and (new_head if engine.world == 1 else engine.from_first(new_head)):
+        scoring.draw_head(loaded, head, recipe.seed)
     return loaded
 
 

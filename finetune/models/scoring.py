@@ -1,4 +1,4 @@
-"""Set up models with a score head: their class, the head's initial values, and the pad token."""
+"""The head of a model: its class in transformers, a new head's values, and the pad token."""
 
 import zlib
 from typing import Any
@@ -18,15 +18,15 @@ from finetune.data.rows.store import Documents
 from finetune.errors import FinetuneError
 from finetune.models.load_checks import token_rows
 from finetune.models.vocabulary import pad_id, refuse_tokens_without_rows, replace_pad
-from finetune.recipe import Recipe, Scores
+from finetune.recipe import Head, Recipe
 
 HEAD = "score"
 """Name of the score head of a decoder in transformers."""
 
 
-def auto_class(scores: Scores | None) -> Any:
+def auto_class(head: Head) -> Any:
     """The transformers class for a model with a score head, or for a language model."""
-    return AutoModelForCausalLM if scores is None else AutoModelForSequenceClassification
+    return AutoModelForSequenceClassification if head.scored else AutoModelForCausalLM
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
@@ -41,14 +41,16 @@ def without_new_head(info: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return {**info, "missing_keys": missing}, len(missing) < len(info["missing_keys"])
 
 
-def draw_head(model: PreTrainedModel, scores: Scores, seed: int) -> None:
-    """Give a model a new score head with normally distributed weights.
+def draw_head(model: PreTrainedModel, chosen: Head, seed: int) -> None:
+    """Give a model a new score head with normally distributed weights; no-op for a language model.
 
     They are drawn from a separate generator, so that all engines agree.
     """
+    if not chosen.scored:
+        return
     config: Any = model.config.get_text_config()
     table: Any = model.get_input_embeddings()
-    head = nn.Linear(config.hidden_size, len(scores.names), bias=False)
+    head = nn.Linear(config.hidden_size, len(chosen.names), bias=False)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(HEAD.encode()))
     deviation = getattr(config, "initializer_range", None) or 0.02
     with torch.no_grad():
@@ -56,13 +58,14 @@ def draw_head(model: PreTrainedModel, scores: Scores, seed: int) -> None:
     setattr(model, HEAD, head.to(table.weight.device, model.dtype))
 
 
-def refuse_other_head(model: PreTrainedModel) -> None:
+def refuse_other_head(model: PreTrainedModel, chosen: Head) -> None:
     """Refuse a model whose score head is not a plain linear layer named `HEAD`.
 
     Raises:
         FinetuneError: with the class of the model.
     """
-    if not isinstance(getattr(model, HEAD, None), nn.Linear) or model.score.bias is not None:
+    own = getattr(model, HEAD, None)
+    if chosen.scored and (not isinstance(own, nn.Linear) or own.bias is not None):
         raise FinetuneError(
             f"model: {type(model).__name__} has no linear layer '{HEAD}' that reads the last "
             "token; use a decoder such as Qwen3, Llama, Mistral or Gemma"
@@ -81,7 +84,7 @@ def fit_tokens(
     refuse_tokens_without_rows(recipe, tokenizer, rows, int(documents.ids.max()))
     note = replace_pad(tokenizer, rows)
     pad = pad_id(tokenizer, rows)
-    if recipe.scores is not None:
+    if recipe.head.scored:
         note = set_pad_token(network_of(network), tokenizer, documents) or note
     return pad, [] if note is None else [note]
 

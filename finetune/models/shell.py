@@ -32,7 +32,7 @@ def blank(engine: Engine) -> nn.Module | None:
     recipe = dataclasses.replace(plan.recipe, model=model)
     config = copy.deepcopy(network_of(engine.module).config)
     with torch.device("meta"):
-        network = scoring.auto_class(recipe.scores).from_config(
+        network = scoring.auto_class(recipe.head).from_config(
             config, attn_implementation=implementation(recipe, causal(config))
         )
         given = None if model.adapter is None else resume_adapter.prepare_base(network, recipe)
@@ -47,9 +47,9 @@ def from_fields(recipe: Recipe, fields: Mapping[str, Any]) -> PreTrainedModel:
     Raises:
         FinetuneError: transformers cannot build it.
     """
-    scores = {} if recipe.scores is None else recipe.scores.config
-    given = {name: each for name, each in {**fields, **scores}.items() if name != "model_type"}
+    given = {**fields, **recipe.head.config}
+    kind = given.pop("model_type")
     with reading("model: transformers cannot build it"):
-        config = AutoConfig.for_model(fields["model_type"], **given)
+        config = AutoConfig.for_model(kind, **given)
         with torch.device("meta"):
-            return scoring.auto_class(recipe.scores).from_config(config)
+            return scoring.auto_class(recipe.head).from_config(config)

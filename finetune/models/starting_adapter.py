@@ -207,10 +207,10 @@ def complete_adapter(recipe: Recipe) -> Recipe:
     if name is None:
         return recipe
     folder = find(name)
-    fields = read_config(folder, ("CAUSAL_LM" if recipe.scores is None else "SEQ_CLS",))
-    if recipe.scores is not None:
+    fields = read_config(folder, (recipe.head.task_type,))
+    if recipe.head.scored:
         config = read_object(folder / "config.json")
-        refuse_other_labels(config, recipe.scores, f"model.adapter: '{name}'")
+        refuse_other_labels(config, recipe.head, f"model.adapter: '{name}'")
     if recipe.model.name is None:
         raise FinetuneError(
             f"model.name: none, and model.adapter={name} was trained on "

@@ -35,7 +35,7 @@ def resolved(recipe: Recipe) -> Recipe:
     run = Run(Path(model.name))
     if not run.recipe.is_file() or (run.root / "config.json").is_file():
         return recipe
-    if recipe.scores is None:
+    if not recipe.head.scored:
         _refuse_scores("model.name", run)
     if _is_model(run.final):
         return dataclasses.replace(recipe, model=dataclasses.replace(model, name=str(run.final)))

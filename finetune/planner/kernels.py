@@ -141,7 +141,7 @@ def against_one_call(
 
 
 def _head(recipe: Recipe, backend: Backend, kind: str | None) -> Choice:
-    if recipe.scores is not None:
+    if recipe.head.scored:
         return Choice("head", "scores")
     if recipe.kernels.head == "whole" and backend.axes.pipeline > 1:
         return Choice("head", "labelled", "stages pass on hidden states, not logits")

@@ -90,7 +90,7 @@ def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
 def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     """Why a requested load-balancing loss cannot be added."""
     _, problem = coefficient(recipe.model, fields)
-    if recipe.scores is not None and isinstance(recipe.model.router_aux_loss, float):
+    if recipe.head.scored and isinstance(recipe.model.router_aux_loss, float):
         problem = (
             f"model.router_aux_loss: method '{recipe.method}' adds no load-balancing loss to its "
             "scores; use model or none"

@@ -178,7 +178,7 @@ def _recipe(recipe: Recipe, backend: Backend) -> Iterator[str]:
             )
     zero_bubble = axes.pipeline > 1 and axes.schedule == "ZBVZeroBubble"
     held_out = bool(recipe.eval_data) or recipe.eval_rows is not None
-    sampled = recipe.sampled is not None
+    sampled = recipe.sampled
     refused = {
         "model.add_tokens: embeddings are divided during loading, and cannot grow": bool(
             model.add_tokens
@@ -187,7 +187,7 @@ def _recipe(recipe: Recipe, backend: Backend) -> Iterator[str]:
             model.activation_checkpointing == "offload"
         ),
         f"method: {recipe.method} needs a score head, which no stage of a pipeline holds": (
-            recipe.scores is not None and axes.pipeline > 1
+            recipe.head.scored and axes.pipeline > 1
         ),
         "parallelism_config_pp_schedule: torch 2.13 cannot run a teacher's forward pass with "
         "ZBVZeroBubble; use 1F1B, or `finetune teach`": zero_bubble
@@ -197,12 +197,13 @@ def _recipe(recipe: Recipe, backend: Backend) -> Iterator[str]:
         f"parallelism_config_pp_schedule: {axes.schedule} with FSDP2 is untested; use 1F1B": (
             axes.chunks > 1 and axes.pipeline > 1 and backend.shard != "none"
         ),
-        f"method: {recipe.method} compares complete completions, and rows are split": sampled
-        and axes.parts > 1,
+        f"method: {recipe.method} compares complete completions, and rows are split": (
+            sampled is not None and axes.parts > 1
+        ),
         "vllm_server_base_url: the server would load an adapter that is divided, which is "
-        "untested": sampled and recipe.samples_elsewhere,
+        "untested": sampled is not None and sampled.elsewhere,
         f"model.quantization: {model.quantization} weights of other processes are not gathered for "
-        "sampling": sampled and model.quantization != "none",
+        "sampling": sampled is not None and model.quantization != "none",
         "batch.padding_free: rows are split only without padding, and these are padded; use "
         "batch.packing=true": axes.parts > 1 and not padding(recipe, known_fields(recipe)).free,
     }

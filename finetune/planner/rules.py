@@ -111,7 +111,7 @@ def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
 def method_problems(recipe: Recipe) -> Iterator[str]:
     """Data settings that the method does not support, which no command accepts."""
     if recipe.batch.overlong == "split" and recipe.takes != "prompts":
-        if recipe.scores is not None:
+        if recipe.head.scored:
             why = "scores whole sequences"
         elif recipe.takes == "judged":
             why = "learns from the label of a whole answer"
@@ -362,7 +362,7 @@ def _evaluated(recipe: Recipe) -> list[str]:
             *rewards,
             *(f"completions/{name}" for name in (*lengths, "clipped_ratio")),
         ]
-    more = ["f1", "f1/*"] if recipe.scores is not None and recipe.takes == "labelled" else []
+    more = ["f1", "f1/*"] if recipe.head.scored and recipe.takes == "labelled" else []
     derived = recipe.derived(dict.fromkeys(recipe.metrics, 0.0))
     return [*dict.fromkeys([*recipe.metrics, *derived, *recipe.extremes, *more])]
 

@@ -13,10 +13,13 @@ from pydantic.dataclasses import dataclass
 from finetune.errors import Checked
 from finetune.recipe.changes import Changes
 from finetune.recipe.sections import (
+    LANGUAGE,
     STRICT,
     Batch,
+    Completions,
     Data,
     Evaluation,
+    Head,
     HeldOut,
     Kernels,
     LoRA,
@@ -24,7 +27,6 @@ from finetune.recipe.sections import (
     Optim,
     Positive,
     Saving,
-    Scores,
     Teacher,
     Text,
 )
@@ -42,8 +44,8 @@ if TYPE_CHECKING:
     from finetune.training.passes import DataPasses, StepPasses
 
 __all__ = [
-    "STRICT", "Batch", "Data", "Evaluation", "HeldOut", "Kernels", "Kind", "LoRA", "Model",
-    "Optim", "Positive", "Recipe", "Saving", "Scores", "Teacher", "Text",
+    "LANGUAGE", "STRICT", "Batch", "Completions", "Data", "Evaluation", "Head", "HeldOut",
+    "Kernels", "Kind", "LoRA", "Model", "Optim", "Positive", "Recipe", "Saving", "Teacher", "Text",
 ]  # fmt: skip
 
 Kind = Literal["text", "pairs", "judged", "labelled", "prompts"]
@@ -104,9 +106,9 @@ class Recipe(Changes, metaclass=Checked):
     """Default backend of `finetune launch`."""
 
     @property
-    def scores(self) -> Scores | None:
-        """The score head to add to the model; None for a language model."""
-        return None
+    def head(self) -> Head:
+        """The head of the model: that of a language model, or a new one that scores sequences."""
+        return LANGUAGE
 
     @property
     def taught_by(self) -> Model | None:
@@ -157,7 +159,7 @@ class Recipe(Changes, metaclass=Checked):
         """Values of `batch.overlong` that shorten or drop rows and keep their meaning."""
         if self.takes == "prompts":
             return ("drop",)
-        parts = self.takes in ("pairs", "judged") or self.scores is not None
+        parts = self.takes in ("pairs", "judged") or self.head.scored
         return ("drop", "truncate") if parts else ("drop", "truncate", "split")
 
     @property
@@ -166,18 +168,9 @@ class Recipe(Changes, metaclass=Checked):
         return 1.0
 
     @property
-    def sampled(self) -> tuple[int, int, int] | None:
-        """Sampling sizes; None for a method that does not sample.
-
-        Completions per sampling phase, completions that a device samples at once, and maximum
-        number of tokens in a completion.
-        """
+    def sampled(self) -> Completions | None:
+        """What the method samples; None for a method that does not sample."""
         return None
-
-    @property
-    def samples_elsewhere(self) -> bool:
-        """Whether another program samples the completions."""
-        return False
 
     @property
     def evaluated_rewards(self) -> tuple[str, ...]:

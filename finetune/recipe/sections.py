@@ -346,17 +346,48 @@ class Teacher(metaclass=Checked):
 
 
 @dataclass(frozen=True, config=STRICT)
-class Scores:
-    """A score head: outputs read at the last token of a sequence, instead of next-token logits."""
+class Head:
+    """What a model computes from its hidden states: next-token logits, or scores of a sequence."""
 
-    names: tuple[str, ...]
-    """Names of the outputs, the values of `id2label` in the exported config.json."""
+    names: tuple[str, ...] = ()
+    """Names of the scores read at the last token, the values of `id2label` in the exported
+    config.json; none for a language model."""
     problem_type: str | None = None
     """`problem_type` of the config, as defined by transformers."""
 
     @property
+    def scored(self) -> bool:
+        """Whether it scores sequences."""
+        return bool(self.names)
+
+    @property
+    def task_type(self) -> str:
+        """PEFT's name of the task."""
+        return "SEQ_CLS" if self.scored else "CAUSAL_LM"
+
+    @property
     def config(self) -> dict[str, Any]:
-        """Fields for the model's config.json."""
+        """Fields for the model's config.json, in addition to its own."""
+        if not self.scored:
+            return {}
         named = dict(enumerate(self.names))
         numbers = {name: number for number, name in named.items()}
         return {"id2label": named, "label2id": numbers, "problem_type": self.problem_type}
+
+
+LANGUAGE = Head()
+"""The head of a language model."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Completions:
+    """Completions that an online method samples."""
+
+    count: int
+    """Completions of a sampling phase."""
+    at_once: int
+    """Completions that a device samples at once."""
+    longest: int
+    """Maximum number of tokens in a completion."""
+    elsewhere: bool = False
+    """Whether another program samples them."""

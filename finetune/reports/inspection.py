@@ -187,7 +187,7 @@ def _document(
     columns = {each: float(values[number]) for each, values in documents.columns.items()}
     if "wanted" in columns:
         name = "wanted" if columns["wanted"] else "unwanted"
-    label, scored = recipe.label_of(columns), recipe.scores is not None
+    label, scored = recipe.label_of(columns), recipe.head.scored
     return Document(prepared.place(number), found, name, label, scored)
 
 

@@ -159,6 +159,7 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     cut = micro_batches(engine, rows, chosen)
     numbers, mine = [number for number, _ in cut], [taken for _, taken in cut]
     batches = [collate(rows, taken, pad_id, engine.device) for taken in mine]
+    # A pipeline needs equal shapes; processes that share a row take their tokens of it.
     batches, passes = engine.local_batches(batches, pad_id), None
     if recipe.passes_before_step:
         seeds = tuple(_dropout_seed(recipe.seed, step, number) for number in numbers)
@@ -171,6 +172,7 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
         numbers=numbers,
         chosen=chosen,
         mine=mine,
+        # Of all ranks, from what is known of every prepared row: the divisor needs no collective.
         terms=recipe.terms(rows, chosen),
         trained_tokens=int(rows.labelled[chosen].sum()),
         real_tokens=int(rows.lengths[chosen].sum()),
@@ -230,11 +232,13 @@ def train_step(
     batches = rows.batches if rows.passes is None else [*_with_step_values(recipe, rows.passes)]
     lr = learning_rate(step, steps, recipe.optim, plan.lr)
     scale = engine.averaged * plan.accumulation / max(1, rows.terms)
+    # The load-balancing loss is a mean over tokens: this brings its sum to the unit of the terms.
     tokens_per_term = rows.real_tokens / max(1, rows.terms)
     seeds = [_dropout_seed(recipe.seed, step, number) for number in rows.numbers]
     tried = _attempt(engine, batches, seeds, lr, scale, tokens_per_term, measuring)
     while not tried.taken and engine.scale.lower():  # an overflow of fp16: the same step again
         tried = _attempt(engine, batches, seeds, lr, scale, tokens_per_term, None)
+    # After the last attempt: an attempt that overflowed leaves no sums behind.
     tried.sums.add_metrics(rows.passed_over)
 
     # Besides the engine's reduction of gradients, this is the only collective of a step.
@@ -291,10 +295,13 @@ def _attempt(
 
     def loss_of(index: int, model: torch.nn.Module) -> torch.Tensor:
         loss = sums.add(index, recipe.loss(model, batches[index]), tokens_per_term)
+        # A loss that is not finite may have a finite gradient, with which the step would be taken.
         return propagate_nonfinite(loss) * (scale * engine.scale.value)
 
+    # Each step, because an evaluation or a sampling before it may have left eval mode on.
     engine.model.train()
     with contextlib.ExitStack() as measured:
+        # Entered in the middle of `accumulate`, left after the update: the stack outlives both.
         entered = measuring or contextlib.nullcontext()
         engine.accumulate(batches, seeds, loss_of, lambda: measured.enter_context(entered))
         norm, taken = engine.step(lr)
@@ -331,9 +338,11 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> EvalResult:
         def forward(
             _: int, model: torch.nn.Module, batch: MicroBatch = batch, at: int = at
         ) -> torch.Tensor:
+            # The loss on held-out rows is the method's alone.
             return sums.add(at, dataclasses.replace(recipe.loss(model, batch), balance=None))
 
         engine.forward_only(batch, forward)
+    # No backward pass follows that would do it.
     engine.reshard()
     found, maxima, _ = sums.on_host()
     total, largest = engine.reduced(found | {TERMS: float(terms)}, maxima)

@@ -331,7 +331,7 @@ def facts(engine: Engine, data: Prepared, steps: int) -> Facts:
         length = int(documents.lengths.max())
         padded = batch.micro_rows * each > 1 and documents.lengths.min() < length
     most = int(np.sort(rows.labelled)[-recipe.most_micro_rows :].sum())
-    longest = 0 if recipe.sampled is None else recipe.sampled[2]
+    longest = recipe.completion_length
     if longest:  # completions of varying length follow the prompts
         padded, most = not rows.side_by_side, recipe.most_micro_rows * longest
     dtype = model.compute_dtype(plan)
@@ -375,7 +375,7 @@ def tokens_of_run(plan: Plan, data: Prepared, steps: int) -> float:
     """Tokens of all steps; sampled completions count with their maximum length."""
     rows = plan.recipe.batch.rows * steps
     given = data.counts["train"]["tokens"] * rows / len(data.train)
-    return given if plan.recipe.sampled is None else given + rows * plan.recipe.sampled[2]
+    return given + rows * plan.recipe.completion_length
 
 
 def _slots(plan: Plan, rows: Rows, computed: np.ndarray, steps: int) -> float:

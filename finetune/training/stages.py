@@ -8,17 +8,19 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from finetune.cache import cache, keep_compiled
 from finetune.checkpoints import checkpoint, stop_tokens
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.lock import locked, refuse_unshared
 from finetune.checkpoints.resume import claim, refuse_other_data
 from finetune.checkpoints.saver import restore_best
-from finetune.data.audit import identity
+from finetune.data.audit import identity, mistakes
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.prepare import Prepared
+from finetune.data.prepare import Prepared, prepare
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
+from finetune.kernels import cpu, pointwise
 from finetune.models import adapters, composition, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
 from finetune.planner.padding import Padding
@@ -26,15 +28,13 @@ from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts, shari
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training import optim
-from finetune.training.compiled import choose_compiled
 from finetune.training.eval_metrics import Answering, answering
 from finetune.training.fit import check_context
 from finetune.training.memory_meter import Meter
 from finetune.training.online.rollouts import Rollouts, rollouts_of, second_model
-from finetune.training.recorder import Recorder
+from finetune.training.recorder import Recorder, tokens_of_run
 from finetune.training.reference.stored import with_other, with_own, with_values
 from finetune.training.run_options import Options
-from finetune.training.shared_rows import prepare_on_ranks
 from finetune.training.startup_checks import (
     refuse_full_gpu,
     run_checks,
@@ -108,15 +108,17 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
         return claim(run, engine.plan, options.resume)
 
     plan, recipe = engine.plan, engine.plan.recipe
+    # Before any work: another run may hold the directory, or it may not be one to continue.
     resumed = engine.on_rank_0(claimed)
     refuse_unshared(run, engine)
     tokenizer = model.load_tokenizer(recipe)
     chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
     tokenizer.chat_template = chat.saved  # saved: inference then renders as training did
-    data = prepare_on_ranks(engine, recipe, chat)
+    data = _prepare_on_ranks(engine, recipe, chat)
     if recipe.teaches:
         data = teacher.ready(recipe, tokenizer, data)
     if resumed is not None:
+        # A step number stands for rows: of other rows, it would say nothing.
         refuse_other_data(run, resumed, identity(data.counts))
     # The layout of the forecast: the plan read the config file, if there is one yet.
     data = data.side_by_side(plan.padding.free, plan.prompts.shared)
@@ -171,6 +173,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         *check_context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
         *composition.notes(network, recipe), *_cadences(recipe, inputs),
     ]  # fmt: skip
+    # The first file of the run: what is checked above leaves its directory untouched.
     engine.on_rank_0(recorder.write_request)
     folder = None if inputs.resumed is None else run.checkpoint(inputs.resumed)
     if folder is None and engine.is_main and adapters.reads_base(recipe.adapter):
@@ -181,12 +184,14 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     if folder is not None:
         if recipe.adapter is not None:
             refuse_other_base(folder, recipe.model)
+        # Complete weights go into the model before it is sharded, the optimizer's state after.
         checkpoint.load_weights(network, folder)
     engine.prepare(network, optim.build(network, recipe.optim, plan.lr, engine.device))
     progress = Progress(data=identity(data.counts), base=base)
     if folder is not None:
         checkpoint.load_state(engine, folder)
         saved = checkpoint.progress_of(folder)
+        # The identities of this start, which were compared with the saved ones.
         progress = dataclasses.replace(saved, data=progress.data, base=base)
         engine.on_rank_0(lambda: restore_best(run, progress))
     return Built(
@@ -223,3 +228,60 @@ def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:
     ):
         if given != steps:
             yield f"{field}: {given} is every {steps} of {inputs.steps} steps"
+
+
+def _prepare_on_ranks(engine: Engine, recipe: Recipe, chat: Chat) -> Prepared:
+    """Rows of a recipe's data, the same on every rank.
+
+    Raises:
+        FinetuneError: on every rank, with problems of the data, or if a rank reads different data.
+    """
+    folder = cache("data")
+    with engine.patient():
+        counts = engine.on_rank_0(lambda: prepare(recipe, chat, folder).counts)
+        # Check once on each machine, which may have its own disk.
+        check = engine.accelerator.is_local_main_process and not engine.is_main
+        prepared = prepare(recipe, chat, folder, check=check)
+        engine.sums_and_maxima([], [len(prepared.train)])
+    if prepared.counts != counts:
+        raise FinetuneError(f"rank {engine.rank} reads different data than rank 0")
+    problems = list(mistakes(counts["train"]))
+    if problems and recipe.data_checks == "refuse":
+        raise FinetuneError(*problems)
+    return prepared
+
+
+def _check_compiler(engine: Engine) -> None:
+    """Compile and run one kernel if the blocks of the model will be compiled; collective.
+
+    Raises:
+        FinetuneError: on every rank, if one cannot compile.
+    """
+    if engine.plan.recipe.kernels.blocks == "eager":
+        return
+    keep_compiled(pointwise.usual_folder)
+    reasons = engine.gather(pointwise.against_inductor(engine.device))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            place = f"rank {rank}: " if engine.world > 1 else ""
+            raise FinetuneError(f"kernels.blocks: {place}{reason}; use kernels.blocks=eager")
+
+
+def choose_compiled(engine: Engine, data: Prepared, steps: int) -> list[str]:
+    """Switch compiled pointwise chains and the memory pool on or off; returns notes for the log.
+
+    If one rank cannot compile the chains, no rank uses them: a job is as fast as its slowest rank.
+    """
+    _check_compiler(engine)
+    keep_compiled(pointwise.usual_folder)
+    kernels, device = engine.plan.recipe.kernels, engine.device
+    tokens = tokens_of_run(engine.plan, data, steps)
+    dtype = model.compute_dtype(engine.plan)
+    chained, of_chains = pointwise.settle(kernels.pointwise, device, tokens, dtype)
+    somewhere_eager = bool(engine.largest([int(not chained)])[0])
+    if chained and somewhere_eager:
+        chained, of_chains = False, "kernels.pointwise: eager, because another rank cannot compile"
+    pointwise.compile_chains(chained)
+    pooled, of_pool = cpu.settle_pool(kernels.allocator, device, tokens)
+    cpu.use_pool(pooled)
+    return [note for note in (of_chains, of_pool) if note is not None]

@@ -258,7 +258,7 @@ def check_model(engine: Engine, built: "Built") -> str:
     ):
         found = soundness.causality(
             engine.model, rows, engine.device, compute_dtype(plan),
-            built.data.train.side_by_side, scores=plan.recipe.scores is not None,
+            built.data.train.side_by_side, scores=plan.recipe.head.scored,
         )  # fmt: skip
         engine.reshard()
         engine.gather_frozen_units()

@@ -65,6 +65,7 @@ class Training:
             built.prompts.line(built.padding),
         )  # fmt: skip
         try:
+            # From here on a signal ends the run after a step and its checkpoint, not at once.
             self.interruption.defer()
             with self._feed() as feed:
                 progress, reason, peak = self._take_steps(feed, progress)
@@ -80,6 +81,7 @@ class Training:
 
     def _take_steps(self, feed: TakesSteps, progress: Progress) -> tuple[Progress, Reason, int]:
         """Train to the last step or until patience runs out; returns why it ended, and the peak."""
+        # A resumed run may have no step left, and its record still states a peak.
         (peak,) = self.engine.largest([peak_bytes(self.engine.device)])
         progress = self._make_up_evaluation(progress)
         first, stop = progress.step, self._patience_is_over(progress)
@@ -97,17 +99,20 @@ class Training:
             with profile.of_step(step - first):
                 result = self.take_step(feed, progress, measuring)
             peak = int(result.noticed[PEAK])
+            # Before a checkpoint of the step can exist: a saved step always has its record.
             progress = self._record(dataclasses.replace(progress, step=step + 1), result, peak)
             high = high + 1 if self._is_high(result.loss) else 0
             if high == self.recipe.optim.max_loss_steps:
-                self._end_diverged(progress, result.loss)
+                self._end_diverged(progress, result.loss)  # before a checkpoint of these weights
             if counted:
                 self.recorder.memory(step + 1, result, meter.peak)
             if step == first:
                 self.recorder.realised(self.built.parameters, self.built.stored)
                 self.recorder.compiled()
+            # Before saving, so that a checkpoint contains the result of its own evaluation.
             progress, better = self._evaluate_if_due(progress)
             stop = self._patience_is_over(progress)
+            # A maximum over ranks: all stop after the same step, whichever of them got the signal.
             interrupted, done = bool(result.noticed[SIGNALLED]), stop or step + 1 == self.steps
             due = self._due(progress, self.started.inputs.saving_every)
             self.interruption.saving = interrupted  # from here to the end: nothing but to save
@@ -155,6 +160,7 @@ class Training:
             self.recorder.step(progress, result, peak)
         else:
             if not progress.skipped:
+                # At the first skipped step only: a skipped step leaves the weights as they are.
                 refuse_weights_not_finite(self.engine)
             progress = dataclasses.replace(progress, skipped=progress.skipped + 1)
             self.recorder.skipped(progress, result, result.suspects)
@@ -240,6 +246,7 @@ class Training:
     def _end(self, progress: Progress, reason: Reason, peak: int) -> None:
         """Write the result, the final record and the model card."""
         self._finish_record(self._publish)
+        # After the result and before the card, which reads this record.
         self.recorder.end(progress.step, reason, peak)
         self._finish_record(lambda: describe(self.run, self.options.plot))
         self.engine.accelerator.wait_for_everyone()

@@ -70,6 +70,7 @@ class Turns:
         if sample.template_kwargs:
             check_variables([self.template], sample.template_kwargs, "chat_template_kwargs")
         rendered = self._render(sample)
+        # First: what marks show is worth nothing if they change the text.
         self._compare(rendered)
         for tool in sample.tools:
             self._check_tool(rendered, tool)
@@ -95,6 +96,8 @@ class Turns:
             **self.variables,
             **sample.template_kwargs,
         }
+        # The first form that the template accepts is used. If it prints arguments as a Python dict,
+        # the form with JSON text is used instead, if the template accepts that with the same ids.
         first: Rendered | None = None
         refusal: Exception | None = None
         for form, notes in forms(sample):
@@ -144,6 +147,7 @@ class Turns:
             return
         self._compared[shape] = seen + 1
         ours = rendered.marked.text
+        # Marked text has a fixed date, so that prepared rows do not change from day to day.
         if "strftime_now" in self.template:
             ours = self.mark(sample, today=True).text
         theirs = text_of_chat(
@@ -179,8 +183,10 @@ class Turns:
         role, content = message["role"], message["content"]
         written = marked.written(number)
         if role == "assistant":
+            # The name of a role in a header is not text of the message.
             written = written.removeprefix(self._usual_header)
         missing = lost(message, written)
+        # A short text, such as `4`, may stand in the arguments of a call.
         by_chance = "tool_calls" in message and len(content.strip()) <= SHORT
         if missing and (role != "assistant" or number not in marked.turns):
             # Text outside of the loops over messages has no marks: any that is not another's.
@@ -260,6 +266,7 @@ class Turns:
         start, end = written[0]
         inside = [span for span in marked.generations if start <= span[0] and span[1] <= end]
         if not marked.has_generation:
+            # Serving writes the header itself, so a model need not learn it.
             inside = [(start + self._header_length(rendered, number), end)]
         if not inside:
             raise FinetuneError(
@@ -268,6 +275,7 @@ class Turns:
             )
         said = [span for span in marked.own(inside) if marked.text[slice(*span)].strip()]
         *others, (start, end) = said or inside
+        # White space behind the end token is not trained: generation stops at that token.
         return [*others, (start, start + len(marked.text[start:end].rstrip()))]
 
     def _found_by_prompt(self, rendered: Rendered, number: int) -> Span:
@@ -309,6 +317,7 @@ class Turns:
         sample, turn = rendered.sample, rendered.marked.written(number)
         header = self.header
         after_question = number > 0 and sample.messages[number - 1]["role"] == "user"
+        # The usual prompt, unless what comes before this turn may change it.
         if not (after_question and rendered.marked.fixed_prompt) or sample.template_kwargs:
             header = self._served_header(sample, number)
         if not header:
@@ -324,6 +333,7 @@ class Turns:
         other = self.mark(with_message(sample, number, ANSWER)).written(number)
         common = os.path.commonprefix([header, turn, other])  # noqa: RUF071, of characters
         for token in self._end_tokens.finditer(header):
+            # An end token is one id, so a header cannot stop inside of it.
             if token.start() < len(common) < token.end():
                 common = header[: token.start()]
         if not common.strip():

@@ -223,7 +223,7 @@ class Encoder:
             trained_tokens=np.array([t.sum() for _, t in documents], dtype=np.int64),
             ended=np.array(
                 [
-                    self.recipe.scores is not None or not t.any() or self._is_ended(ids[t])
+                    self.recipe.head.scored or not t.any() or self._is_ended(ids[t])
                     for ids, t in documents
                 ],
                 dtype=bool,

@@ -3,6 +3,7 @@
 Submodules are loaded on first use, so training on an accelerator loads none.
 """
 
+import ctypes
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
         release,
     )
     from finetune.kernels.cpu.compiler import COMPILERS, LANGUAGES
-    from finetune.kernels.cpu.heap import return_free_memory
     from finetune.kernels.cpu.native import reason_against as reason_against_chains
     from finetune.kernels.cpu.noise import draw
     from finetune.kernels.cpu.pool import (
@@ -66,7 +66,6 @@ HOMES = {
     "reason_against_attention_tiles": "tiled_attention.reason_against",
     "reason_against_chains": "native.reason_against",
     "release": "attention.release",
-    "return_free_memory": "heap.return_free_memory",
     "serves_adapter_tiles": "tiled_adapters.serves",
     "settle_pool": "pool.settle",
     "use_pool": "pool.use_pool",
@@ -85,3 +84,13 @@ def twin(name: str) -> Callable[..., Any]:
     from finetune.kernels.cpu import native
 
     return getattr(native, name)
+
+
+def return_free_memory() -> None:
+    """Return freed memory of the C library to the system, if it is glibc.
+
+    Its `malloc` (2.36) leaves a gap of the size of a matrix after each layer of a model.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

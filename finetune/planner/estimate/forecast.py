@@ -133,7 +133,8 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         cpu=facts.cpu,
         chained=facts.chained,
         apart=facts.apart,
-        scored=facts.scored,
+        # Soft-capped scores, as of Gemma 2, are materialized.
+        scored=0 if workload.shape.capped_scores else facts.scored,
         repeated=facts.repeated_in_longest,
     )  # fmt: skip
     workload = _with_length(workload, facts.length, facts.padded, facts.labelled)

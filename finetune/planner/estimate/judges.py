@@ -79,7 +79,7 @@ def _judge(recipe: Recipe, name: str, cpu: bool, tokens: int) -> Judge:
     except FinetuneError as error:
         problems = (each.replace("model.name", "its model.name") for each in error.problems)
         raise FinetuneError(*(f"reward_funcs: '{name}': {each}" for each in problems)) from None
-    shape = dataclasses.replace(shape, tied=True, scores=1)
+    shape = dataclasses.replace(shape, tied=False, scores=1)
     workload = Workload(
         shape, AT_ONCE, tokens, "fp32" if cpu else "bf16",
         adapter=NO_ADAPTER, quantization=model.quantization, attention="masked",

@@ -115,7 +115,7 @@ def _rows(tokens: Tokens | dict[str, Tokens], shape: Architecture) -> int:
     """Parameters of the rows that `adapter.trainable_token_indices` trains."""
     if isinstance(tokens, dict):
         return shape.hidden * sum(len(each) for each in tokens.values())
-    return shape.hidden * len(tokens) * (1 if shape.tied else 2)
+    return shape.hidden * len(tokens) * shape.tables
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,11 +71,11 @@ def sampling(
         weights: bytes of weights that are gathered (`gathered_weights`).
     """
     recipe, width = plan.recipe, 2 if plan.backend.precision == "bf16" else 4
-    if recipe.sampled is None or recipe.samples_elsewhere:
+    sampled = recipe.sampled
+    if sampled is None or sampled.elsewhere:
         return None
-    count, at_once, longest = recipe.sampled
-    mine = math.ceil(count / plan.processes)
-    rows, tokens = min(mine, at_once), tokens or recipe.encoded_length + longest
+    mine, longest = math.ceil(sampled.count / plan.processes), sampled.longest
+    rows, tokens = min(mine, sampled.at_once), tokens or recipe.encoded_length + longest
     places = tokens - longest + (longest // (ROOM + 1) + 1) * (ROOM + 1)
     of_layer = 2 * shape.key * width * rows * places
     # Keys and values of one layer are copied one after the other when they grow.

@@ -162,11 +162,6 @@ class Workload:
         return float(self.shape.layers * self.tokens * self.shape.hidden * self.residual)
 
     @property
-    def scores(self) -> int:
-        """`scored`, or 0 if scores are soft-capped: those of Gemma 2 are materialized."""
-        return 0 if self.shape.capped_scores else self.scored
-
-    @property
     def micro_rows(self) -> int:
         """Rows per forward pass, as `batch.micro_rows` counts them."""
         return self.rows // self.documents
@@ -197,7 +192,7 @@ class Workload:
     @property
     def tied(self) -> bool:
         """Whether head and embedding are trained as one tensor; `Adapter.saved` copies are not."""
-        return self.shape.tied and not self.shape.scores and self.adapter is None
+        return self.shape.tied and self.adapter is None
 
     @property
     def sharded(self) -> int:

@@ -89,7 +89,7 @@ class Architecture:
     """Name of the embedding."""
     head: str = "lm_head"
     scores: int = 0
-    """Outputs of a score head that replaces the logits; 0 for a language model."""
+    """Outputs of a score head in place of logits, which is never tied; 0 for a language model."""
     # The part of a model on one process of a mesh: its layers, heads, inner width, vocabulary and
     # experts are counted per process; norms are not divided.
     ways: int = 1
@@ -137,9 +137,19 @@ class Architecture:
         return self.vocab * self.hidden
 
     @property
+    def outputs(self) -> int:
+        """Outputs of the head: a logit for each token id, or scores."""
+        return self.scores or self.vocab
+
+    @property
     def head_weights(self) -> int:
         """Weights of the head by which a token is multiplied."""
-        return self.scores * self.hidden if self.scores else self.embedding
+        return self.outputs * self.hidden
+
+    @property
+    def tables(self) -> int:
+        """Matrices with a row for each token: the embedding, and the head of untied logits."""
+        return 1 if self.tied or self.scores else 2
 
     @property
     def outer_parameters(self) -> int:
@@ -147,7 +157,7 @@ class Architecture:
         found = self.first * (self.embedding + self.positions * self.hidden)
         if not self.last:
             return found
-        head = 0 if self.tied and not self.scores else self.head_weights
+        head = 0 if self.tied else self.head_weights
         return found + self.norm_size + head
 
     @property

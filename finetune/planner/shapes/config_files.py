@@ -14,7 +14,7 @@ from finetune.planner.families import family_of
 from finetune.planner.shapes import published
 from finetune.planner.shapes.architecture import Architecture
 from finetune.planner.shapes.read_config import read
-from finetune.recipe import Model, Recipe, Scores
+from finetune.recipe import Head, Model, Recipe
 
 HUB_SECONDS = 5
 """Timeout of a request to the hub, in seconds."""
@@ -80,8 +80,8 @@ def model_source(recipe: Recipe) -> Source:
     shape = read(config, where)
     if recipe.model.add_tokens:
         shape = dataclasses.replace(shape, vocab=max(shape.vocab, _rows_with_added(recipe, shape)))
-    if recipe.scores is not None:  # without the head that predicts tokens
-        shape = dataclasses.replace(shape, tied=True, scores=len(recipe.scores.names))
+    if recipe.head.scored:  # without the head that predicts tokens
+        shape = dataclasses.replace(shape, tied=False, scores=len(recipe.head.names))
     return Source(shape, where)
 
 
@@ -168,24 +168,24 @@ def has_score_head(fields: Mapping[str, Any]) -> bool:
     return any(str(name).endswith("ForSequenceClassification") for name in named)
 
 
-def refuse_other_labels(fields: Mapping[str, Any], scores: Scores, what: str) -> None:
+def refuse_other_labels(fields: Mapping[str, Any], head: Head, what: str) -> None:
     """Refuse a score head for another number of labels, or for the same ones in another order.
 
     Args:
         fields: A `config.json`; one without a score head or labels is accepted.
-        scores: Score head of the recipe.
+        head: Head of the recipe; that of a language model accepts all.
         what: Field and name of the model or adapter, for messages.
 
     Raises:
         FinetuneError: with the labels of the model and of the recipe.
     """
     named = fields.get("id2label")
-    if not has_score_head(fields) or not isinstance(named, Mapping):
+    if not (head.scored and has_score_head(fields)) or not isinstance(named, Mapping):
         return
     labels = cast(Mapping[Any, Any], named)
     if not all(str(number).isdecimal() for number in labels):
         return  # transformers reports it
-    found, wanted = [str(labels[n]) for n in sorted(labels, key=int)], list(scores.names)
+    found, wanted = [str(labels[n]) for n in sorted(labels, key=int)], list(head.names)
     if len(found) != len(wanted):
         raise FinetuneError(
             f"{what} has a score head for {len(found)} labels ({_listed(found)}), and the recipe "

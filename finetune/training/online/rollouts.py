@@ -74,7 +74,7 @@ class Rollouts:
         self.stops = tuple(ends)
         self.blank = blank(engine)
         self.server = None
-        if recipe.samples_elsewhere:
+        if recipe.sampled.elsewhere:
             self.server = VLLMServer(
                 recipe, run.rollouts, engine.plan.backend.precision, self.stops
             )

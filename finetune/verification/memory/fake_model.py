@@ -93,9 +93,8 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
     dtype = torch.float32 if recipe.model.config is not None else models.weight_dtype(plan)
     with torch.device("meta"):
         try:
-            scores = {} if recipe.scores is None else recipe.scores.config
-            short = shortened(config | scores, layers)
-            network = auto_class(recipe.scores).from_config(
+            short = shortened(config | recipe.head.config, layers)
+            network = auto_class(recipe.head).from_config(
                 short, attn_implementation=engine.attention(short, implementation), dtype=dtype
             )
             if isinstance(engine, MeshEngine):

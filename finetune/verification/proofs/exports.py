@@ -71,7 +71,7 @@ def _task(delivery: Delivery) -> dict[str, Any]:
         # The base of an adapter on a model from scratch cannot be loaded by PEFT.
         "result": merged if model.name is None and merged else result,
         "merged": merged if model.name is not None else None,
-        "scores": None if recipe.scores is None else recipe.scores.config,
+        "scores": recipe.head.config or None,
         "limit": recipe.max_completion_length if isinstance(recipe, Online) else None,
         "eos": delivery.subject.eos,
         "rows": [

@@ -319,8 +319,7 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
 
 def _label(recipe: Recipe, number: int) -> Any:
     """Label of a generated row, for methods that learn labels."""
-    assert recipe.scores is not None
-    names, kind = recipe.scores.names, recipe.scores.problem_type
+    names, kind = recipe.head.names, recipe.head.problem_type
     if kind == "regression":
         return number % 7 / 7
     name = names[number % len(names)]

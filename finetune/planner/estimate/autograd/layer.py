@@ -48,6 +48,7 @@ class Layer:
 
     def _residual(self, stream: Value, branch: Value, holds: tuple[Value, ...]) -> Value:
         if self.shape.norms == 4:
+            # Gemma 2 and 3 normalize what a branch adds, too.
             branch = self.norm(branch)
         return self.tape.run(stream.size, (stream, branch), passes=True, holds=holds)
 
@@ -70,6 +71,7 @@ class Layer:
         rows = 4.0 * size / (elements if elements == self.shape.hidden else self.shape.head_dim)
         squares = self.tape.run(rows, (exact,), (exact,), forward=4 * size, backward=12 * size)
         scaled = self.tape.run(4 * size, (exact, squares), (exact, squares), backward=4 * size)
+        # 0 bytes: the weight of a norm is negligible, but it decides what is saved.
         weight = parameter(0, trained)
         if self.shape.norm == "gemma":
             keeps = (scaled,) if trained else ()
@@ -138,6 +140,7 @@ class Layer:
 
         Rotation copies query and key.
         """
+        # Learned positions (GPT-2): without a rotation nothing copies the views.
         if self.shape.positions:
             return joint, joint, joint
         c = self.workload.compute
@@ -182,6 +185,8 @@ class Layer:
             given = query, key, values
             return ring_attention(tape, self.workload, *given)
         if self.workload.attention == "flash":
+            # The logarithm of the sum of powers of each row and head, from which the backward pass
+            # computes the probabilities again.
             lse = Value(statistics, grad=False)
             held = self._scores()
             given = (key, values)
@@ -259,9 +264,9 @@ class Layer:
         Two buffers of scores; keys and values of the document, also transposed, with their
         gradients in fp32.
         """
-        if not self.workload.scores:
+        if not self.workload.scored:
             return 0.0
-        shape, length = self.shape, self.workload.scores
+        shape, length = self.shape, self.workload.scored
         scores = 2 * shape.heads * length * score_block(shape.heads, length)
         each = length * shape.kv_heads * shape.head_dim
         return float(self.workload.compute * (scores + 4 * each) + 4 * 2 * each)
@@ -293,11 +298,13 @@ class Layer:
         c, f = self.workload.compute, self.shape.width
         size = self.tokens * f * c
         if not self.shape.gated:
+            # The shape lists matrices in the order of execution.
             first, second = [m for m in self.shape.matrices if m.name.startswith("mlp.")]
             return self.products.linear(
                 second, self._activated(self.products.linear(first, value), size)
             )
         if "gate_up_proj" in names:
+            # Gate and up are views of one product: saving either keeps both.
             joint = self.products.linear(names["gate_up_proj"], value)
             active = self.tape.run(size, (joint,), (joint,), backward=size)
             product = self.tape.run(size, (active, joint), (active, joint))
@@ -336,6 +343,7 @@ class Layer:
         chosen, h = self.tokens * shape.experts.active, shape.hidden
         down, copies = self._through_experts(value, chosen)
         # The gradient of the routing weights is a product of this size too.
+        # Variables of the layer's forward pass name `held` until it returns.
         inputs, held, size = (down, routed), (value, down, copies), self._routing * chosen * h
         weighted = tape.run(size, inputs, inputs, backward=size)
         in_order = tape.run(size, (weighted,), holds=held)
@@ -374,6 +382,7 @@ class Layer:
         copies = tape.run(chosen * h * c, (value,), backward=4 * chosen * h)
         trained = (copies,) if n.trains_all or self.adapter.experts else ()
         joint = tape.run(2 * chosen * f * c, (copies, outer), (*trained, outer))
+        # Two views, whose gradients are joined only when both exist.
         gate, up = tape.halves(joint)
         active = tape.run(chosen * f * c, (gate,), (joint,), holds=(joint,))
         product = tape.run(chosen * f * c, (active, up), (active, joint), holds=(joint,))

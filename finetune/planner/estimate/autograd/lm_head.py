@@ -4,6 +4,7 @@ import dataclasses
 
 from finetune.planner.estimate.autograd.layer import Layer
 from finetune.planner.estimate.autograd.tape import Tape, Trace, Value, parameter, trace
+from finetune.planner.estimate.head_losses import SCORES
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.kernels import (
     CHUNK_ENTRIES,
@@ -41,7 +42,7 @@ def head(workload: Workload) -> Head:
     normed = builder.norm(source)
     of_norm = len(builder.tape.nodes)
     projected = None
-    if shape.scores:
+    if workload.loss is SCORES:
         result, entering = _scores(workload, builder.tape, normed)
     elif workload.loss.selected:
         result, entering, projected = _labelled(workload, builder, source, normed)
@@ -52,7 +53,7 @@ def head(workload: Workload) -> Head:
         result, projected = _whole(workload, builder, source, normed)
     found = trace(builder.tape, source, result)
     projected = found.forward if projected is None else projected
-    if workload.loss.chunked and not shape.scores:
+    if workload.loss.chunked:
         # Its gradients are computed in the forward pass, and only they are kept from then on.
         found = dataclasses.replace(found, forward=found.saved)
     return Head(found, entering, projected, max(found.backwards[of_norm:]))
@@ -172,7 +173,7 @@ def _chunked(workload: Workload, tape: Tape, normed: Value) -> tuple[Value, floa
 def _scores(workload: Workload, tape: Tape, normed: Value) -> tuple[Value, float]:
     """A score head, which reads one token per row and computes in fp32."""
     picked = tape.run(4.0 * workload.rows * workload.shape.hidden, (normed,))
-    scores = tape.run(4.0 * workload.rows * workload.shape.scores, (picked,), [picked])
+    scores = tape.run(4.0 * workload.rows * workload.shape.outputs, (picked,), [picked])
     return scores, normed.size
 
 

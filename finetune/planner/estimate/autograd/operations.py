@@ -33,7 +33,7 @@ def operations(workload: Workload, tokens: float) -> Operations:
     layers, steps = workload.shape.layers, workload.accumulation
     started = steps * (passes * layers * _layer_operations(workload) + 3 * HEAD)
     layer = _bytes(Layer(workload)) / workload.tokens
-    entries = workload.labelled * (workload.shape.scores or workload.shape.vocab) * 3.0 * 4
+    entries = workload.labelled * workload.shape.outputs * 3.0 * 4
     # AdamW reads and writes weights and two moments, and reads the gradient twice.
     updates = 8.0 * 4 * workload.trained
     return Operations(started, tokens * passes * layers * layer, tokens * entries, updates)

@@ -15,7 +15,7 @@ class Gathered:
         self.layers, unit = shape.layers, float(workload.unit_bytes)
         self.fsdp = layout.traits.shards_all and layout.group > 1
         """Whether FSDP shards over several processes."""
-        self.one_table = shape.tied and not shape.scores
+        self.one_table = shape.tied
         """Whether embedding and head are one tensor."""
         self.apart = self.fsdp and not (workload.root_unit or self.one_table)
         """Whether FSDP gathers embedding and head as two units."""

@@ -34,7 +34,7 @@ class Swapped:
         shape, group, width = workload.shape, workload.layout.group, workload.compute
         # Elements of the base's tensors, without vectors (never moved).
         sizes = [matrix.weights for matrix in shape.matrices] * shape.layers
-        sizes += [shape.embedding] * (1 if shape.tied else 2)
+        sizes += [shape.embedding] * shape.tables
         if shape.experts is not None:
             expert = shape.experts.count * shape.hidden * shape.experts.width
             sizes += [2 * expert, expert] * shape.layers  # gate and up are one tensor

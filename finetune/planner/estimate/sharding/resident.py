@@ -62,7 +62,7 @@ def _inputs(workload: Workload) -> float:
     # A mask is expanded to all rows; only checkpoints keep it, since layers keep their own copies.
     masked = workload.attention != "flash" and workload.checkpointing == "full"
     mask = workload.rows * workload.length**2 if masked else 0
-    if workload.scores:
+    if workload.scored:
         groups = workload.shape.heads // workload.shape.kv_heads
         mask += groups * SCORE_BLOCK**2 * workload.compute
     return 8.0 * workload.tokens + 8.0 * workload.length + tables + mask
