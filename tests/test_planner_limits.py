@@ -10,6 +10,7 @@ from planning import ROWS, refused
 from transformers.models.auto import modeling_auto
 
 from finetune import backend, catalog
+from finetune.checks.request import check, misnamed
 from finetune.methods.dpo import DPO
 from finetune.methods.grpo import GRPO
 from finetune.methods.orpo import ORPO
@@ -19,7 +20,6 @@ from finetune.planner import plan
 from finetune.planner.balance_loss import expert_count
 from finetune.planner.families import ENCODER_DECODER, FAMILIES, MASKED, OTHER_MEDIA
 from finetune.recipe import Data, Model, Recipe
-from finetune.training.preflight import check, misnamed
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 

@@ -25,6 +25,7 @@ from finetune.planner.estimate.row_counts import local_rows
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.families import family_of
 from finetune.planner.plan import Plan, plan
+from finetune.planner.request import requested
 from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import config_of
 from finetune.recipe import Recipe
@@ -306,7 +307,7 @@ def _divisions(
     """Workloads of the recipe under every layout that divides its model and the rules allow."""
     alone, made = _one_process(recipe), dict[str, Workload]()
     for backend in mesh_sizes.candidates(workload.shape, machine, precision):
-        if incompatibilities(alone, backend, machine.count):
+        if incompatibilities(requested(alone, backend, machine.count)):
             continue
         if backend.name not in made:  # the choice of kernels does not depend on the sizes
             planned = plan(alone, backend, machine.count)
@@ -378,7 +379,8 @@ def _allowed(
             axes=layout.axes,
         )  # fmt: skip
         changed = recipe.with_batch(micro_rows=option.workload.micro_rows)
-        if layout.name in known and not incompatibilities(changed, backend, layout.processes):
+        request = requested(changed, backend, layout.processes)
+        if layout.name in known and not incompatibilities(request):
             kept.append(option)
     return kept
 

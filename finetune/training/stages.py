@@ -14,31 +14,28 @@ from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.lock import locked
 from finetune.checkpoints.resume import claim, refuse_other_data
 from finetune.checkpoints.saver import restore_best
+from finetune.checks.machine import check_machine
+from finetune.checks.model import context
+from finetune.checks.start import Job, run_checks
 from finetune.data.audit import identity
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
-from finetune.errors import FinetuneError
 from finetune.models import adapters, composition, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
 from finetune.planner.padding import Padding
-from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts, sharing_problems
+from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training import optim
 from finetune.training.compiled import choose_compiled
 from finetune.training.eval_metrics import Answering, answering
-from finetune.training.fit import check_context
 from finetune.training.memory_meter import Meter
 from finetune.training.online.rollouts import Rollouts, rollouts_of, second_model
-from finetune.training.recorder import Recorder
+from finetune.training.recorder import Recorder, expected
 from finetune.training.reference.stored import with_other, with_own, with_values
 from finetune.training.run_options import Options
 from finetune.training.shared_rows import prepare_on_ranks
-from finetune.training.startup_checks import (
-    refuse_full_gpu,
-    run_checks,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +119,7 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     steps = plan.steps(len(data.train))
     optim.check(recipe.optim, plan.backend.shard != "none" or plan.backend.axes.any)
     optim.learning_rate(steps - 1, steps, recipe.optim, plan.lr)  # refuses wrong arguments
-    refuse_full_gpu(engine, data, steps)
+    check_machine(engine, expected(engine, data, steps, 0.0))
     cadences = recipe.evaluation.every, recipe.saving.every
     evaluated, saved = (plan.interval(every, len(data.train)) for every in cadences)
     return Inputs(tokenizer, chat, data, steps, evaluated, saved, resumed)
@@ -137,7 +134,8 @@ def start(
     # Another model as reference runs first: it has left memory when the model is loaded.
     data, other = with_other(engine, run, inputs.data, steps, inputs.tokenizer, resumed)
     built = build(engine, run, dataclasses.replace(inputs, data=data), recorder)
-    report = run_checks(engine, run, options, inputs, built, recorder)
+    job = Job(engine, run, inputs, built, recorder.forecast, options.timeout_minutes)
+    report = run_checks(job)
     asked = answering(engine, built.data, inputs.chat, built.pad_id)
     # The model itself as reference needs its engine, and the weights at the start.
     data, own = with_own(engine, run, built.data, steps, built.pad_id, built.base, resumed)
@@ -157,7 +155,10 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     compiled = choose_compiled(engine, data, inputs.steps)
     network: Any = engine.on_every_rank(lambda: model.build(engine, recipe.seed))
     base = fingerprint(recipe.model)  # a hub model is downloaded by now
-    padding, prompts = layout(recipe, network.config), _prompts(engine, network.config.to_dict())
+    padding, prompts = (
+        layout(recipe, network.config),
+        shared_prompts(recipe, plan.backend, network.config.to_dict()),
+    )
     data = data.side_by_side(padding.free, prompts.shared)
     pad_id, vocabulary_notes = scoring.fit_tokens(
         recipe, network, inputs.tokenizer, data.train.documents
@@ -167,7 +168,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     notes = [
         *plan.notes(), *recipe.data_advice(data.counts["train"]),
         *_origin(engine, run, inputs.resumed), *vocabulary_notes,
-        *check_context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
+        *context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
         *composition.notes(network, recipe), *_cadences(recipe, inputs),
     ]  # fmt: skip
     engine.on_rank_0(recorder.write_request)
@@ -192,18 +193,6 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         data, tokenizer, pad_id, base, padding, prompts, parameters, stored, reference,
         notes + engine.notes, progress,
     )  # fmt: skip
-
-
-def _prompts(engine: Engine, fields: dict[str, Any]) -> SharedPrompts:
-    """Whether documents share prompts with a model of this config.
-
-    Raises:
-        FinetuneError: the recipe requires it, and they cannot.
-    """
-    given = engine.plan.recipe, engine.plan.backend, fields
-    if problems := list(sharing_problems(*given)):
-        raise FinetuneError(*problems)
-    return shared_prompts(*given)
 
 
 def _origin(engine: Engine, run: Run, resumed: int | None) -> list[str]:
