@@ -1,5 +1,6 @@
 """Checks of what a request names: data, models, packages, functions; no hub is asked."""
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -60,7 +61,7 @@ def weights(recipe: Recipe) -> Iterator[str]:
         return
     if (folder / starting_adapter.CONFIG).is_file():
         base: object = "ITS_BASE"
-        if not raised(lambda: starting_adapter.read_config(folder)):
+        with contextlib.suppress(FinetuneError):
             base = starting_adapter.read_config(folder).get("base_model_name_or_path")
         yield (
             f"model.name: {folder} contains an adapter, not a model; to train it further, set "
@@ -100,7 +101,7 @@ def engine_package(plan: Plan) -> Iterator[str]:
 
 
 def bitsandbytes(plan: Plan) -> Iterator[str]:
-    """model.quantization, optim.name: bitsandbytes is not installed; run the command shown."""
+    """model.quantization, optim.name: bitsandbytes is not installed; run the command that is shown."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         return
     recipe, teacher = plan.recipe, plan.recipe.taught_by

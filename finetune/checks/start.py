@@ -1,4 +1,4 @@
-"""Run checks before the first step and report them in six lines.
+"""Checks of a started engine before its first step, reported in six lines.
 
 Each check catches what would otherwise fail hours later: a full disk, ranks that differ, a
 checkpoint that cannot be read back.
@@ -24,7 +24,7 @@ from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.models import soundness, starting_adapter
+from finetune.models import soundness
 from finetune.models.load_checks import token_rows
 from finetune.models.model import compute_dtype
 from finetune.planner import Plan
@@ -84,11 +84,11 @@ ALIKE = {
 """What to do where ranks differ in a field of `Identity`."""
 
 
-def identity(plan: Plan, data: Prepared, base: str | None) -> Identity:
+def identity(plan: Plan, data: Prepared, base: str | None, adapter: str | None = None) -> Identity:
     """This rank's identity; data is hashed from its folder name, its counts and the rows read."""
     fields = catalog.to_fields(plan.recipe)
-    if plan.recipe.model.adapter is not None:
-        fields["starting_adapter"] = starting_adapter.identity(plan.recipe.model.adapter)["sha256"]
+    if adapter is not None:
+        fields["starting_adapter"] = adapter
     rows = hashlib.sha256()
     for seen in (data.train.documents.offsets, data.train.members, data.train.bounds):
         rows.update(seen.tobytes())
@@ -174,15 +174,15 @@ def checkpoint_bytes(engine: Engine, tokens: int) -> int:
 
 def ranks(job: Job) -> str:
     """recipe, data, model.name, --backend: ranks differ; give each the same, and one version."""
-    engine = job.engine
-    line = agree(engine.gather(identity(engine.plan, job.built.data, job.built.base)))
+    engine, built = job.engine, job.built
+    line = agree(engine.gather(identity(engine.plan, built.data, built.base, built.adapter)))
     if engine.world > 1:
         line += f"; each waits at most {job.timeout_minutes:g} min for the others"
     return line
 
 
 def memory(job: Job) -> str:
-    """The predicted peak memory and what this machine has; refuses nothing."""
+    """The predicted peak memory, and what this machine has."""
     place, forecast = job.engine.device, job.forecast
     if place.type != "cuda":
         available = limits.memory().available
@@ -249,7 +249,7 @@ def model(job: Job) -> str:
 
 
 def start(job: Job) -> str:
-    """Where the run begins; refuses nothing, as a damaged checkpoint was not claimed."""
+    """Where the run begins; a damaged checkpoint was passed over when it was claimed."""
     if job.inputs.resumed is None:
         return "from the beginning"
     return f"after step {job.inputs.resumed}, whose checkpoint is intact"

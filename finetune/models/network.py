@@ -167,6 +167,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3, only rank 0 sees shapes
         problems = engine.from_first(problems)
+    # Asked again: a hub model is only here by now, and a second model was not asked about.
     refuse_codes("model.name", str(model.name), model.revision)
     if problems:
         raise FinetuneError(

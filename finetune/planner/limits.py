@@ -155,7 +155,7 @@ def sampling_dropout(request: Request) -> Iterator[str]:
 
 
 def adapted_layers(request: Request) -> Iterator[str]:
-    """adapter.layers_to_transform: no such layer, or no names of modules; use those there are."""
+    """adapter.layers_to_transform: no such layer, or no module is named; name layers and modules."""
     given = request.recipe.adapter
     if given is None or not given.layers_to_transform:
         return
@@ -175,7 +175,7 @@ def adapted_layers(request: Request) -> Iterator[str]:
 
 
 def adapter(request: Request) -> Iterator[str]:
-    """adapter.r, .init_lora_weights, .targets: PEFT refuses them; use the values named."""
+    """adapter.r, adapter.init_lora_weights, adapter.targets: PEFT refuses it; use what is named."""
     given, fields, family = request.recipe.adapter, request.fields, family_of(request.fields)
     if given is None:
         return
@@ -203,7 +203,7 @@ def adapter(request: Request) -> Iterator[str]:
 
 
 def stored_weights(request: Request) -> Iterator[str]:
-    """model.name: stored in a form that cannot be trained so; use the model it was made from."""
+    """model.name: its files are quantized in another way; use the model that it was made from."""
     name, fields = request.recipe.model.name, request.fields
     asked, kind = request.recipe.model.quantization, stored_kind(fields)
     if name is None or kind is None:

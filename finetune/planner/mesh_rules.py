@@ -61,7 +61,7 @@ def random_numbers(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def attention(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
-    """--tensor, --context, --rotation: attention here is not divided so; use the backend named."""
+    """--tensor, --context, --rotation: its attention is not divided so; use the backend named."""
     if axes.tensor > 1 and fields.get("use_qk_norm"):
         yield (
             f"--tensor {axes.tensor}: this {fields['model_type']} has a norm with separate weights "
@@ -115,7 +115,7 @@ def unsupported(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def indivisible(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
-    """--pipeline, --tensor and other axes: layers, heads or experts are left; use a size named."""
+    """--pipeline, --tensor and other axes: layers or heads do not divide; use a size named."""
     experts = expert_count(fields)
     count, parts = fields.get("num_hidden_layers") or 0, axes.pipeline * axes.chunks
     if axes.pipeline > 1 and count < parts:
@@ -173,7 +173,7 @@ def processes(request: Request) -> Iterator[str]:
 
 
 def divided_quantization(request: Request) -> Iterator[str]:
-    """model.quantization, teacher.quantization: packed across the division; use none, or FSDP."""
+    """model.quantization, teacher.quantization: packed across its rows; use none, or FSDP."""
     axes, recipe = request.backend.axes, request.recipe
     for section, each in {"model": recipe.model, "teacher": recipe.taught_by}.items():
         if axes.tensor * axes.experts > 1 and each is not None and each.quantization != "none":
@@ -184,7 +184,7 @@ def divided_quantization(request: Request) -> Iterator[str]:
 
 
 def not_reproduced(request: Request) -> Iterator[str]:
-    """model, method, evaluation, batch.padding_free: not possible divided; use fsdp_full_shard."""
+    """model, method, evaluation, batch: it needs a complete model or row; use fsdp_full_shard."""
     recipe, backend = request.recipe, request.backend
     axes, model = backend.axes, recipe.model
     zero_bubble = axes.pipeline > 1 and axes.schedule == "ZBVZeroBubble"
@@ -268,7 +268,7 @@ def adapted_experts(request: Request) -> Iterator[str]:
 
 
 def divided_adapter(request: Request) -> Iterator[str]:
-    """adapter.use_dora, .dropout, .modules_to_save, ...: needs complete tensors; leave it out."""
+    """adapter.use_dora and other fields: they need complete tensors; leave them out."""
     adapter, backend, axes = request.recipe.adapter, request.backend, request.backend.axes
     if adapter is None:
         return

@@ -76,7 +76,7 @@ def overlong(recipe: Recipe) -> Iterator[str]:
 
 
 def prompts(recipe: Recipe) -> Iterator[str]:
-    """batch, reward_funcs, adapter.dropout: prompts are sampled; use whole groups, no dropout."""
+    """batch.rows, reward_funcs: groups are sampled and scored; use whole groups and a reward."""
     batch = recipe.batch
     if recipe.takes != "prompts":
         return
@@ -141,7 +141,7 @@ def second_heads(request: Request) -> Iterator[str]:
 
 
 def second_model(request: Request) -> Iterator[str]:
-    """beta: the reference would be unsharded; train an adapter, set 0, or use ddp or zero2."""
+    """beta: the reference would be unsharded; train an adapter, use beta=0, ddp or zero2."""
     backend = request.backend
     if request.recipe.needs_second_model and (
         backend.shard == "params" or request.traits.shards_all
@@ -153,7 +153,7 @@ def second_model(request: Request) -> Iterator[str]:
 
 
 def layout(request: Request) -> Iterator[str]:
-    """batch.packing, batch.padding_free: documents would see each other; use auto, no packing."""
+    """batch.packing, batch.padding_free: documents would see each other; use false and auto."""
     recipe, batch, fields = request.recipe, request.recipe.batch, decoder_fields(request.fields)
     if batch.packing and batch.padding_free is False:
         yield (
@@ -180,7 +180,7 @@ def shared_prompts(request: Request) -> Iterator[str]:
 
 
 def precision(request: Request) -> Iterator[str]:
-    """precision: the engine scales the loss of fp16 otherwise; use bf16, ddp or FSDP."""
+    """precision: this engine scales the loss of fp16 in its own way; use bf16, ddp or FSDP."""
     if request.backend.precision == "fp16" and request.traits.masters:
         yield (
             f"precision: fp16 needs loss scaling, which {request.backend.name} implements "
@@ -189,7 +189,7 @@ def precision(request: Request) -> Iterator[str]:
 
 
 def quantization(request: Request) -> Iterator[str]:
-    """model.quantization: packed weights are frozen, pretrained, whole; add an adapter, or none."""
+    """model.quantization: packed weights cannot be trained or sharded; add an adapter, or use ddp."""
     recipe, backend = request.recipe, request.backend
     kind = recipe.model.quantization
     if kind == "none":
@@ -246,7 +246,7 @@ def _reads_base(recipe: Recipe) -> bool:
 
 
 def gathered_by_module(request: Request) -> Iterator[str]:
-    """adapter.use_dora, .trainable_token_indices: ZeRO-3 gathers by module; use FSDP or zero2."""
+    """adapter.use_dora, adapter.trainable_token_indices: ZeRO-3 gathers by module; use zero2."""
     adapter = request.recipe.adapter
     reading = adapter and {
         "use_dora: DoRA reads complete base weights": adapter.use_dora,
@@ -284,7 +284,7 @@ def added_tokens(request: Request) -> Iterator[str]:
 
 
 def attention(request: Request) -> Iterator[str]:
-    """model.attention, .activation_checkpointing: they do not go together; use what is named."""
+    """model.attention: transformers has none for it, or for its checkpointing; use the one named."""
     recipe, fields = request.recipe, decoder_fields(request.fields)
     asked = recipe.model.attention
     if asked == "sdpa" and not family_of(fields).sdpa and not request.padding.free:

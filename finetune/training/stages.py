@@ -65,6 +65,8 @@ class Built:
     pad_id: int
     base: str | None
     """Identity of the base weights; None if it is not known."""
+    adapter: str | None
+    """SHA-256 of the adapter that training starts from; None without one."""
     padding: Padding
     prompts: SharedPrompts
     parameters: tuple[int, int]
@@ -167,10 +169,15 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     parameters, stored = sizes.counts(network), sizes.stored(engine, network)
     notes = [
         *plan.notes(), *recipe.data_advice(data.counts["train"]),
-        *_origin(engine, run, inputs.resumed), *vocabulary_notes,
+        *vocabulary_notes,
         *context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
         *composition.notes(network, recipe), *_cadences(recipe, inputs),
     ]  # fmt: skip
+    adapter = None
+    if recipe.model.adapter is not None:
+        origin = starting_adapter.identity(recipe.model.adapter)
+        is_new, adapter = inputs.resumed is None, str(origin["sha256"])
+        notes += [engine.on_rank_0(lambda: starting_adapter.record(origin, recipe, run, is_new))]
     engine.on_rank_0(recorder.write_request)
     folder = None if inputs.resumed is None else run.checkpoint(inputs.resumed)
     if folder is None and engine.is_main and adapters.reads_base(recipe.adapter):
@@ -190,17 +197,9 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         progress = dataclasses.replace(saved, data=progress.data, base=base)
         engine.on_rank_0(lambda: restore_best(run, progress))
     return Built(
-        data, tokenizer, pad_id, base, padding, prompts, parameters, stored, reference,
+        data, tokenizer, pad_id, base, adapter, padding, prompts, parameters, stored, reference,
         notes + engine.notes, progress,
     )  # fmt: skip
-
-
-def _origin(engine: Engine, run: Run, resumed: int | None) -> list[str]:
-    """Record the adapter that training starts from; returns a note about it."""
-    recipe = engine.plan.recipe
-    if recipe.model.adapter is None:
-        return []
-    return [engine.on_rank_0(lambda: starting_adapter.record(recipe, run, resumed is None))]
 
 
 def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:
