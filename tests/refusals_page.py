@@ -43,9 +43,9 @@ def page() -> str:
     lines = [
         "# What is refused",
         "",
-        "A request that cannot be carried out ends with exit status 2 and every reason of a moment at",
-        "once, each with its field, the value and what to write. Here is their general form, in the",
-        "order in which a start asks. Rules of a config are asked again when it came from the hub.",
+        "A request that cannot be carried out ends with exit status 2 and every reason of a moment",
+        "at once, with its field, its value and what to write. Here is their general form, in the",
+        "order in which a start asks. Rules of a config are asked again when it was downloaded.",
         "",
         "This page is written by `python -m tests.refusals_page`.",
         "",

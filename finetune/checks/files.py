@@ -101,7 +101,7 @@ def engine_package(plan: Plan) -> Iterator[str]:
 
 
 def bitsandbytes(plan: Plan) -> Iterator[str]:
-    """model.quantization, optim.name: bitsandbytes is not installed; run the command that is shown."""
+    """model.quantization, optim.name: bitsandbytes is not installed; install it."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         return
     recipe, teacher = plan.recipe, plan.recipe.taught_by

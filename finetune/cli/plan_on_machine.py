@@ -10,7 +10,7 @@ from typing import Any, Literal
 from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.cli.plan_here import Measure, Verify, plain, status
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.planner.estimate import advice, fewest_changes, hardware, mesh_sizes, wording
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.mesh_sizes import slow_links
@@ -111,8 +111,7 @@ def run(
         backend = on(machine, named, arguments)
     planned = plan(recipe, backend, machine.count, arguments.precision)
     prediction = _predicted(arguments, planned, machine)
-    if problems := slow_links(backend.axes.tensor, machine.per_node, machine.fast):
-        raise FinetuneError(*problems)
+    refuse(slow_links(backend.axes.tensor, machine.per_node, machine.fast))
     return _show(arguments, planned, prediction, verify)
 
 

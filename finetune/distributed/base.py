@@ -32,7 +32,7 @@ from finetune.distributed.parameters import local, moment_elements
 from finetune.distributed.plan_differences import Compare, comparing, wrapped_by
 from finetune.distributed.ranks import Ranks, group_on_host
 from finetune.distributed.reader import Reader
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.planner import Plan
 from finetune.process import rendezvous
 
@@ -223,8 +223,7 @@ class Engine(Ranks):
         compare("engine", self.plan.backend.engine, wrapped_by(self.model))
         if not differences:
             self.compare_wrapped(compare)
-        if differences:
-            raise FinetuneError(*differences)
+        refuse(differences)
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """`prepare` without the comparison."""
@@ -428,8 +427,7 @@ class Engine(Ranks):
         compare("precision", self.plan.backend.precision, _precision(built))
         if built.distributed_type in self.kinds:
             self.compare_built(compare)
-        if differences:
-            raise FinetuneError(*differences)
+        refuse(differences)
 
 
 def _precision(accelerator: Accelerator) -> str:

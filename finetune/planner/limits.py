@@ -155,7 +155,7 @@ def sampling_dropout(request: Request) -> Iterator[str]:
 
 
 def adapted_layers(request: Request) -> Iterator[str]:
-    """adapter.layers_to_transform: no such layer, or no module is named; name layers and modules."""
+    """adapter.layers_to_transform: no such layer, or no named module; name both."""
     given = request.recipe.adapter
     if given is None or not given.layers_to_transform:
         return

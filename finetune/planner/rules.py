@@ -189,7 +189,7 @@ def precision(request: Request) -> Iterator[str]:
 
 
 def quantization(request: Request) -> Iterator[str]:
-    """model.quantization: packed weights cannot be trained or sharded; add an adapter, or use ddp."""
+    """model.quantization: packed weights are not trained or sharded; add an adapter, or use ddp."""
     recipe, backend = request.recipe, request.backend
     kind = recipe.model.quantization
     if kind == "none":
@@ -284,7 +284,7 @@ def added_tokens(request: Request) -> Iterator[str]:
 
 
 def attention(request: Request) -> Iterator[str]:
-    """model.attention: transformers has none for it, or for its checkpointing; use the one named."""
+    """model.attention: transformers lacks it, or checkpointing excludes it; use what is named."""
     recipe, fields = request.recipe, decoder_fields(request.fields)
     asked = recipe.model.attention
     if asked == "sdpa" and not family_of(fields).sdpa and not request.padding.free:

@@ -18,7 +18,7 @@ from finetune.data.read.hub import hub_rows
 from finetune.data.read.splits import choose, splits_of
 from finetune.data.samples import READ_AS
 from finetune.data.values import Unreadable, json_text
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, refuse
 from finetune.recipe import Data, Recipe
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -134,8 +134,7 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
                 sources.append(find_source(data))
             except FinetuneError as error:
                 problems.extend(error.problems)
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     return found
 
 
