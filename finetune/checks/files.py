@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from finetune.backend import Backend
 from finetune.checkpoints.base_weights import codes_read_as_weights, weight_files
 from finetune.data.formats import find_format
 from finetune.data.read.sources import HUB_NAME, find_sources
@@ -13,6 +14,7 @@ from finetune.errors import FinetuneError, problems_of, refuse
 from finetune.methods.online import Online
 from finetune.models import starting_adapter
 from finetune.planner import Plan
+from finetune.planner.engines import TRAITS
 from finetune.planner.rules import OF_DATA
 from finetune.recipe import Recipe
 from finetune.rewards.functions import problems as reward_problems
@@ -95,9 +97,16 @@ FILES = (weights, model, data, trackers)
 
 def engine_package(plan: Plan) -> Iterator[str]:
     """backend: the package of its engine is not installed; run the command that is shown."""
-    package = plan.traits.package
-    if package is not None and importlib.util.find_spec(package.lower()) is None:
-        yield f"backend: {plan.backend.name} needs {missing(package)}"
+    if lacking := lacking_package(plan.backend):
+        yield f"backend: {lacking}"
+
+
+def lacking_package(machine: Backend) -> str | None:
+    """The package that a backend needs and that is not installed, as text."""
+    package = "DeepSpeed" if machine.axes.sequence > 1 else TRAITS[machine.engine].package
+    if package is None or importlib.util.find_spec(package.lower()) is not None:
+        return None
+    return f"{machine.name} needs {missing(package)}"
 
 
 def bitsandbytes(plan: Plan) -> Iterator[str]:

@@ -13,6 +13,9 @@ from finetune.planner.estimate.forecast import Forecast
 def check_machine(engine: Engine, forecast: Forecast | None) -> None:
     """Refuse a machine that cannot run what is forecast, on every rank.
 
+    Args:
+        forecast: Prediction for a GPU; None on a CPU, or for a model without formulas.
+
     Raises:
         FinetuneError: with the problems of every rank.
     """
@@ -22,7 +25,7 @@ def check_machine(engine: Engine, forecast: Forecast | None) -> None:
 
 def full_gpu(engine: Engine, forecast: Forecast | None) -> Iterator[str]:
     """device: other processes fill the GPU; stop them, choose another, or lower micro_rows."""
-    if engine.device.type == "cuda" and forecast is not None:
+    if forecast is not None:
         free, total = torch.cuda.mem_get_info(engine.device)
         problem = device.too_full(forecast.peak_memory, free, total, device.gpu_processes)
         yield from [] if problem is None else [problem]
