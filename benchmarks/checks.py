@@ -13,14 +13,14 @@ from finetune import Batch, Model, Pretrain, Recipe
 from finetune import backend as backends
 from finetune.checkpoints.base_weights import fingerprint
 from finetune.checkpoints.resume import claim, finished
+from finetune.checks import request
+from finetune.checks.start import identity
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.models.model import load_tokenizer
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Data
 from finetune.runs.run import Run
-from finetune.training import preflight
-from finetune.training.startup_checks import identity
 
 ROWS = 200_000
 LAYERS, HIDDEN, WIDTH = 32, 4_096, 14_336
@@ -68,7 +68,7 @@ def _round(recipe: Recipe, folder: Path) -> dict[str, tuple[float, float]]:
         taken[name] = time.perf_counter() - begun, time.process_time() - processor
         return found
 
-    plan = timed("plan, files", lambda: preflight.check(recipe, backends.load("single"), 1, "bf16"))
+    plan = timed("plan, files", lambda: request.check(recipe, backends.load("single"), 1, "bf16"))
     timed("run directory", lambda: (finished(run, plan), claim(run, plan, "auto")))
     tokenizer = timed("tokenizer", lambda: load_tokenizer(recipe))
     chat = load_chat(tokenizer, None)

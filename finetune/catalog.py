@@ -19,7 +19,15 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from finetune import extensions
-from finetune.errors import FURTHER, FinetuneError, did_you_mean, one_line, problems, reading
+from finetune.errors import (
+    FURTHER,
+    FinetuneError,
+    did_you_mean,
+    one_line,
+    problems,
+    reading,
+    refuse,
+)
 from finetune.methods import METHODS, find_method
 from finetune.process.yaml_text import read_yaml
 from finetune.recipe import Recipe
@@ -173,8 +181,7 @@ def from_fields(fields: Any, where: str = "recipe") -> Recipe:
         made = TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:
         raise FinetuneError(*problems(error, kind, where)) from None
-    if flags := [*_flags_as_numbers(fields, made)]:
-        raise FinetuneError(*(f"{where}: {flag}" for flag in flags))
+    refuse(f"{where}: {flag}" for flag in _flags_as_numbers(fields, made))
     return made
 
 
@@ -203,8 +210,7 @@ def override(recipe: Recipe, pairs: Sequence[str]) -> Recipe:
         changed = from_fields(fields, "override")
     except FinetuneError as error:
         raise FinetuneError(*wrong, *error.problems) from None
-    if wrong:
-        raise FinetuneError(*wrong)
+    refuse(wrong)
     return changed
 
 

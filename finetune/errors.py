@@ -8,7 +8,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,17 @@ class Interrupted(FinetuneError):
     """
 
     exit_status = 75
+
+
+def problems_of(checks: Iterable[Callable[..., Iterable[str]]], *values: object) -> list[str]:
+    """Every problem that a list of checks finds in the same values, each once, in their order."""
+    return list(dict.fromkeys(each for check in checks for each in check(*values)))
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise FinetuneError with the problems, if there are any."""
+    if found := list(problems):
+        raise FinetuneError(*found)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 import finetune as ft
 from finetune import backend as backends
 from finetune.backend.axes import Axes, product_problem
+from finetune.checks.request import check_here
 from finetune.distributed.pipeline import MarkedStage
 from finetune.launchers import accelerate
 from finetune.launchers.job import Job
@@ -26,7 +27,6 @@ from finetune.planner.estimate import hardware
 from finetune.planner.estimate.forecast import Facts, forecast
 from finetune.process import rendezvous
 from finetune.training.out_of_memory import out_of_memory
-from finetune.training.preflight import check_here
 
 SECTION = "parallelism_config"
 KEY, SIZE = f"{SECTION}.{SECTION}", f"{SECTION}_tp_size: 2"

@@ -7,10 +7,10 @@ from conftest import FP32, apart, losses, problems_of, read, run_command, slow, 
 
 import finetune as ft
 from finetune import catalog
+from finetune.checks import request
 from finetune.launchers.accelerate import free_port
 from finetune.process import rendezvous
 from finetune.process.quiet import OF_A_LAUNCH, OF_MPI
-from finetune.training import preflight
 
 COMPLETE = {
     "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.255.255.1",
@@ -88,12 +88,12 @@ def test_variables_of_mpi_are_refused_unless_there_is_a_world(variables, name):
 def test_processes_of_accelerate_launch_name_no_other_backend(variables, tiny):
     given_are(variables, COMPLETE | {"ACCELERATE_MIXED_PRECISION": "no"})
     recipe = catalog.from_fields(tiny.fields())
-    assert preflight.check_here(recipe, "ddp").backend.engine == "ddp"
-    (told,) = problems_of(preflight.check_here, recipe, "zero2")
+    assert request.check_here(recipe, "ddp").backend.engine == "ddp"
+    (told,) = problems_of(request.check_here, recipe, "zero2")
     assert told.startswith("--backend zero2: accelerate launch started another")
     variables.delenv("RANK")
     with pytest.raises(ft.FinetuneError, match="WORLD_SIZE=2: set without RANK, as by accelerate"):
-        preflight.check_here(recipe)
+        request.check_here(recipe)
 
 
 @pytest.mark.parametrize(

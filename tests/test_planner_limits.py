@@ -10,6 +10,7 @@ from planning import ROWS, refused
 from transformers.models.auto import modeling_auto
 
 from finetune import backend, catalog
+from finetune.checks.request import check, misnamed
 from finetune.methods.dpo import DPO
 from finetune.methods.grpo import GRPO
 from finetune.methods.orpo import ORPO
@@ -19,7 +20,6 @@ from finetune.planner import plan
 from finetune.planner.balance_loss import expert_count
 from finetune.planner.families import ENCODER_DECODER, FAMILIES, MASKED, OTHER_MEDIA
 from finetune.recipe import Data, Model, Recipe
-from finetune.training.preflight import check, misnamed
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 
@@ -125,7 +125,7 @@ def test_a_misspelt_module_is_refused_before_the_model_is_loaded(field, name, to
     """PEFT 0.21 ignores it if another name matches."""
     given: Any = {field: ("q_proj", name) if field == "targets" else (name,)}
     problem = f"adapter.{field}: no module is named '{name}'{told}"
-    assert misnamed(of("llama", **SMALL).with_lora(**given)) == [problem]
+    assert list(misnamed(of("llama", **SMALL).with_lora(**given))) == [problem]
 
 
 def test_names_that_match_no_module_are_refused_with_the_plan_and_those_of_any_module_pass():
@@ -138,23 +138,23 @@ def test_names_that_match_no_module_are_refused_with_the_plan_and_those_of_any_m
     assert targets.startswith("adapter.targets: no module is named 'v_porj'; did you mean 'v_proj'")
     assert pattern == "adapter.rank_pattern: no module matches 'q_pro'; did you mean 'q_proj'?"
     names = {"targets": ("q_proj", "lm_head", "1.self_attn.v_proj"), "modules_to_save": ("norm",)}
-    assert misnamed(of("llama", **SMALL).with_lora(**names)) == []
+    assert list(misnamed(of("llama", **SMALL).with_lora(**names))) == []
     gate = {"targets": ("q_proj", "gate"), "rank_pattern": {r"layers\.1\..*q_proj": 2}}
-    assert misnamed(of("mixtral", **SMALL | EXPERTS).with_lora(**gate)) == []
+    assert list(misnamed(of("mixtral", **SMALL | EXPERTS).with_lora(**gate))) == []
     reward = RewardModel(of("llama", **SMALL).model).with_data(ROWS)
-    assert misnamed(reward.with_lora(modules_to_save=("score",))) == []
+    assert list(misnamed(reward.with_lora(modules_to_save=("score",)))) == []
 
 
 @pytest.mark.parametrize("field", ["targets", "exclude_modules"])
 def test_a_regular_expression_that_matches_no_path_is_refused(field):
     """PEFT matches it with the complete path of a module."""
     recipe = of("llama", **SMALL)
-    assert misnamed(recipe.with_lora(**{field: "[qv]_proj"})) == [
+    assert list(misnamed(recipe.with_lora(**{field: "[qv]_proj"}))) == [
         f"adapter.{field}: the regular expression '[qv]_proj' matches no module; it must match a "
         "complete path such as model.layers.0.self_attn.q_proj, or give names: "
         f"adapter.{field}=[q_proj,v_proj]"
     ]
-    assert misnamed(recipe.with_lora(**{field: r".*\.[qv]_proj"})) == []
+    assert list(misnamed(recipe.with_lora(**{field: r".*\.[qv]_proj"}))) == []
 
 
 def test_initialisations_and_layers_that_do_not_fit_a_model_are_refused():

@@ -33,12 +33,12 @@ from transformers import (
 import finetune as ft
 from finetune import FinetuneError, LoRA, Options, Recipe, export, load
 from finetune.checkpoints.base_weights import codes_in
+from finetune.checks.files import missing_files
 from finetune.inference.load import base_model
 from finetune.models.load_checks import unread
 from finetune.models.quantization import keep_unpacked
 from finetune.models.starting_adapter import complete_adapter
 from finetune.planner import plan
-from finetune.training.preflight import missing_files
 
 BITSANDBYTES = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),

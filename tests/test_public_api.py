@@ -12,6 +12,7 @@ from typing import Any
 
 import api_page
 import pytest
+import refusals_page
 from conftest import ROOT, problems_of, run_command
 
 import finetune as ft
@@ -159,6 +160,8 @@ def test_the_version_is_one_everywhere_and_is_printed(finetune):
 def test_pages_of_the_api_and_the_index_have_every_name_and_document():
     written = (ROOT / "docs/api.md").read_text()
     assert written == api_page.page(), "write it anew: python -m tests.api_page"
+    refusals = (ROOT / "docs/refusals.md").read_text()
+    assert refusals == refusals_page.page(), "write it anew: python -m tests.refusals_page"
     headings = re.findall(r"^### `(\w+)`$", written, re.MULTILINE)
     assert sorted(headings) == sorted(ft.HOMES)
     named = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs/index.md").read_text()))

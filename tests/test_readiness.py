@@ -5,8 +5,8 @@ import re
 
 from conftest import problems_of
 
+from finetune.checks.start import Identity, agree, libraries
 from finetune.runs.environment import versions
-from finetune.training.startup_checks import Identity, agree, libraries
 
 
 def test_every_library_that_takes_part_is_compared_and_finetune_by_its_source():

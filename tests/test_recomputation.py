@@ -10,6 +10,7 @@ from finetune import Model, backend
 from finetune.kernels.lora import group_adapters
 from finetune.methods.sft import SFT
 from finetune.models.model import recompute
+from finetune.planner.request import requested
 from finetune.planner.rules import incompatibilities
 
 
@@ -63,5 +64,5 @@ def test_the_field_takes_true_false_and_two_words() -> None:
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])
 def test_an_attention_of_many_operations_cannot_be_kept(attention: str) -> None:
     recipe = SFT(Model("m", attention=attention, activation_checkpointing="attention"))
-    problems = incompatibilities(recipe, backend.load("single"), 1)
+    problems = incompatibilities(requested(recipe, backend.load("single"), 1))
     assert any(problem.startswith("model.activation_checkpointing:") for problem in problems)

@@ -29,9 +29,10 @@ from finetune.methods.losses import labelled, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE
 from finetune.models.packed_attention import DOCUMENTS, attend
 from finetune.models.recurrence import separate_documents
-from finetune.planner import plan
+from finetune.planner import plan, rules
 from finetune.planner.families import FAMILIES
-from finetune.planner.prompt_sharing import shared_prompts, sharing_problems
+from finetune.planner.prompt_sharing import shared_prompts
+from finetune.planner.request import Request
 from finetune.rewards import Reward
 from finetune.runs.run import Run
 
@@ -310,8 +311,8 @@ def test_prompts_are_not_shared_where_that_is_not_exact(changed, config, reason)
     assert shared_prompts(recipe, single, config).reasons == (reason,)
     assert not shared_prompts(recipe, single, config).shared
     required = recipe.with_batch(share_prompts=True)
-    assert list(sharing_problems(recipe, single, config)) == []
-    assert list(sharing_problems(required, single, config)) == [
+    assert list(rules.shared_prompts(Request(recipe, single, 1, config))) == []
+    assert list(rules.shared_prompts(Request(required, single, 1, config))) == [
         f"batch.share_prompts: {reason}; use batch.share_prompts=auto, which then computes each "
         "prompt again"
     ]

@@ -10,19 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import conftest
 import datasets
 import pyarrow
 import pytest
 from prepared import PAIRS, SAID, answers, counted, problems_of, ready, recipe_of, texts, write_rows
 from small_tokenizer import small_tokenizer
 
+from finetune.checks.files import check_files
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.read.files import raw_lines
 from finetune.data.read.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
-from finetune.recipe import Data
+from finetune.planner import plan
+from finetune.recipe import Data, Model
 
 
 @pytest.fixture
@@ -458,18 +461,20 @@ def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path, cache):
     assert (counts["eval"]["also_trained"], counts["train"]["duplicates"]) == (1, 1)
 
 
-def test_contradicting_weights_are_refused_by_every_reader(tmp_path, cache):
+def test_contradicting_weights_are_refused_by_every_reader(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", PAIRS)
     one, other = (Data(source, "question_answer", weight=w) for w in (1, None))
-    assert problems_of(SFT(data=(one, other)), cache) == [
-        "data.1.weight: none, while data.0 has one; give every source of the mixture a weight, or "
-        "none of them"
-    ]
     repeated = Data(source, "question_answer", weight=1, repeat=2)
-    assert problems_of(SFT(data=(repeated,)), cache) == [
+    recipe = SFT(Model("owner/model"), data=(repeated, other))
+    told = (
         "data.0.repeat: 2, but the weights determine how much of each source an epoch contains; "
-        "remove one of the two"
-    ]
+        "remove one of the two",
+        "data.1.weight: none, while data.0 has one; give every source of the mixture a weight, or "
+        "none of them",
+    )
+    for reader in (check_files, plan):
+        assert conftest.problems_of(reader, recipe) == told
+        assert conftest.problems_of(reader, recipe.with_data(one, other)) == told[1:]
 
 
 def test_a_repeated_key_is_refused_where_it_is(tmp_path, cache):

@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 import finetune as ft
 from finetune import catalog
 from finetune.checkpoints.resume import claim
+from finetune.checks import request
 from finetune.inference.load import load_weights
 from finetune.models.starting_adapter import complete_adapter
 from finetune.planner import plan
-from finetune.training import preflight
 
 CLOSE = 1e-5  # sums in fp32 in another order
 WHOLE = {"batch": {"rows": 48, "micro_rows": 8}, "optim": {"lr": 1e-2, "warmup": 0}}
@@ -39,7 +39,7 @@ def train(train: Train) -> Train:
 
 def refused(recipe: ft.Recipe) -> tuple[str, ...]:
     """Why a recipe is refused before training."""
-    return problems_of(preflight.check_here, recipe)
+    return problems_of(request.check_here, recipe)
 
 
 def foreign(tiny: Tiny, folder: Path, **fields: Any) -> Path:
@@ -106,9 +106,9 @@ def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny, tmp_path, tra
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     way = {"model": {"adapter": str(first.root)}}
     for given in ({"targets": names}, {"r": 4}):
-        assert preflight.check_here(recipe_of(tiny, **way, adapter=given)).recipe.adapter == section
+        assert request.check_here(recipe_of(tiny, **way, adapter=given)).recipe.adapter == section
     with pytest.raises(ft.FinetuneError, match=r"adapter\.targets: "):
-        preflight.check_here(recipe_of(tiny, **way, adapter={"targets": names[:-1]}))
+        request.check_here(recipe_of(tiny, **way, adapter={"targets": names[:-1]}))
     assert (
         f"| Trained further from | `{first.root.name}` |"
         in (runs[0].final / "README.md").read_text()
@@ -122,7 +122,7 @@ def test_pissa_of_a_run_goes_on_as_the_plain_lora_that_it_became(tiny, train):
     assert catalog.load(further.recipe).adapter.r == 8  # type: ignore[union-attr]
     recipe = recipe_of(tiny, model={"adapter": str(first.checkpoint(2) / "adapter")})
     with pytest.raises(ft.FinetuneError, match=r"'pissa' changed the base weights.*final/"):
-        preflight.check_here(recipe)
+        request.check_here(recipe)
 
 
 def test_added_tokens_go_on_with_the_rows_that_they_had(tiny, tmp_path, train):
@@ -176,7 +176,7 @@ def test_what_contradicts_the_adapter_is_refused_by_name(tiny, adapter):
     )
     for section in (None, {}, {"alpha": 8, "targets": ["up_proj", "q_proj"], "dropout": 0.1}):
         recipe = recipe_of(tiny, model={"adapter": str(adapter)}, adapter=section)
-        settled = preflight.check_here(recipe).recipe.adapter
+        settled = request.check_here(recipe).recipe.adapter
         dropout = 0.1 if section else 0.0
         assert settled == ft.LoRA(r=4, alpha=8, targets=("q_proj", "up_proj"), dropout=dropout)
 
@@ -233,10 +233,10 @@ def test_a_run_is_the_model_that_it_made(tiny, tmp_path, run_of):
     """All weights: its result. An adapter: trained further, or refused with what to do."""
     full = run_of(max_steps=1)
     lora = run_of(adapter={"r": 4}, max_steps=1)
-    named = preflight.check_here(recipe_of(tiny, model={"name": str(full.root)})).recipe.model
+    named = request.check_here(recipe_of(tiny, model={"name": str(full.root)})).recipe.model
     assert (named.name, named.adapter) == (str(full.final), None)
     again = recipe_of(tiny, model={"name": str(lora.root)}, adapter={})
-    further = preflight.check_here(again).recipe
+    further = request.check_here(again).recipe
     assert (further.model.name, further.model.adapter) == (str(tiny.model), str(lora.root))
     assert further.adapter.r == 4
     unfinished = unfinished_run(full, tmp_path)

@@ -22,6 +22,7 @@ from finetune import backend, catalog
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints import resume as claim
 from finetune.checkpoints.base_weights import fingerprint
+from finetune.checks import request
 from finetune.cli import main as cli
 from finetune.data.chat.render import load_chat
 from finetune.data.prepare import COUNTS, prepare
@@ -42,7 +43,6 @@ from finetune.reports.proof_page import read_proof, write_page
 from finetune.runs.manifest import damage, newest_intact, sealed
 from finetune.runs.metrics import Metrics, read_history
 from finetune.runs.run import Run, open_run
-from finetune.training import preflight
 from finetune.training.worker import train
 
 BACKENDS = Path(__file__).parents[2] / "accelerate_configs"
@@ -265,7 +265,7 @@ def _read_backend(path: Path) -> None:
 
 
 def _resumed(run: Run, recipe: Recipe) -> Callable[[Path], object]:
-    plan = preflight.check(recipe, backend.load("single"), 1, "fp32")
+    plan = request.check(recipe, backend.load("single"), 1, "fp32")
 
     def read(_: Path) -> None:
         claim.finished(run, plan)

@@ -22,6 +22,7 @@ from benchmarks.peers.ours import nothing_compiled
 from benchmarks.peers.turns import Turns
 from finetune import catalog
 from finetune.checkpoints.checkpoint import Progress
+from finetune.checks.request import check_here
 from finetune.data.prepare import Prepared
 from finetune.data.rows.order import rows_of_step
 from finetune.data.rows.store import Rows, documents_of_rows
@@ -29,7 +30,6 @@ from finetune.distributed.build import build
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training.loop import StepResult, TakesSteps
-from finetune.training.preflight import check_here
 from finetune.training.reference import stored
 from finetune.training.run_options import Options
 from finetune.training.steps import Training

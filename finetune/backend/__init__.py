@@ -16,7 +16,7 @@ from finetune.backend import axes as model_axes
 from finetune.backend import engine_options, megatron
 from finetune.backend.axes import UNDIVIDED, Axes
 from finetune.backend.engine_options import Shard
-from finetune.errors import FinetuneError, did_you_mean, one_line, reading
+from finetune.errors import FinetuneError, did_you_mean, one_line, reading, refuse
 from finetune.process.rendezvous import launcher_arguments, world
 from finetune.process.yaml_text import read_yaml
 
@@ -152,8 +152,7 @@ def load(name: str) -> Backend:
         problems = _key_problems(config)
     if not problems:
         problems = _value_problems(config)
-    if problems:
-        raise FinetuneError(*(f"{path}: {problem}" for problem in problems))
+    refuse(f"{path}: {problem}" for problem in problems)
     return _from_config(path, config)
 
 
@@ -326,8 +325,7 @@ def divided(
             problems.append(
                 f"--{field} {size}: expected at least 2; for 1, use a backend without this axis"
             )
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     changed = dataclasses.replace(backend, axes=dataclasses.replace(backend.axes, **asked))
     data = backend.processes // backend.axes.processes
     if backend.shard != "none":  # a larger experts axis may need more data parallel processes
@@ -425,8 +423,7 @@ def launched() -> Backend | None:
         )
         and not (difference.startswith("engine: ddp != single") and arrived.processes == 1)
     ]
-    if lost:
-        raise FinetuneError(*(f"{named[0]}: Accelerate dropped a setting: {what}" for what in lost))
+    refuse(f"{named[0]}: Accelerate dropped a setting: {what}" for what in lost)
     return dataclasses.replace(arrived, name=asked.name, path=asked.path)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli import options
-from finetune.errors import FinetuneError, one_line
+from finetune.errors import FinetuneError, one_line, refuse
 
 if TYPE_CHECKING:
     from finetune.evaluation.evaluation import Request
@@ -145,8 +145,7 @@ def _check(arguments: argparse.Namespace) -> None:
             f"{arguments.model}: not a run directory (it has no recipe.json); for another model "
             "give --rows-of RUN, or --data FILE and --format"
         )
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
 
 
 def _words(text: str | None) -> tuple[str, ...]:

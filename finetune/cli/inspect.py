@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import catalog
-    from finetune.models.starting_run import resolved
-    from finetune.training.preflight import check_files, read_words
+    from finetune.checks.files import check_files
+    from finetune.models import starting_adapter, starting_run
 
     if arguments.model is not None or _is_data(arguments.recipe):
         recipe = _recipe_of_data(arguments)
     else:
         recipe = catalog.resolve(arguments.recipe, arguments.overrides)
-    recipe = resolved(recipe)
+    recipe = starting_run.resolved(recipe)
     check_files(recipe)
     from finetune.reports import inspection
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         from finetune.training.online.first_samples import inspect_samples
 
         options.without_bars()
-        recipe = read_words(arguments.recipe, arguments.overrides, None)
+        recipe = starting_adapter.complete_adapter(recipe)
         found = inspect_samples(recipe, arguments.rows, arguments.completions)
     if arguments.model is not None:
         found.notes.insert(0, f"{arguments.recipe}: {_reading(recipe)}")

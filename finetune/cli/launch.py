@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from finetune.checks.request import read_words
     from finetune.launchers import srun
     from finetune.launchers.job import launch
-    from finetune.training.preflight import read_words
 
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
     words = ["--timeout", str(arguments.timeout)]

@@ -3,7 +3,6 @@
 import argparse
 
 from finetune.cli import options
-from finetune.errors import FinetuneError
 
 SUMMARY = "show the plan of a recipe on a backend, or why it cannot run"
 
@@ -46,8 +45,10 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import backend
+    from finetune.checks.request import below_a_plan, check, misnamed, read_words
     from finetune.cli import plan_on_machine
-    from finetune.training.preflight import below_a_plan, check, misnamed, read_words
+    from finetune.errors import refuse
+    from finetune.models.starting_adapter import complete_adapter
     from finetune.verification.memory.traced_step import verify
 
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
@@ -56,9 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
         sizes = options.axes_of(arguments)
         machine, count = backend.divided(machine, arguments.processes, sizes)
         machine = backend.sized(machine, count, shard_size=arguments.shard_size)
-        check(recipe, machine, count, arguments.precision, files=False)
-    elif problems := misnamed(recipe):
-        raise FinetuneError(*problems)
+        recipe = check(recipe, machine, count, arguments.precision, files=False).recipe
+    else:
+        recipe = complete_adapter(recipe)
+        refuse(misnamed(recipe))
     asked = verify if arguments.verify else None
     status = plan_on_machine.run(arguments, recipe, asked, verify, _rate)
     if not arguments.json:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.cli.plan_here import Measure, Verify, plain, status
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.planner.estimate import advice, fewest_changes, hardware, mesh_sizes, wording
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.mesh_sizes import slow_links
@@ -25,6 +25,7 @@ from finetune.planner.estimate.row_counts import local_rows
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.families import family_of
 from finetune.planner.plan import Plan, plan
+from finetune.planner.request import requested
 from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import config_of
 from finetune.recipe import Recipe
@@ -110,8 +111,7 @@ def run(
         backend = on(machine, named, arguments)
     planned = plan(recipe, backend, machine.count, arguments.precision)
     prediction = _predicted(arguments, planned, machine)
-    if problems := slow_links(backend.axes.tensor, machine.per_node, machine.fast):
-        raise FinetuneError(*problems)
+    refuse(slow_links(backend.axes.tensor, machine.per_node, machine.fast))
     return _show(arguments, planned, prediction, verify)
 
 
@@ -306,7 +306,7 @@ def _divisions(
     """Workloads of the recipe under every layout that divides its model and the rules allow."""
     alone, made = _one_process(recipe), dict[str, Workload]()
     for backend in mesh_sizes.candidates(workload.shape, machine, precision):
-        if incompatibilities(alone, backend, machine.count):
+        if incompatibilities(requested(alone, backend, machine.count)):
             continue
         if backend.name not in made:  # the choice of kernels does not depend on the sizes
             planned = plan(alone, backend, machine.count)
@@ -378,7 +378,8 @@ def _allowed(
             axes=layout.axes,
         )  # fmt: skip
         changed = recipe.with_batch(micro_rows=option.workload.micro_rows)
-        if layout.name in known and not incompatibilities(changed, backend, layout.processes):
+        request = requested(changed, backend, layout.processes)
+        if layout.name in known and not incompatibilities(request):
             kept.append(option)
     return kept
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from finetune.cli import options
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 
 SUMMARY = "serve a model over HTTP, with a chat page"
 
@@ -65,6 +65,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _adapters(words: list[str]) -> dict[str, Path]:
     wrong = [word for word in words if not all(word.partition("="))]
-    if wrong:
-        raise FinetuneError(*(f"--adapter: got '{word}', expected NAME=FOLDER" for word in wrong))
+    refuse(f"--adapter: got '{word}', expected NAME=FOLDER" for word in wrong)
     return {name: Path(folder) for name, _, folder in (word.partition("=") for word in words)}

@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import catalog
+    from finetune.checks.files import check_files
     from finetune.models.starting_run import resolved
-    from finetune.training.preflight import check_files
 
     recipe = resolved(catalog.resolve(arguments.recipe, arguments.overrides))
     check_files(recipe)

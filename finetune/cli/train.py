@@ -17,21 +17,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from finetune.checks.request import check_here, read_words
     from finetune.process import error_report
     from finetune.process.quiet import growing_segments
     from finetune.process.start import collecting_later, compiling_later, read_models_once
-    from finetune.training.preflight import check_here, read_words
 
     error_report.forget_earlier_attempts()
     growing_segments()
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
-    check_here(recipe, arguments.backend, arguments.precision)  # before importing torch
+    plan = check_here(recipe, arguments.backend, arguments.precision)  # before importing torch
     with collecting_later(), compiling_later():
         read_models_once()
         from finetune.training.run_options import Options
-        from finetune.training.worker import train
+        from finetune.training.worker import carry_out
 
-    carried_out = Options(
+    how = Options(
         options.output_of(arguments),
         options.resume_of(arguments),
         arguments.nvme_path,
@@ -39,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.profile,
         not arguments.no_plot,
     )
-    train(recipe, arguments.backend, arguments.precision, options=carried_out)
+    carry_out(plan, how)
     return 0

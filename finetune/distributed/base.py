@@ -32,7 +32,7 @@ from finetune.distributed.parameters import local, moment_elements
 from finetune.distributed.plan_differences import Compare, comparing, wrapped_by
 from finetune.distributed.ranks import Ranks, group_on_host
 from finetune.distributed.reader import Reader
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.planner import Plan
 from finetune.process import rendezvous
 
@@ -226,8 +226,7 @@ class Engine(Ranks):
         # Reads attributes of this engine's wrapper, which another wrapper lacks.
         if not differences:
             self.compare_wrapped(compare)
-        if differences:
-            raise FinetuneError(*differences)
+        refuse(differences)
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """`prepare` without the comparison."""
@@ -438,8 +437,7 @@ class Engine(Ranks):
         # Reads what only an accelerator of the right kind has.
         if built.distributed_type in self.kinds:
             self.compare_built(compare)
-        if differences:
-            raise FinetuneError(*differences)
+        refuse(differences)
 
 
 def _precision(accelerator: Accelerator) -> str:

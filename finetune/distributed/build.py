@@ -10,7 +10,7 @@ from finetune.distributed.fsdp import Fsdp
 from finetune.distributed.mesh import MeshEngine
 from finetune.distributed.pipeline import PipelineEngine
 from finetune.distributed.unsharded import Ddp, Native
-from finetune.errors import FinetuneError
+from finetune.errors import refuse
 from finetune.planner import Plan
 from finetune.process import rendezvous
 
@@ -33,8 +33,7 @@ def build(plan: Plan, nvme_path: Path, timeout: datetime.timedelta) -> Engine:
     local_rank, here = rendezvous.local_rank(), rendezvous.neighbours()
     found = device.inspect_gpus(local_rank)
     problems = device.problems(found, plan.backend.precision, local_rank, here)
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     kind = PipelineEngine if plan.mesh.pipeline > 1 else ENGINES[plan.backend.engine]
     engine = kind(plan, nvme_path, timeout)
     engine.notes += device.unused_accelerator(found)

@@ -86,7 +86,7 @@ def _why_not() -> str:
 
 
 def problems(found: Found, precision: Precision, local_rank: int, here: int) -> list[str]:
-    """Reasons why a process cannot train as requested on the GPUs of its machine.
+    """processes, device, precision: this machine's GPUs cannot do it; use what is named.
 
     Args:
         found: GPUs of the machine.

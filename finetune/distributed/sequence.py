@@ -14,8 +14,6 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from finetune.data.rows.collate import UNTRAINED, DividedDocuments, MicroBatch
-from finetune.errors import FinetuneError
-from finetune.version import install
 
 
 def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> str:
@@ -26,15 +24,10 @@ def register(config: PreTrainedConfig, core: str, group: Any, tensor: int) -> st
         core: Name of the attention of a single process.
         group: Process group that shares a row.
         tensor: Number of tensor-parallel processes, which also divide the heads.
-
-    Raises:
-        FinetuneError: DeepSpeed is not installed.
     """
-    try:
-        import deepspeed
-        from deepspeed.ops import __compatible_ops__ as compiled
-    except ImportError:
-        raise FinetuneError(f"backend: sp needs DeepSpeed: {install('deepspeed')}") from None
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__ as compiled
+
     compiled["deepspeed_shm_comm"] = False  # compiling it would take minutes
     backend = torch.distributed.get_backend()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.evaluation.generations import Answer, Asking, ask
 from finetune.evaluation.questions import (
     Question,
@@ -102,6 +102,5 @@ def _answered(
         for i, question in enumerate(questions)
         if (problem := text_reference_problem(question)) is not None
     ]
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     return ask(loaded, questions, Asking(max_new_tokens, batch_rows)).given

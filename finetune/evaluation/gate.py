@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import did_you_mean, refuse
 from finetune.evaluation.measures import Measure, rows_needed
 
 BOUND = re.compile(r"\s*([\w@/.-]+?)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
@@ -51,8 +51,7 @@ def bounds(text: str) -> list[Bound]:
             )
             continue
         found.append(Bound(match[1], match[2], value))
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     return found
 
 
@@ -93,5 +92,4 @@ def check(required: Sequence[Bound], known: Sequence[str]) -> None:
         for each in required
         if each.name not in known
     ]
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)

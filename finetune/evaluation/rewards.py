@@ -7,7 +7,7 @@ import numpy as np
 
 from finetune.data.prompts import ANSWER, RESERVED, context_columns, is_json
 from finetune.data.samples import CONVERSATION, Completion
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.evaluation.generations import Answer
 from finetune.evaluation.measures import Measure
 from finetune.evaluation.questions import Asked
@@ -36,8 +36,7 @@ def check(rewards: Sequence[Reward], asked: Sequence[Asked]) -> None:
     if rewards and not asked:
         raise FinetuneError("--rewards: scores answers, and the rows are texts")
     found = problems(rewards, columns_of(asked))
-    if found:
-        raise FinetuneError(*(each.replace("reward_funcs", "--rewards", 1) for each in found))
+    refuse(each.replace("reward_funcs", "--rewards", 1) for each in found)
 
 
 def measure(
@@ -69,8 +68,7 @@ def _rewards_of_side(
         columns["completions"].append(answer.text if is_text else turns)
     columns |= columns_of(asked)
     scores, failed = process.score(columns, skip=True)
-    if failed:
-        raise FinetuneError(*(f"--rewards: {each}" for each in failed))
+    refuse(f"--rewards: {each}" for each in failed)
     named = zip(map(name_of, process.rewards), scores, strict=True)
     return {name: _mean_score(name, each) for name, each in named}
 

@@ -16,7 +16,7 @@ from finetune.checkpoints.stop_tokens import network_of
 from finetune.data.chat.render import load_chat
 from finetune.data.chat.turns import QUESTION
 from finetune.data.samples import Completion, Conversation
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, refuse
 from finetune.evaluation.measures import Measure, of_scores
 from finetune.inference.generate import Loaded
 from finetune.version import install
@@ -70,8 +70,7 @@ def find_tasks(words: Sequence[str], limit: int | None, max_new_tokens: int, row
             folders.append(str(Path(word).resolve().parent))
         except (OSError, yaml.YAMLError, TypeError, LookupError, ValueError) as error:
             problems.append(f"--tasks {word}: not a task of the harness: {error}")
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     own = tuple(dict.fromkeys(folders))
     tasks = Tasks(tuple(names), own, len(folders) < len(names), limit, max_new_tokens, rows)
     known = tasks.manager().all_tasks

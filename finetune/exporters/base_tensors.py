@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
 from finetune.checkpoints.pretrained import in_fp32
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError, reading, refuse
 from finetune.inference.load import base_config, base_model, load_weights, tensor_shapes
 from finetune.kernels.quantised import dequantize_4bit, quantize_4bit
 from finetune.planner.shapes.config_files import config_paths
@@ -240,8 +240,7 @@ def _converted(
     info, _ = convert_and_load_state_dict_in_model(network, tensors, settings)
     inner._weight_conversions = used
     problems = [*info.conversion_errors.values(), *info.error_msgs]
-    if problems:
-        raise FinetuneError(*(f"{stored[0][0]}: {problem}" for problem in problems))
+    refuse(f"{stored[0][0]}: {problem}" for problem in problems)
     found = {name: owner[last].data for name, (owner, last) in meta.items()}
     for name, (owner, last) in meta.items():
         owner[last] = before[name]

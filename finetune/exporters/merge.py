@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.checkpoints.pretrained import adapter_keys, persistent_buffers
-from finetune.errors import FinetuneError, TrainingFailure, first_line, reading
+from finetune.errors import FinetuneError, TrainingFailure, first_line, reading, refuse
 from finetune.exporters.base_tensors import Base, Tensors, result_dtype, rounded
 from finetune.exporters.low_rank import add_product, is_plain
 from finetune.inference.load import (
@@ -282,8 +282,7 @@ def _with_adapter(
         if ".modules_to_save." not in key  # PEFT (0.21) writes grown tables a second time
     }
     unused = [key for key, name in others.items() if name not in known]
-    if unused:
-        raise FinetuneError(*(f"{adapter}: the base has no module for {name}" for name in unused))
+    refuse(f"{adapter}: the base has no module for {name}" for name in unused)
     trained = {name: tensors[key].float() for key, name in names.items() if key in tensors}
     tied = _aliases(model)
     for name, value in trained.items():

@@ -4,7 +4,7 @@ import importlib.util
 import shutil
 
 from finetune.checkpoints.resume import card
-from finetune.errors import FinetuneError
+from finetune.errors import refuse
 from finetune.exporters.export import export
 from finetune.inference.load import open_checkpoint
 from finetune.reports.card import write_card
@@ -39,8 +39,7 @@ def publish(run: Run) -> None:
         if name.startswith(("model/", "tokenizer/"))
     }
     wrong = differing(scratch, copied)
-    if wrong:
-        raise FinetuneError(*wrong)
+    refuse(wrong)
     shutil.rmtree(run.final, ignore_errors=True)
     scratch.rename(run.final)
 

@@ -5,7 +5,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError, reading, refuse
 from finetune.runs.run import Run, replacing
 
 RECORD = (
@@ -44,8 +44,7 @@ def push(folder: Path, name: str, private: bool = True) -> str:
     from huggingface_hub import HfApi
 
     named = local_paths(folder)
-    if named:
-        raise FinetuneError(*(f"--push: {each}; nothing was uploaded" for each in named))
+    refuse(f"--push: {each}; nothing was uploaded" for each in named)
     api = HfApi()
     with reading(f"--push {name}: {folder} is complete, but could not be uploaded"):
         made = api.create_repo(name, private=private, exist_ok=True)

@@ -20,7 +20,7 @@ from finetune.checkpoints.base_weights import refuse_other_base
 from finetune.checkpoints.stop_tokens import all_ends, network_of
 from finetune.data.chat.chat_templates import added_before, text_of_chat
 from finetune.data.read.sources import HUB_NAME
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError, reading, refuse
 from finetune.inference.decoder import Row, decode
 from finetune.inference.load import (
     Step,
@@ -280,8 +280,7 @@ def continue_ids(
         for i, row in enumerate(rows)
         if row.limit < 1
     ]
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     for number, row in enumerate(rows):
         row.name = number, 0
     with progress("generating", len(rows), "answers") as count, torch.inference_mode():

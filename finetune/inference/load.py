@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.checkpoints.base_weights import refuse_codes
 from finetune.checkpoints.pretrained import forget_stored_form
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError, reading, refuse
 from finetune.models.load_checks import unfilled, unread, within_memory
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.models.scoring import auto_class, draw_head, without_new_head
@@ -224,8 +224,7 @@ def load_weights(
     unused, _ = unread(info, model)
     refuse_codes("model.name", str(name), revision)
     problems = unfilled(info) + unused
-    if problems:
-        raise FinetuneError(*(f"{name}: {problem}" for problem in problems))
+    refuse(f"{name}: {problem}" for problem in problems)
     if stored_kind(fields) in DEQUANTISED and device != "meta":
         forget_stored_form(model, dtype)
     compute_in(model, dtype)
@@ -332,8 +331,7 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
             problems.append(f"{name} is {shape}, but the base needs {list(wanted[name].shape)}")
     if not wanted:
         problems.append("its configuration matches no module of the base")
-    if problems:
-        raise FinetuneError(*(f"{adapter}: {problem}" for problem in problems))
+    refuse(f"{adapter}: {problem}" for problem in problems)
     return config
 
 

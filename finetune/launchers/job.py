@@ -8,11 +8,11 @@ from pathlib import Path
 from finetune import backend as backends
 from finetune import extensions
 from finetune.checkpoints.resume import Resume, card, claim, finished
+from finetune.checks.request import check
 from finetune.launchers import LAUNCHERS
 from finetune.planner import Plan
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
-from finetune.training.preflight import check
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from finetune.distributed import layers
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError, problems_of, reading, refuse
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
 from finetune.kernels.expert_products import compute_as_autocast
@@ -32,9 +32,8 @@ from finetune.models.network import compute_dtype, from_scratch, pretrained, wei
 from finetune.models.packed_attention import (
     DOCUMENTS,
     attention_notes,
-    check_layout,
     implementation,
-    layout,
+    refuse_other_layout,
     use_flash_3,
 )
 from finetune.models.padded_masks import mask_without_reading
@@ -52,6 +51,8 @@ from finetune.models.starting_adapter import tokenizer_of
 from finetune.models.threads import settle_threads
 from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
+from finetune.planner.request import Request
+from finetune.planner.rules import LAYOUT
 from finetune.recipe import LoRA, Model, Recipe
 
 FUSED: dict[str, tuple[Callable[[nn.Module], None], type, str]] = {
@@ -101,10 +102,6 @@ def build(engine: Engine, seed: int) -> nn.Module:
     """
     plan = engine.plan
     recipe = plan.recipe
-    if recipe.model.attention == "flex_attention" and engine.device.type == "cpu":
-        raise FinetuneError(
-            "model.attention: flex_attention of PyTorch cannot train on a CPU; use sdpa"
-        )
     torch.manual_seed(seed)
     field = "model.name" if recipe.model.config is None else "model.config"
     with explained(field, "transformers cannot create a model from it", DECODER_ONLY):
@@ -113,7 +110,8 @@ def build(engine: Engine, seed: int) -> nn.Module:
             if recipe.model.config is not None
             else pretrained(engine, recipe, weight_dtype(plan))
         )
-    check_layout(recipe, model.config)
+    asked = Request(recipe, plan.backend, plan.processes, model.config.to_dict())
+    refuse(problems_of(LAYOUT, asked))
     keep_unpacked(model)
     _refuse_unfit(model, recipe)
     if recipe.head.scored and model.config.get_text_config().pad_token_id is None:
@@ -169,12 +167,7 @@ def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
     except FinetuneError as error:
         problems = (each.replace("model.name", "reference") for each in error.problems)
         raise FinetuneError(*problems) from None
-    check_layout(recipe, model.config)
-    if plan.padding.free and not layout(recipe, model.config).free:
-        raise FinetuneError(
-            f"reference: {model.config.model_type} is not known to keep concatenated documents "
-            "apart, as the trained model does; set batch.padding_free=false"
-        )
+    refuse_other_layout("reference", recipe, model.config, plan.padding.free)
     keep_unpacked(model)
     model.config.use_cache = False
     install_kernels(model, plan)

@@ -1,6 +1,7 @@
 """Load or create the network of a recipe, before adapters and kernels are added."""
 
 import contextlib
+import dataclasses
 import pickle
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import (
 from finetune.checkpoints.base_weights import refuse_codes
 from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
 from finetune.distributed.base import Engine
-from finetune.errors import FinetuneError, first_line
+from finetune.errors import FinetuneError, first_line, problems_of, refuse
 from finetune.models import adapters, scoring, vocabulary
 from finetune.models.load_checks import other_shapes, unfilled, unread
 from finetune.models.packed_attention import implementation
@@ -26,7 +27,9 @@ from finetune.models.quantization import (
     placed_while_loading,
 )
 from finetune.models.soundness import DECODER_ONLY
-from finetune.planner import Plan, limits, mesh_rules
+from finetune.planner import Plan, mesh_rules
+from finetune.planner.request import Request
+from finetune.planner.rules import OF_CONFIG
 from finetune.planner.shapes import prequantised
 from finetune.planner.shapes.config_files import refuse_other_labels
 from finetune.process.progress import progress
@@ -160,6 +163,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
         problems = unfilled(info) + unused
     if not whole and engine.world > 1:  # under ZeRO-3, only rank 0 sees shapes
         problems = engine.from_first(problems)
+    # Asked again: a hub model is only here by now, and a second model was not asked about.
     refuse_codes("model.name", str(model.name), model.revision)
     if problems:
         raise FinetuneError(
@@ -186,14 +190,12 @@ def _stored_fields(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         fields, _ = PreTrainedConfig.get_config_dict(model.name, revision=model.revision)
     except (OSError, ValueError):
         return {}  # reported when the model is loaded
-    name = model.name or ""
-    found = list(prequantised.problems(name, fields, model.quantization, plan.backend))
-    # The plan cannot check a config that is only on the hub.
-    found += limits.problems(recipe, fields)
-    axes, is_trained = plan.backend.axes, recipe.model == plan.recipe.model
-    found += mesh_rules.of_model(axes if is_trained else mesh_rules.axes_of(axes, fields), fields)
-    if found:
-        raise FinetuneError(*found)
+    axes = plan.backend.axes
+    if model != plan.recipe.model:  # a teacher or a reference, which may have no experts to divide
+        axes = mesh_rules.axes_of(axes, fields)
+    backend = dataclasses.replace(plan.backend, axes=axes)
+    # Asked again: the plan cannot read a config that is only on the hub.
+    refuse(problems_of(OF_CONFIG, Request(recipe, backend, plan.processes, fields)))
     return fields
 
 

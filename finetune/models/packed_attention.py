@@ -30,7 +30,7 @@ from finetune.kernels.precision import compute_dtype
 from finetune.kernels.repeated import repeated
 from finetune.planner.families import family_of
 from finetune.planner.kernels import against_one_call
-from finetune.planner.padding import Padding, layout_problems, padding
+from finetune.planner.padding import Padding, leaks, padding
 from finetune.recipe import Recipe
 
 DOCUMENTS = "documents"
@@ -62,14 +62,23 @@ def implementation(recipe: Recipe, config: PreTrainedConfig) -> str:
     return attention
 
 
-def check_layout(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Refuse concatenated rows for an architecture that is not known to keep documents apart.
+def refuse_other_layout(field: str, recipe: Recipe, config: PreTrainedConfig, first: bool) -> None:
+    """Refuse a second model that would mix documents which the trained model keeps apart.
+
+    Args:
+        field: Field of the recipe that names the second model.
+        recipe: Recipe that trains, or one with the second model in place of the trained one.
+        config: Config of the second model, as loaded.
+        first: Whether the rows of the trained model are concatenated.
 
     Raises:
-        FinetuneError: with every reason.
+        FinetuneError: with what to set instead.
     """
-    if problems := [*layout_problems(recipe, config.to_dict())]:
-        raise FinetuneError(*problems)
+    if first and leaks(config.to_dict(), recipe.batch.max_length):
+        raise FinetuneError(
+            f"{field}: {config.model_type} is not known to keep concatenated documents apart, as "
+            "the trained model does; set batch.padding_free=false and batch.packing=false"
+        )
 
 
 def attention_notes(config: PreTrainedConfig, precision: str, longest: int) -> list[str]:

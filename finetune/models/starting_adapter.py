@@ -9,13 +9,14 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from finetune.checkpoints.base_weights import codes_in
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError, reading, refuse
 from finetune.models import starting_run
 from finetune.planner.shapes.config_files import refuse_other_labels
 from finetune.recipe import LoRA, Recipe
@@ -121,7 +122,7 @@ def read_config(folder: Path, tasks: tuple[str, ...] = TASKS) -> dict[str, Any]:
         fields = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(fields, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(fields).__name__}")
-    problems = list(_problems(fields, tasks))
+    problems = unfit(fields, tasks)
     if not (folder / WEIGHTS).is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         instead = "; adapter_model.bin is a pickle, which is not read: save it as safetensors"
@@ -129,12 +130,12 @@ def read_config(folder: Path, tasks: tuple[str, ...] = TASKS) -> dict[str, Any]:
     codes = codes_in([folder / WEIGHTS])
     if codes is not None:
         problems.append(f"{codes}, whose scales PEFT does not read; save it in floating point")
-    if problems:
-        raise FinetuneError(*(f"model.adapter: {folder}: {problem}" for problem in problems))
+    refuse(f"model.adapter: {folder}: {problem}" for problem in problems)
     return fields
 
 
-def _problems(fields: dict[str, Any], tasks: tuple[str, ...]) -> list[str]:
+def unfit(fields: dict[str, Any], tasks: tuple[str, ...]) -> list[str]:
+    """model.adapter: not a LoRA for this task, or one that changed its base; merge it into it."""
     if fields.get("peft_type") != "LORA":
         return [f"peft_type is {fields.get('peft_type')!r}, expected 'LORA'; {MERGE}"]
     problems: list[str] = []
@@ -216,9 +217,14 @@ def complete_adapter(recipe: Recipe) -> Recipe:
             f"model.name: none, and model.adapter={name} was trained on "
             f"{fields.get('base_model_name_or_path')}; name its base"
         )
-    taken = section_of(fields)
-    given, default = recipe.adapter or LoRA(), LoRA()
-    problems: list[str] = []
+    taken, given = section_of(fields), recipe.adapter or LoRA()
+    refuse(contradictions(given, taken, folder))
+    return dataclasses.replace(recipe, adapter=dataclasses.replace(taken, dropout=given.dropout))
+
+
+def contradictions(given: LoRA, taken: LoRA, folder: Path) -> Iterator[str]:
+    """adapter: another value than that of model.adapter; leave the field out, or adapter=null."""
+    default = LoRA()
     for field in dataclasses.fields(LoRA):
         mine, theirs = getattr(given, field.name), getattr(taken, field.name)
         if field.name == "dropout" or mine in (getattr(default, field.name), theirs):
@@ -231,14 +237,11 @@ def complete_adapter(recipe: Recipe) -> Recipe:
             continue
         if field.name == "trainable_token_indices" and _ids(mine, folder) <= _ids(theirs, folder):
             continue
-        problems.append(
+        yield (
             f"adapter.{field.name}: {_shown(mine)}, but the adapter of model.adapter has "
             f"{_shown(theirs)}; leave the field out, or set adapter=null to take all of them from "
             f"{folder}"
         )
-    if problems:
-        raise FinetuneError(*problems)
-    return dataclasses.replace(recipe, adapter=dataclasses.replace(taken, dropout=given.dropout))
 
 
 def _items(value: Any) -> Any:
@@ -281,14 +284,13 @@ def identity(name: str) -> dict[str, Any]:
     }
 
 
-def record(recipe: Recipe, run: Run, is_new: bool) -> str:
-    """Record the adapter that a run starts from; returns a note about it.
+def record(now: dict[str, Any], recipe: Recipe, run: Run, is_new: bool) -> str:
+    """Record the `identity` of the adapter that a run starts from; returns a note about it.
 
     Raises:
         FinetuneError: a run that is resumed started from another adapter.
     """
-    assert recipe.model.adapter is not None
-    now, path = identity(recipe.model.adapter), run.starting_adapter
+    path = run.starting_adapter
     if is_new or not path.is_file():
         write_json(path, now)
     elif json.loads(path.read_text(encoding="utf-8"))["sha256"] != now["sha256"]:

@@ -19,31 +19,22 @@ SCORING = ("reward", "classifier")
 
 
 def resolved(recipe: Recipe) -> Recipe:
-    """The recipe with the result of the run that `model.name` names; other names are unchanged.
+    """model.name, teacher.name, reference: a run without a fitting result; finish or merge it.
 
     A run that trained all weights is replaced by its model, and one that trained an adapter by its
     base and `model.adapter`, if the recipe trains an adapter. A run that `teacher.name` or
-    `reference` names is replaced by its model.
+    `reference` names is replaced by its model. Other names are unchanged.
 
     Raises:
         FinetuneError: a run has no result, or has an adapter where a complete model is needed.
     """
     recipe = _others_resolved(recipe)
-    model = recipe.model
-    if model.name is None:
+    model, instead = recipe.model, "a folder of its checkpoints"
+    run = model.name and _run_of("model.name", model.name, instead, recipe.head.scored)
+    if not run:
         return recipe
-    run = Run(Path(model.name))
-    if not run.recipe.is_file() or (run.root / "config.json").is_file():
-        return recipe
-    if not recipe.head.scored:
-        _refuse_scores("model.name", run)
     if _is_model(run.final):
         return dataclasses.replace(recipe, model=dataclasses.replace(model, name=str(run.final)))
-    if not (run.final / "adapter_config.json").is_file():
-        raise FinetuneError(
-            f"model.name: {model.name} is a run without a result; finish it with --resume, or name "
-            "a folder of its checkpoints"
-        )
     base = _base_of(run)
     train_further = f"set model.name={base} model.adapter={model.name}"
     if model.adapter is not None:
@@ -61,6 +52,24 @@ def resolved(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, model=started)
 
 
+def _run_of(field: str, name: str, instead: str, scores: bool = False) -> Run | None:
+    """The run that a name is, with its result; None for the name of a model.
+
+    Raises:
+        FinetuneError: it has no result, or a score head that the recipe does not train (`scores`).
+    """
+    run = Run(Path(name))
+    if not run.recipe.is_file() or (run.root / "config.json").is_file():
+        return None
+    if not scores:
+        _refuse_scores(field, run)
+    if not _is_model(run.final) and not (run.final / "adapter_config.json").is_file():
+        raise FinetuneError(
+            f"{field}: {name} is a run without a result; finish it with --resume, or name {instead}"
+        )
+    return run
+
+
 def _others_resolved(recipe: Recipe) -> Recipe:
     """The recipe with the results of the runs that its teacher and its reference name."""
     changes, teacher, other = dict[str, Any](), recipe.taught_by, other_model(recipe)
@@ -74,21 +83,13 @@ def _others_resolved(recipe: Recipe) -> Recipe:
 
 def _model_of(field: str, name: str) -> str:
     """The folder of the model that a run trained; a name that is not a run is unchanged."""
-    run = Run(Path(name))
-    if not run.recipe.is_file() or (run.root / "config.json").is_file():
-        return name
-    _refuse_scores(field, run)
-    if _is_model(run.final):
-        return str(run.final)
-    if (run.final / "adapter_config.json").is_file():
+    run = _run_of(field, name, "a complete model")
+    if run is not None and not _is_model(run.final):
         raise FinetuneError(
             f"{field}: {name} is a run with an adapter, expected a complete model; merge it "
             f"first: finetune export {name} --merge --to FOLDER"
         )
-    raise FinetuneError(
-        f"{field}: {name} is a run without a result; finish it with --resume, or name a complete "
-        "model"
-    )
+    return name if run is None else str(run.final)
 
 
 def _refuse_scores(field: str, run: Run) -> None:

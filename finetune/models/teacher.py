@@ -12,7 +12,7 @@ from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError, is_of_library, reading
 from finetune.kernels.divergence import give_teacher
 from finetune.models.network import compute_dtype, pretrained
-from finetune.models.packed_attention import check_layout, layout
+from finetune.models.packed_attention import layout, refuse_other_layout
 from finetune.models.quantization import keep_unpacked
 from finetune.models.vocabulary import check_words, rows_needed
 from finetune.planner.families import family_of
@@ -77,12 +77,8 @@ def give(engine: Engine, student: PreTrainedModel, install: Any) -> None:
                 f"teacher.name: how {kind} scales and caps logits is not known here; store its "
                 "log-probabilities with finetune teach, and name them in teacher_logps"
             )
-        check_layout(recipe, teacher.config)
-        if layout(recipe, student.config).free and not layout(recipe, teacher.config).free:
-            raise FinetuneError(
-                f"teacher.name: {kind} is not known to keep concatenated documents apart, as its "
-                "student does; set batch.padding_free=false"
-            )
+        free = layout(recipe, student.config).free
+        refuse_other_layout("teacher.name", recipe, teacher.config, free)
         keep_unpacked(teacher)
         install(teacher)
     give_teacher(student, teacher)

@@ -7,6 +7,13 @@ from typing import Any, cast
 from finetune.errors import FinetuneError
 from finetune.planner.balance_loss import coefficient, expert_count
 from finetune.planner.families import ENCODER_DECODER, family_of
+from finetune.planner.request import Request, Rule
+from finetune.planner.shapes.prequantised import (
+    BITSANDBYTES,
+    DEQUANTISED,
+    storage_of,
+    stored_kind,
+)
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import LoRA, Recipe
 
@@ -16,27 +23,6 @@ DROPOUT = re.compile(r"(?!classifier_|summary_)(\w+_)?(dropout|pdrop|layerdrop)"
 """Names of dropout rates in configs, without those of heads that are not trained here."""
 WITHOUT_3D = "adapters on expert tensors (three-dimensional parameters)"
 MOST_LAYERS = 10_000
-
-
-def problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Every part of a recipe that transformers or PEFT cannot train, given the model's config."""
-    yield from (f"{_field(recipe)}: {each}" for each in too_many_layers(fields))
-    yield from architecture(recipe, fields)
-    kind = fields.get("model_type")
-    if recipe.model.activation_checkpointing and not family_of(kind).recomputes:
-        yield (
-            f"model.activation_checkpointing: transformers cannot recompute activations of {kind}; "
-            "use false"
-        )
-    yield from adapter(recipe, fields)
-    yield from router_loss(recipe, fields)
-    rates = dropout(fields)
-    if recipe.sampled is not None and rates:
-        yield (
-            f"{_field(recipe)}: its config has {_rates(rates)}, and completions are sampled "
-            "without dropout, so that ratios of policies would be noise; set it to 0 in a copy of "
-            "the model"
-        )
 
 
 def advice(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -67,83 +53,6 @@ def dropout(fields: Mapping[str, Any]) -> dict[str, float]:
 
 def _rates(rates: Mapping[str, float]) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in rates.items())
-
-
-def too_many_layers(fields: Mapping[str, Any]) -> Iterator[str]:
-    """A number of layers that would take a model without end to build."""
-    text = cast("Mapping[str, Any]", fields.get("text_config") or {})
-    for count in (fields.get("num_hidden_layers"), text.get("num_hidden_layers")):
-        if isinstance(count, int | float) and count > MOST_LAYERS:
-            yield f"num_hidden_layers is above {MOST_LAYERS:,}, which no model has"
-
-
-def architecture(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Why a model is not a text decoder, as far as its config or its type says so."""
-    if recipe.model.trust_remote_code and fields.get("auto_map"):
-        return  # the code in the repository defines the architecture
-    kind, encodes = fields.get("model_type"), fields.get("is_encoder_decoder")
-    reason = ENCODER_DECODER if encodes else family_of(kind).unfit
-    if reason and not (encodes is False and reason == ENCODER_DECODER):
-        yield f"{_field(recipe)}: {kind} {reason}; use a decoder such as Qwen3, Llama or Gemma"
-
-
-def router_loss(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Why a requested load-balancing loss cannot be added."""
-    _, problem = coefficient(recipe.model, fields)
-    if recipe.head.scored and isinstance(recipe.model.router_aux_loss, float):
-        problem = (
-            f"model.router_aux_loss: method '{recipe.method}' adds no load-balancing loss to its "
-            "scores; use model or none"
-        )
-    if problem:
-        yield problem
-
-
-def adapter(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Adapter settings that PEFT 0.21 refuses; some checks need the model's config."""
-    given, family = recipe.adapter, family_of(fields)
-    if given is None:
-        return
-    yield from _layers(given, fields)
-    ranks = {"r": given.r} | {f"rank_pattern.{n}": r for n, r in given.rank_pattern.items()}
-    for field, rank in ranks.items():
-        if given.init_lora_weights == "orthogonal" and rank % 2:
-            yield f"adapter.{field}: orthogonal needs an even rank, got {rank}; use {rank + 1}"
-    if given.init_lora_weights == "olora" and family.transposed:
-        yield (
-            "adapter.init_lora_weights: PEFT's olora does not support the transposed matrices of "
-            f"{fields['model_type']}; use true, pissa or orthogonal"
-        )
-    targets = ["out_proj"] if given.targets == "all-linear" else given.targets
-    if family.targets and not isinstance(targets, str):
-        for name in targets:
-            if name.rsplit(".", 1)[-1] in MAMBA_UNREACHED:
-                yield (
-                    f"adapter.targets: PEFT refuses {name} of {fields['model_type']}, because "
-                    "kernels of Mamba read its weights directly; use "
-                    f"adapter.targets=[{family.targets}]"
-                )
-    experts = expert_count(fields) > 1 and given.targets == "all-linear"
-    if experts or given.target_parameters:
-        yield from against_parameters(given)
-
-
-def _layers(given: LoRA, fields: Mapping[str, Any]) -> Iterator[str]:
-    if not given.layers_to_transform:
-        return
-    if isinstance(given.targets, str):
-        yield (
-            f"adapter.layers_to_transform: PEFT selects layers only among modules given by name, "
-            f"and adapter.targets is '{given.targets}'; name them, as in "
-            "adapter.targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
-        )
-    layers = fields.get("num_hidden_layers", fields.get("n_layer"))
-    beyond = [str(n) for n in given.layers_to_transform if isinstance(layers, int) and n >= layers]
-    if beyond:
-        yield (
-            f"adapter.layers_to_transform: got {', '.join(beyond)}, expected layers 0 to "
-            f"{layers - 1}"
-        )
 
 
 def names_only_matrices(given: LoRA, fields: Mapping[str, Any]) -> bool:
@@ -179,3 +88,152 @@ def against_parameters(given: LoRA) -> Iterator[str]:
                 f"{setting} {WITHOUT_3D}; use adapter.{field}={instead[field]}, or name modules of "
                 "attention in adapter.targets and leave adapter.target_parameters empty"
             )
+
+
+def layers(request: Request) -> Iterator[str]:
+    """model.config, model.name: a number of layers that no model has; correct config.json."""
+    text = cast("Mapping[str, Any]", request.fields.get("text_config") or {})
+    for count in (request.fields.get("num_hidden_layers"), text.get("num_hidden_layers")):
+        if isinstance(count, int | float) and count > MOST_LAYERS:
+            yield (
+                f"{_field(request.recipe)}: num_hidden_layers is above {MOST_LAYERS:,}, which no "
+                "model has"
+            )
+
+
+def architecture(request: Request) -> Iterator[str]:
+    """model.config, model.name: not a text decoder; use one, such as Qwen3, Llama or Gemma."""
+    kind = request.kind
+    if reason := unfit(request.recipe, request.fields):
+        yield (
+            f"{_field(request.recipe)}: {kind} {reason}; use a decoder such as Qwen3, Llama or "
+            "Gemma"
+        )
+
+
+def unfit(recipe: Recipe, fields: Mapping[str, Any]) -> str:
+    """Why a model is not a text decoder, as far as its config or its type says so; or ""."""
+    if recipe.model.trust_remote_code and fields.get("auto_map"):
+        return ""  # the code in the repository defines the architecture
+    encodes = fields.get("is_encoder_decoder")
+    reason = ENCODER_DECODER if encodes else family_of(fields).unfit
+    return "" if encodes is False and reason == ENCODER_DECODER else reason
+
+
+def recomputation(request: Request) -> Iterator[str]:
+    """model.activation_checkpointing: transformers cannot recompute this model; use false."""
+    kind = request.kind
+    if request.recipe.model.activation_checkpointing and not family_of(kind).recomputes:
+        yield (
+            f"model.activation_checkpointing: transformers cannot recompute activations of {kind}; "
+            "use false"
+        )
+
+
+def router_loss(request: Request) -> Iterator[str]:
+    """model.router_aux_loss: no load-balancing loss is known for this model or method; use none."""
+    recipe = request.recipe
+    _, problem = coefficient(recipe.model, request.fields)
+    if recipe.head.scored and isinstance(recipe.model.router_aux_loss, float):
+        problem = (
+            f"model.router_aux_loss: method '{recipe.method}' adds no load-balancing loss to its "
+            "scores; use model or none"
+        )
+    if problem:
+        yield problem
+
+
+def sampling_dropout(request: Request) -> Iterator[str]:
+    """model.config, model.name: dropout makes ratios of policies noise; set it to 0 in a copy."""
+    rates = dropout(request.fields)
+    if request.recipe.sampled is not None and rates:
+        yield (
+            f"{_field(request.recipe)}: its config has {_rates(rates)}, and completions are "
+            "sampled without dropout, so that ratios of policies would be noise; set it to 0 in a "
+            "copy of the model"
+        )
+
+
+def adapted_layers(request: Request) -> Iterator[str]:
+    """adapter.layers_to_transform: no such layer, or no named module; name both."""
+    given = request.recipe.adapter
+    if given is None or not given.layers_to_transform:
+        return
+    if isinstance(given.targets, str):
+        yield (
+            f"adapter.layers_to_transform: PEFT selects layers only among modules given by name, "
+            f"and adapter.targets is '{given.targets}'; name them, as in "
+            "adapter.targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
+        )
+    count = request.fields.get("num_hidden_layers", request.fields.get("n_layer"))
+    beyond = [str(n) for n in given.layers_to_transform if isinstance(count, int) and n >= count]
+    if beyond:
+        yield (
+            f"adapter.layers_to_transform: got {', '.join(beyond)}, expected layers 0 to "
+            f"{count - 1}"
+        )
+
+
+def adapter(request: Request) -> Iterator[str]:
+    """adapter.r, adapter.init_lora_weights, adapter.targets: PEFT refuses it; use what is named."""
+    given, fields, family = request.recipe.adapter, request.fields, family_of(request.fields)
+    if given is None:
+        return
+    ranks = {"r": given.r} | {f"rank_pattern.{n}": r for n, r in given.rank_pattern.items()}
+    for field, rank in ranks.items():
+        if given.init_lora_weights == "orthogonal" and rank % 2:
+            yield f"adapter.{field}: orthogonal needs an even rank, got {rank}; use {rank + 1}"
+    if given.init_lora_weights == "olora" and family.transposed:
+        yield (
+            "adapter.init_lora_weights: PEFT's olora does not support the transposed matrices of "
+            f"{request.kind}; use true, pissa or orthogonal"
+        )
+    targets = ["out_proj"] if given.targets == "all-linear" else given.targets
+    if family.targets and not isinstance(targets, str):
+        for name in targets:
+            if name.rsplit(".", 1)[-1] in MAMBA_UNREACHED:
+                yield (
+                    f"adapter.targets: PEFT refuses {name} of {request.kind}, because "
+                    "kernels of Mamba read its weights directly; use "
+                    f"adapter.targets=[{family.targets}]"
+                )
+    experts = expert_count(fields) > 1 and given.targets == "all-linear"
+    if experts or given.target_parameters:
+        yield from against_parameters(given)
+
+
+def stored_weights(request: Request) -> Iterator[str]:
+    """model.name: its files are quantized in another way; use the model that it was made from."""
+    name, fields = request.recipe.model.name, request.fields
+    asked, kind = request.recipe.model.quantization, stored_kind(fields)
+    if name is None or kind is None:
+        return
+    have = f"model.name: the weights of '{name}' are stored in {kind}"
+    unquantised = "use the model that it was made from"
+    if kind in BITSANDBYTES and asked != kind:
+        yield (
+            f"{have} ({BITSANDBYTES[kind]} of bitsandbytes), and model.quantization is "
+            f"'{asked}'; set model.quantization={kind} and an adapter, or {unquantised}"
+        )
+    elif kind in BITSANDBYTES:
+        packed = kind == "nf4" and "float" not in storage_of(fields)
+        if packed and request.traits.floats_only:
+            yield (
+                f"{have} packed in {storage_of(fields)}, and {request.backend.name} shards "
+                f"floating point tensors only; {unquantised}, or use a backend that keeps "
+                "parameters unsharded (ddp, zero2)"
+            )
+    elif kind not in DEQUANTISED:
+        yield f"{have}, which cannot be trained here; {unquantised}"
+    elif asked != "none":
+        yield (
+            f"{have}, and model.quantization={asked} would quantize them again; set "
+            f"model.quantization=none, which dequantizes them, or {unquantised}"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    layers, architecture, recomputation, adapted_layers, adapter, router_loss, sampling_dropout,
+    stored_weights,
+)  # fmt: skip
+"""Rules of a recipe and its model's config alone."""

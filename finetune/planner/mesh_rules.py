@@ -5,14 +5,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.backend import Backend, names
+from finetune.backend import names
 from finetune.backend.axes import Axes, experts_problem, multiples
+from finetune.errors import problems_of
 from finetune.planner.balance_loss import expert_count
 from finetune.planner.families import Axis, dividing, family_of
 from finetune.planner.mesh import mesh_of
-from finetune.planner.padding import padding
-from finetune.planner.shapes.config_files import fields_of, known_fields
-from finetune.recipe import Recipe
+from finetune.planner.request import Request, Rule
+from finetune.planner.shapes.config_files import fields_of
 from finetune.recipe.references import other_model
 
 HEAD_MULTIPLE = 8
@@ -25,43 +25,47 @@ DROPOUTS = (
 """Dropout fields of model configs."""
 
 
-def incompatible(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    """Every reason why the backend cannot divide the recipe's model."""
-    axes = backend.axes
-    if not axes.any:
-        return
-    yield from _processes(backend, processes)
-    untested = {
+def untested(request: Request) -> Iterator[str]:
+    """--pipeline, --context, --experts: untested together; use a backend of `finetune list`."""
+    axes = request.backend.axes
+    pairs = {
         "pp with sp or cp": axes.pipeline > 1 and axes.parts > 1,
         "cp with sp or tp": axes.context > 1 and axes.sequence * axes.tensor > 1,
         "ep with pp, sp or cp": axes.experts > 1 and axes.pipeline * axes.parts > 1,
     }
-    for pair, is_asked in untested.items():
+    for pair, is_asked in pairs.items():
         if is_asked:
-            yield f"{backend.name}: {pair} is untested; use a backend of `finetune list`"
-    yield from of_model(axes, fields_of(recipe))
-    yield from _recipe(recipe, backend)
-    yield from _batch_problems(recipe, backend, processes)
+            yield f"{request.backend.name}: {pair} is untested; use a backend of `finetune list`"
+
+
+def of_config(request: Request) -> Iterator[str]:
+    """The rules of a model's config on the axes of the backend."""
+    yield from of_model(request.backend.axes, request.fields)
 
 
 def of_model(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons found in the model's config."""
+    """Reasons found in the config of a model that is divided; also of a teacher's."""
     fields = {**fields, **(fields.get("text_config") or {})}
-    kind, experts = fields.get("model_type"), expert_count(fields)
-    if not axes.any or kind is None:
-        return
+    if axes.any and fields.get("model_type") is not None:
+        yield from problems_of(OF_MODEL, axes, fields)
+
+
+def random_numbers(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    """model: dropout differs on the processes that divide a model; set it to 0 in config.json."""
     dropped = [key for key in DROPOUTS if fields.get(key)]
     if dropped and axes.processes > 1:
         yield (
             f"model: {dropped[0]}={fields[dropped[0]]} draws different random numbers on processes "
             f"that divide a model ({axes.words()}); set it to 0 in config.json"
         )
-    yield from _unsupported(axes, kind, experts)
-    yield from _indivisible(axes, fields, experts)
+
+
+def attention(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    """--tensor, --context, --rotation: its attention is not divided so; use the backend named."""
     if axes.tensor > 1 and fields.get("use_qk_norm"):
         yield (
-            f"--tensor {axes.tensor}: this {kind} has a norm with separate weights for each head "
-            "(use_qk_norm), which transformers does not divide; use fsdp_full_shard"
+            f"--tensor {axes.tensor}: this {fields['model_type']} has a norm with separate weights "
+            "for each head (use_qk_norm), which transformers does not divide; use fsdp_full_shard"
         )
     if axes.context > 1 and fields.get("sliding_window") and fields.get("use_sliding_window", True):
         yield (
@@ -82,13 +86,11 @@ def axes_of(axes: Axes, fields: Mapping[str, Any]) -> Axes:
     return axes if expert_count(fields) > 1 else dataclasses.replace(axes, experts=1)
 
 
-def _unsupported(axes: Axes, kind: str, experts: int) -> Iterator[str]:
-    """Axes that do not divide a model type.
-
-    Without experts any type may split the rows by sequence parallelism; with experts, the tensor
-    axis places them on its processes (ep_tp), and divides no expert by columns and rows.
-    """
-    mixture = experts > 1
+def unsupported(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    """--pipeline, --tensor and other axes: not for this type of model; use fsdp_full_shard."""
+    # Without experts any type may split the rows by sequence parallelism; with experts, the tensor
+    # axis places them on its processes (ep_tp), and divides no expert by columns and rows.
+    kind, mixture = str(fields["model_type"]), expert_count(fields) > 1
     needed: dict[Axis, tuple[int, Axis]] = {
         "pipeline": (axes.pipeline, "pipeline"),
         "context": (axes.context, "context"),
@@ -112,8 +114,9 @@ def _unsupported(axes: Axes, kind: str, experts: int) -> Iterator[str]:
         )
 
 
-def _indivisible(axes: Axes, fields: Mapping[str, Any], experts: int) -> Iterator[str]:
-    """Numbers of layers, heads and experts that do not divide over the processes of an axis."""
+def indivisible(axes: Axes, fields: Mapping[str, Any]) -> Iterator[str]:
+    """--pipeline, --tensor and other axes: layers or heads do not divide; use a size named."""
+    experts = expert_count(fields)
     count, parts = fields.get("num_hidden_layers") or 0, axes.pipeline * axes.chunks
     if axes.pipeline > 1 and count < parts:
         most = count // axes.chunks
@@ -143,41 +146,48 @@ def _indivisible(axes: Axes, fields: Mapping[str, Any], experts: int) -> Iterato
             yield f"--{axis} {size}: {number} {what} do not divide over {size} processes; {instead}"
 
 
-def _processes(backend: Backend, processes: int) -> Iterator[str]:
-    found, axes = mesh_of(backend, processes), backend.axes
+def processes(request: Request) -> Iterator[str]:
+    """processes, --experts: the processes do not fill the axes; use the numbers that are named."""
+    backend, count = request.backend, request.processes
+    found, axes = mesh_of(backend, count), backend.axes
     problem = experts_problem(found.experts, found.tensor, found.shard)
     if problem is not None:
         yield f"--experts {found.experts}: {problem}"
-    if found.processes != processes:
-        fitting = multiples(axes.processes, processes)
+    if found.processes != count:
+        fitting = multiples(axes.processes, count)
         yield (
-            f"processes: {processes} are not a multiple of {axes.words()} ({axes.processes} "
+            f"processes: {count} are not a multiple of {axes.words()} ({axes.processes} "
             f"processes); use {' or '.join(map(str, fitting))}"
         )
     elif backend.shard == "none" and found.replicate > 1:
         wider = f"{backend.name}_fsdp"
         yield (
             f"processes: {backend.name} with {axes.words()} runs {axes.processes}, got "
-            f"{processes}; use {f'{wider} or ' if wider in names() else ''}a larger axis"
+            f"{count}; use {f'{wider} or ' if wider in names() else ''}a larger axis"
         )
     elif backend.shard != "none" and found.shard < 2:
         yield (
-            f"processes: {backend.name} with {axes.words()} leaves 1 of {processes} processes to "
+            f"processes: {backend.name} with {axes.words()} leaves 1 of {count} processes to "
             f"shard over; use {backend.name.removesuffix('_fsdp')}, or more processes"
         )
 
 
-def _recipe(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    axes, model = backend.axes, recipe.model
-    quantized = {"model": model, "teacher": recipe.taught_by}
-    for section, each in quantized.items():
+def divided_quantization(request: Request) -> Iterator[str]:
+    """model.quantization, teacher.quantization: packed across its rows; use none, or FSDP."""
+    axes, recipe = request.backend.axes, request.recipe
+    for section, each in {"model": recipe.model, "teacher": recipe.taught_by}.items():
         if axes.tensor * axes.experts > 1 and each is not None and each.quantization != "none":
             yield (
                 f"{section}.quantization: {each.quantization} packs a matrix across its rows and "
-                f"columns, which {backend.name} divides; use none, or fsdp_full_shard"
+                f"columns, which {request.backend.name} divides; use none, or fsdp_full_shard"
             )
+
+
+def not_reproduced(request: Request) -> Iterator[str]:
+    """model, method, evaluation, batch: it needs a complete model or row; use fsdp_full_shard."""
+    recipe, backend = request.recipe, request.backend
+    axes, model = backend.axes, recipe.model
     zero_bubble = axes.pipeline > 1 and axes.schedule == "ZBVZeroBubble"
-    held_out = bool(recipe.eval_data) or recipe.eval_rows is not None
     sampled = recipe.sampled
     refused = {
         "model.add_tokens: embeddings are divided during loading, and cannot grow": bool(
@@ -193,7 +203,7 @@ def _recipe(recipe: Recipe, backend: Backend) -> Iterator[str]:
         "ZBVZeroBubble; use 1F1B, or `finetune teach`": zero_bubble
         and recipe.taught_by is not None,
         "evaluation: torch 2.13 cannot evaluate with ZBVZeroBubble; use 1F1B": zero_bubble
-        and held_out,
+        and request.holds_out,
         f"parallelism_config_pp_schedule: {axes.schedule} with FSDP2 is untested; use 1F1B": (
             axes.chunks > 1 and axes.pipeline > 1 and backend.shard != "none"
         ),
@@ -205,40 +215,43 @@ def _recipe(recipe: Recipe, backend: Backend) -> Iterator[str]:
         f"model.quantization: {model.quantization} weights of other processes are not gathered for "
         "sampling": sampled is not None and model.quantization != "none",
         "batch.padding_free: rows are split only without padding, and these are padded; use "
-        "batch.packing=true": axes.parts > 1 and not padding(recipe, known_fields(recipe)).free,
+        "batch.packing=true": axes.parts > 1 and not request.padding.free,
     }
     for reason, is_asked in refused.items():
         if is_asked:
             yield f"{reason} (backend {backend.name}); fsdp_full_shard has no such limit"
+
+
+def second_models(request: Request) -> Iterator[str]:
+    """teacher.name, reference: the axes do not divide this model; use fsdp_full_shard."""
+    recipe, axes = request.recipe, request.backend.axes
     for field, other in (("teacher.name", recipe.taught_by), ("reference", other_model(recipe))):
         if other is not None:
             known = fields_of(dataclasses.replace(recipe, model=other, adapter=None))
             problems = of_model(axes_of(axes, known), known)
             yield from (f"{field}: {problem}" for problem in problems)
-    yield from _adapter(recipe, backend)
 
 
-def _batch_problems(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    axes, batch = backend.axes, recipe.batch
-    if axes.pipeline == 1:
-        return
-    data = mesh_of(backend, processes).data
-    count = math.ceil(math.ceil(batch.rows / recipe.most_micro_rows) / data)
+def micro_batches(request: Request) -> Iterator[str]:
+    """batch.rows: a step has too few micro-batches for the stages of a pipeline; use more rows."""
+    recipe, axes, data = request.recipe, request.backend.axes, request.mesh.data
+    count = math.ceil(math.ceil(recipe.batch.rows / recipe.most_micro_rows) / data)
     unit = axes.pipeline * recipe.most_micro_rows * data
     if count < axes.pipeline:
         yield (
             f"batch.rows: {count} micro-batch{'es' * (count > 1)} per step for {axes.pipeline} "
             f"stages, which leaves stages without work; use batch.rows={unit}"
         )
-    elif axes.chunks > 1 and count % axes.pipeline:
+    elif axes.chunks > 1 and axes.pipeline > 1 and count % axes.pipeline:
         yield (
             f"batch.rows: {count} micro-batches do not divide into rounds of {axes.pipeline} for "
             f"{axes.schedule}; use a multiple of {unit} rows, or 1F1B"
         )
 
 
-def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    adapter, axes = recipe.adapter, backend.axes
+def adapted_experts(request: Request) -> Iterator[str]:
+    """adapter, adapter.targets: PEFT needs complete experts or columns; name attention layers."""
+    adapter, backend, axes = request.recipe.adapter, request.backend, request.backend.axes
     if adapter is None:
         return
     if axes.experts > 1 and (named := _on_experts(adapter.targets)):
@@ -247,13 +260,19 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
             "adapters on experts multiply complete tensors; name attention layers "
             "(targets=[q_proj,k_proj,v_proj,o_proj]), or use fsdp_full_shard"
         )
-    fields = fields_of(recipe)
-    if axes.tensor > 1 and family_of(fields).gathers:
+    if axes.tensor > 1 and family_of(request.fields).gathers:
         yield (
-            f"adapter: the attention of {fields['model_type']} under {backend.name} gathers its "
+            f"adapter: the attention of {request.kind} under {backend.name} gathers its "
             "column-parallel outputs, which PEFT 0.21 does not support; use ep_fsdp, or train all "
             "weights"
         )
+
+
+def divided_adapter(request: Request) -> Iterator[str]:
+    """adapter.use_dora and other fields: they need complete tensors; leave them out."""
+    adapter, backend, axes = request.recipe.adapter, request.backend, request.backend.axes
+    if adapter is None:
+        return
     init = adapter.init_lora_weights
     refused = {
         "use_dora: DoRA needs the norm of complete rows": adapter.use_dora and axes.tensor > 1,
@@ -275,3 +294,12 @@ def _on_experts(targets: str | tuple[str, ...]) -> str | None:
     if isinstance(targets, str):
         return targets
     return next((each for each in targets if each.split(".")[-1] not in ATTENTION), None)
+
+
+OF_MODEL = (random_numbers, unsupported, indivisible, attention)
+"""Rules of the axes and a model's config."""
+RULES: tuple[Rule, ...] = (
+    processes, untested, of_config, divided_quantization, not_reproduced, second_models,
+    micro_batches, adapted_experts, divided_adapter,
+)  # fmt: skip
+"""Rules of a backend that divides a model."""

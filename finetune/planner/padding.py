@@ -5,7 +5,7 @@ this for the architectures marked in `families`; rows of other architectures are
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.planner.families import family_of
@@ -96,23 +96,3 @@ def against(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
             0, f"model.attention={attention} computes scores of all token pairs of a micro-batch"
         )
     return found
-
-
-def layout_problems(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Why rows cannot be laid out as the recipe requires.
-
-    Args:
-        fields: The model's config, as loaded or as in its file; empty if it is not known yet.
-    """
-    batch = recipe.batch
-    if batch.packing and batch.padding_free is False:
-        yield (
-            "batch.padding_free: false, but batch.packing=true concatenates documents; remove one "
-            "of the two"
-        )
-    elif batch.packing and fields:
-        for reason in leaks(fields, batch.max_length):
-            yield f"batch.packing: {reason}; set batch.packing=false"
-    elif not batch.packing and batch.padding_free is True:
-        for reason in against(recipe, fields):
-            yield f"batch.padding_free: {reason}; use batch.padding_free=auto, which then pads"

@@ -5,15 +5,16 @@ import math
 
 from finetune import backend as backends
 from finetune.backend import Backend
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.planner import limits, schedules
 from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.kernels import Choice, DeviceType, attention_rules, choices, model_type
 from finetune.planner.mesh import Mesh, mesh_of
 from finetune.planner.padding import Padding, padding
 from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts
+from finetune.planner.request import requested
 from finetune.planner.rules import incompatibilities
-from finetune.planner.shapes.config_files import fields_of, known_fields
+from finetune.planner.shapes.config_files import decoder_fields, fields_of
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import Recipe
 from finetune.recipe.sections import Every
@@ -85,12 +86,12 @@ class Plan:
     @property
     def padding(self) -> Padding:
         """The layout of rows, as far as the model is known before loading."""
-        return padding(self.recipe, known_fields(self.recipe))
+        return padding(self.recipe, decoder_fields(fields_of(self.recipe)))
 
     @property
     def prompts(self) -> SharedPrompts:
         """Whether documents share prompts, as far as the model is known before loading."""
-        return shared_prompts(self.recipe, self.backend, known_fields(self.recipe))
+        return shared_prompts(self.recipe, self.backend, decoder_fields(fields_of(self.recipe)))
 
     def steps(self, rows: int) -> int:
         """Optimizer steps of the complete run on a training set of `rows` rows."""
@@ -268,7 +269,5 @@ def plan(
     if precision is not None:
         machine = dataclasses.replace(machine, precision=precision)
     count = machine.processes if processes is None else processes
-    problems = incompatibilities(recipe, machine, count)
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(incompatibilities(requested(recipe, machine, count)))
     return Plan(recipe, machine, count)

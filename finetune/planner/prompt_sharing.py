@@ -48,16 +48,6 @@ def shared_prompts(recipe: Recipe, backend: Backend, fields: Mapping[str, Any]) 
     return SharedPrompts(not reasons, reasons, sequences)
 
 
-def sharing_problems(recipe: Recipe, backend: Backend, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Problems of a recipe that requires shared prompts."""
-    if recipe.batch.share_prompts is True:
-        for reason in against_sharing(recipe, backend, fields):
-            yield (
-                f"batch.share_prompts: {reason}; use batch.share_prompts=auto, which then "
-                "computes each prompt again"
-            )
-
-
 def against_sharing(recipe: Recipe, backend: Backend, fields: Mapping[str, Any]) -> Iterator[str]:
     """Why documents cannot share prompts, regardless of `batch.share_prompts`."""
     if recipe.takes not in SEVERAL:

@@ -1,4 +1,4 @@
-"""Rules that reject a recipe on a backend; each problem names the field, the reason and a fix."""
+"""The planner's list: what rejects a recipe on a backend; each problem names field, reason, fix."""
 
 import dataclasses
 import fnmatch
@@ -6,48 +6,27 @@ import json
 import re
 from collections.abc import Iterator
 
-from finetune.backend import Backend
+from finetune.errors import problems_of
 from finetune.planner import limits, mesh_rules
-from finetune.planner.engines import TRAITS
 from finetune.planner.families import family_of
-from finetune.planner.kernels import choices, model_type
-from finetune.planner.mesh import mesh_of
-from finetune.planner.padding import layout_problems, padding
-from finetune.planner.prompt_sharing import sharing_problems
-from finetune.planner.shapes.config_files import fields_of, known_fields
-from finetune.planner.shapes.prequantised import prequantised
-from finetune.recipe import Batch, Data, LoRA, Recipe
+from finetune.planner.kernels import choices
+from finetune.planner.padding import against, leaks, padding
+from finetune.planner.prompt_sharing import against_sharing
+from finetune.planner.request import Request, Rule
+from finetune.planner.shapes.config_files import decoder_fields
+from finetune.recipe import Batch, Data, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
 
-def incompatibilities(recipe: Recipe, backend: Backend, processes: int) -> list[str]:
+def incompatibilities(request: Request) -> list[str]:
     """Every problem of a recipe on a backend; empty if it can run."""
-    return [
-        *_completeness(recipe),
-        *limits.problems(recipe, fields_of(recipe)),
-        *mixture_problems(recipe),
-        *method_problems(recipe),
-        *_method(recipe, backend),
-        *_batch(recipe, backend, processes),
-        *layout_problems(recipe, known_fields(recipe)),
-        *sharing_problems(recipe, backend, known_fields(recipe)),
-        *prequantised(recipe, backend),
-        *_quantization(recipe, backend),
-        *_adapter(recipe, backend),
-        *_vocabulary(recipe, backend),
-        *_attention(recipe),
-        *_blocks(recipe, backend),
-        *_disk(recipe, backend),
-        *_optimizer(recipe, backend),
-        *_evaluation(recipe),
-        *_processes(backend, processes),
-        *mesh_rules.incompatible(recipe, backend, processes),
-    ]
+    return problems_of(RULES, request)
 
 
-def _completeness(recipe: Recipe) -> Iterator[str]:
-    model = recipe.model
+def completeness(request: Request) -> Iterator[str]:
+    """model, adapter, data: a part of the recipe is missing; add it."""
+    recipe, model = request.recipe, request.recipe.model
     if model.name is None and model.config is None:
         yield "model: give model.name (a hub id or a folder) or model.config (from scratch)"
     if model.config is not None and not model.config.get("model_type"):
@@ -63,8 +42,8 @@ def _completeness(recipe: Recipe) -> Iterator[str]:
         yield "data: none; add a source with its format"
 
 
-def mixture_problems(recipe: Recipe) -> Iterator[str]:
-    """Contradictions in the weights of the sources, which no command accepts."""
+def mixture(recipe: Recipe) -> Iterator[str]:
+    """data.N.weight, data.N.repeat: they contradict each other; weigh every source, or none."""
     for section in ("data", "eval_data"):
         sources: tuple[Data, ...] = getattr(recipe, section)
         weighted = [data.weight is not None for data in sources]
@@ -83,33 +62,8 @@ def mixture_problems(recipe: Recipe) -> Iterator[str]:
                 )
 
 
-def _batch(recipe: Recipe, backend: Backend, processes: int) -> Iterator[str]:
-    batch, each = recipe.batch, recipe.documents_per_row
-    if batch.micro_tokens is not None:
-        if batch.micro_tokens < recipe.row_length:
-            what = "a row" if each == 1 else f"the {each} documents of a row, each"
-            yield (
-                f"batch.micro_tokens: {batch.micro_tokens} tokens cannot hold {what} of "
-                f"batch.max_length={batch.max_length}; use batch.micro_tokens={recipe.row_length}"
-            )
-        return
-    rows, micro = batch.rows, batch.micro_rows
-    ways = mesh_of(backend, max(1, processes)).data
-    unit = micro * ways
-    if rows % unit:
-        below, above = rows - rows % unit, rows + unit - rows % unit
-        choices = " or ".join(str(value) for value in (below, above) if value)
-        readers = "process" + "es" * (ways > 1)
-        if backend.axes.any:
-            readers = f"group{'s' * (ways > 1)} of processes"
-        yield (
-            f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {ways} "
-            f"{readers} ({micro} x {ways} = {unit}); use batch.rows={choices}"
-        )
-
-
-def method_problems(recipe: Recipe) -> Iterator[str]:
-    """Data settings that the method does not support, which no command accepts."""
+def overlong(recipe: Recipe) -> Iterator[str]:
+    """batch.overlong: this method needs whole sequences; use drop or truncate."""
     if recipe.batch.overlong == "split" and recipe.takes != "prompts":
         if recipe.head.scored:
             why = "scores whole sequences"
@@ -120,30 +74,12 @@ def method_problems(recipe: Recipe) -> Iterator[str]:
         if "split" not in recipe.fits_rows_by:
             yield f"batch.overlong: split, but {recipe.method} {why}; use drop or truncate"
 
-    if recipe.takes == "prompts":
-        yield from _prompts(recipe)
 
-
-def _method(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    """What a method needs of the kernels, and backends that cannot hold a second model."""
-    head = next(c for c in choices(recipe, backend, model_type(recipe)) if c.option == "head")
-    if recipe.teaches and head.value == "whole":
-        because = f", because {head.fallback}" if head.fallback else ""
-        yield (
-            f"kernels.head: whole{because}, but {recipe.method} compares two heads in chunks; use "
-            "kernels.head=chunked, without an adapter or trained rows on the head"
-        )
-    sharded = backend.shard == "params" or TRAITS[backend.engine].shards_all
-    if recipe.needs_second_model and sharded:
-        yield (
-            f"beta: its reference is a second model, which {backend.name} would hold unsharded; "
-            "train a new adapter, whose base is the reference, set beta=0, or use ddp or zero2"
-        )
-
-
-def _prompts(recipe: Recipe) -> Iterator[str]:
-    """Settings that do not work with prompts and sampled completions."""
+def prompts(recipe: Recipe) -> Iterator[str]:
+    """batch.rows, reward_funcs: groups are sampled and scored; use whole groups and a reward."""
     batch = recipe.batch
+    if recipe.takes != "prompts":
+        return
     if batch.overlong in ("truncate", "split"):
         yield (
             f"batch.overlong: {batch.overlong}, but part of a prompt is a different request; use "
@@ -157,66 +93,126 @@ def _prompts(recipe: Recipe) -> Iterator[str]:
     yield from recipe.problems()
 
 
-def _quantization(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    quantization, traits = recipe.model.quantization, TRAITS[backend.engine]
-    if backend.precision == "fp16" and traits.masters:
+OF_DATA = (mixture, overlong, prompts)
+"""Checks that commands without a plan make too (`inspect`, `teach`): they read data alone."""
+
+
+def of_data(request: Request) -> Iterator[str]:
+    yield from problems_of(OF_DATA, request.recipe)
+
+
+def batch_rows(request: Request) -> Iterator[str]:
+    """batch.rows, batch.micro_tokens: not whole micro-batches everywhere; use the value named."""
+    recipe, batch, backend = request.recipe, request.recipe.batch, request.backend
+    if batch.micro_tokens is not None:
+        each = recipe.documents_per_row
+        if batch.micro_tokens < recipe.row_length:
+            what = "a row" if each == 1 else f"the {each} documents of a row, each"
+            yield (
+                f"batch.micro_tokens: {batch.micro_tokens} tokens cannot hold {what} of "
+                f"batch.max_length={batch.max_length}; use batch.micro_tokens={recipe.row_length}"
+            )
+        return
+    rows, micro, ways = batch.rows, batch.micro_rows, request.mesh.data
+    unit = micro * ways
+    if rows % unit:
+        below, above = rows - rows % unit, rows + unit - rows % unit
+        choices = " or ".join(str(value) for value in (below, above) if value)
+        readers = "process" + "es" * (ways > 1)
+        if backend.axes.any:
+            readers = f"group{'s' * (ways > 1)} of processes"
         yield (
-            f"precision: fp16 needs loss scaling, which {backend.name} implements differently; use "
-            "single, ddp or fsdp_full_shard, or bf16"
+            f"batch.rows: {rows} does not divide into micro-batches of {micro} rows on {ways} "
+            f"{readers} ({micro} x {ways} = {unit}); use batch.rows={choices}"
         )
-    if quantization == "none":
+
+
+def second_heads(request: Request) -> Iterator[str]:
+    """kernels.head: two heads are compared in chunks; use chunked, and train nothing on it."""
+    recipe = request.recipe
+    options = choices(recipe, request.backend, request.kind)
+    head = next(each for each in options if each.option == "head")
+    if recipe.teaches and head.value == "whole":
+        because = f", because {head.fallback}" if head.fallback else ""
+        yield (
+            f"kernels.head: whole{because}, but {recipe.method} compares two heads in chunks; use "
+            "kernels.head=chunked, without an adapter or trained rows on the head"
+        )
+
+
+def second_model(request: Request) -> Iterator[str]:
+    """beta: the reference would be unsharded; train an adapter, use beta=0, ddp or zero2."""
+    backend = request.backend
+    if request.recipe.needs_second_model and (
+        backend.shard == "params" or request.traits.shards_all
+    ):
+        yield (
+            f"beta: its reference is a second model, which {backend.name} would hold unsharded; "
+            "train a new adapter, whose base is the reference, set beta=0, or use ddp or zero2"
+        )
+
+
+def layout(request: Request) -> Iterator[str]:
+    """batch.packing, batch.padding_free: documents would see each other; use false and auto."""
+    recipe, batch, fields = request.recipe, request.recipe.batch, decoder_fields(request.fields)
+    if batch.packing and batch.padding_free is False:
+        yield (
+            "batch.padding_free: false, but batch.packing=true concatenates documents; remove one "
+            "of the two"
+        )
+    elif batch.packing and fields:
+        for reason in leaks(fields, batch.max_length):
+            yield f"batch.packing: {reason}; set batch.packing=false"
+    elif not batch.packing and batch.padding_free is True:
+        for reason in against(recipe, fields):
+            yield f"batch.padding_free: {reason}; use batch.padding_free=auto, which then pads"
+
+
+def shared_prompts(request: Request) -> Iterator[str]:
+    """batch.share_prompts: a prompt cannot be computed once for its answers; use auto."""
+    recipe, fields = request.recipe, decoder_fields(request.fields)
+    if recipe.batch.share_prompts is True:
+        for reason in against_sharing(recipe, request.backend, fields):
+            yield (
+                f"batch.share_prompts: {reason}; use batch.share_prompts=auto, which then "
+                "computes each prompt again"
+            )
+
+
+def precision(request: Request) -> Iterator[str]:
+    """precision: this engine scales the loss of fp16 in its own way; use bf16, ddp or FSDP."""
+    if request.backend.precision == "fp16" and request.traits.masters:
+        yield (
+            f"precision: fp16 needs loss scaling, which {request.backend.name} implements "
+            "differently; use single, ddp or fsdp_full_shard, or bf16"
+        )
+
+
+def quantization(request: Request) -> Iterator[str]:
+    """model.quantization: packed weights are not trained or sharded; add an adapter, or use ddp."""
+    recipe, backend = request.recipe, request.backend
+    kind = recipe.model.quantization
+    if kind == "none":
         return
     if recipe.adapter is None:
         yield (
-            f"model.quantization: {quantization} weights cannot be trained; add an adapter "
+            f"model.quantization: {kind} weights cannot be trained; add an adapter "
             "(with_qlora) or use model.quantization=none"
         )
     if recipe.model.config is not None:
-        yield f"model.quantization: {quantization} needs pretrained weights (model.name)"
-    if quantization == "int8" and (traits.floats_only or backend.shard == "params"):
+        yield f"model.quantization: {kind} needs pretrained weights (model.name)"
+    if kind == "int8" and (request.traits.floats_only or backend.shard == "params"):
         yield (
             f"model.quantization: int8 weights cannot be sharded by {backend.name}; use nf4, or a "
             "backend that keeps parameters unsharded (ddp, zero2)"
         )
 
 
-def _gathers_by_module(backend: Backend) -> bool:
-    """Whether a weight is complete only while its own module runs (ZeRO-3)."""
-    return TRAITS[backend.engine].for_own_module and backend.shard == "params"
-
-
-def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    adapter = recipe.adapter
+def patterns(request: Request) -> Iterator[str]:
+    """adapter.targets and its other patterns: not a regular expression; write one of Python's."""
+    adapter = request.recipe.adapter
     if adapter is None:
         return
-    yield from _patterns(adapter)
-    init = adapter.init_lora_weights
-    if isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):
-        yield (
-            f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not "
-            "contain; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
-        )
-    if _reads_base(recipe) and recipe.model.quantization != "none":
-        yield f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
-    reading = {
-        "use_dora: DoRA reads complete base weights": adapter.use_dora,
-        "trainable_token_indices: PEFT reads complete embeddings": adapter.trainable_token_indices,
-    }
-    for reason, is_asked in reading.items():
-        if is_asked and _gathers_by_module(backend):
-            yield (
-                f"adapter.{reason} in the forward pass, but {backend.name} gathers them only for "
-                "their own module; use fsdp_full_shard or zero2"
-            )
-
-
-def _reads_base(recipe: Recipe) -> bool:
-    """Whether the initial values of an adapter are computed from the weights of the base."""
-    init = recipe.adapter.init_lora_weights if recipe.adapter else True
-    return isinstance(init, str) and init != "gaussian"
-
-
-def _patterns(adapter: LoRA) -> Iterator[str]:
     given: dict[str, object] = {
         "targets": adapter.targets,
         "exclude_modules": adapter.exclude_modules,
@@ -231,8 +227,42 @@ def _patterns(adapter: LoRA) -> Iterator[str]:
                 yield f"adapter.{field}: '{pattern}' is not a valid regular expression: {error}"
 
 
-def _vocabulary(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    """Added tokens whose rows would not be trained, or would be rounded."""
+def initial_adapter(request: Request) -> Iterator[str]:
+    """adapter.init_lora_weights: needs data, or unpacked weights; use true or quantization=none."""
+    init = request.recipe.adapter.init_lora_weights if request.recipe.adapter else True
+    if isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):
+        yield (
+            f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not "
+            "contain; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
+        )
+    if _reads_base(request.recipe) and request.recipe.model.quantization != "none":
+        yield f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
+
+
+def _reads_base(recipe: Recipe) -> bool:
+    """Whether the initial values of an adapter are computed from the weights of the base."""
+    init = recipe.adapter.init_lora_weights if recipe.adapter else True
+    return isinstance(init, str) and init != "gaussian"
+
+
+def gathered_by_module(request: Request) -> Iterator[str]:
+    """adapter.use_dora, adapter.trainable_token_indices: ZeRO-3 gathers by module; use zero2."""
+    adapter = request.recipe.adapter
+    reading = adapter and {
+        "use_dora: DoRA reads complete base weights": adapter.use_dora,
+        "trainable_token_indices: PEFT reads complete embeddings": adapter.trainable_token_indices,
+    }
+    for reason, is_asked in (reading or {}).items():
+        if is_asked and request.gathers_by_module:
+            yield (
+                f"adapter.{reason} in the forward pass, but {request.backend.name} gathers them "
+                "only for their own module; use fsdp_full_shard or zero2"
+            )
+
+
+def added_tokens(request: Request) -> Iterator[str]:
+    """model.add_tokens: their rows would stay untrained, or be rounded; train these rows, once."""
+    recipe, backend = request.recipe, request.backend
     added, adapter = recipe.model.add_tokens, recipe.adapter
     repeated = sorted({token for token in added if added.count(token) > 1})
     if repeated:
@@ -253,55 +283,53 @@ def _vocabulary(recipe: Recipe, backend: Backend) -> Iterator[str]:
         )
 
 
-def _attention(recipe: Recipe) -> Iterator[str]:
-    attention, fields = recipe.model.attention, known_fields(recipe)
-    if attention == "sdpa" and not family_of(fields).sdpa and not padding(recipe, fields).free:
+def attention(request: Request) -> Iterator[str]:
+    """model.attention: transformers lacks it, or checkpointing excludes it; use what is named."""
+    recipe, fields = request.recipe, decoder_fields(request.fields)
+    asked = recipe.model.attention
+    if asked == "sdpa" and not family_of(fields).sdpa and not request.padding.free:
         free = padding(dataclasses.replace(recipe, batch=Batch()), fields).free
         yield (
             f"model.attention: transformers has no sdpa for {fields['model_type']}; use "
             f"model.attention=eager{', or batch.padding_free=auto' if free else ''}"
         )
-    if recipe.model.checkpointing == "attention" and attention in ("eager", "flex_attention"):
+    if recipe.model.checkpointing == "attention" and asked in ("eager", "flex_attention"):
         yield (
             "model.activation_checkpointing: `attention` keeps the output of a single operation, "
-            f"but {attention} attention is not one; use model.attention=sdpa, or "
+            f"but {asked} attention is not one; use model.attention=sdpa, or "
             "model.activation_checkpointing=true"
         )
 
 
-def _blocks(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    if recipe.kernels.blocks == "eager":
-        return
-    kind, checkpointing = model_type(recipe), recipe.model.activation_checkpointing
-    quantization = recipe.model.quantization
+def compiled_blocks(request: Request) -> Iterator[str]:
+    """kernels.blocks: what a block would be compiled with changes inside of it; use eager."""
+    recipe, backend, kind = request.recipe, request.backend, request.kind
+    checkpointing = recipe.model.activation_checkpointing
+    packed = recipe.model.quantization
     reasons = {
         f"blocks of {kind} are not known to compile": kind and not family_of(kind).compiles,
         f"{backend.name} divides the products of a block": backend.axes.any,
-        f"{backend.name} gathers weights in hooks inside of a block": _gathers_by_module(backend),
-        f"model.quantization={quantization} has products that are not compiled": (
-            quantization != "none"
-        ),
+        f"{backend.name} gathers weights in hooks inside of a block": request.gathers_by_module,
+        f"model.quantization={packed} has products that are not compiled": packed != "none",
         f"model.activation_checkpointing={checkpointing} selects operations of eager blocks": (
             checkpointing not in (True, False)
         ),
     }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        yield f"kernels.blocks: compiled, but {reason}; use kernels.blocks=eager"
+    for reason, holds in reasons.items():
+        if holds and recipe.kernels.blocks != "eager":
+            yield f"kernels.blocks: compiled, but {reason}; use kernels.blocks=eager"
 
 
-def _disk(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    """Models that DeepSpeed 0.19 would round when it offloads to disk.
-
-    It keeps the precision of the run only for weights that it partitions while loading. Weights
-    that are built unpartitioned first are stored on disk in 16 bits on a machine without fp16.
-    """
-    model, adapter = recipe.model, recipe.adapter
+def rounded_on_disk(request: Request) -> Iterator[str]:
+    """model, adapter.init_lora_weights: DeepSpeed would round it on disk; use zero3_offload."""
+    # It (0.19) keeps the precision of the run only for weights that it partitions while loading.
+    # Others are stored on disk in 16 bits on a machine without fp16.
+    recipe, backend = request.recipe, request.backend
+    model, init = recipe.model, recipe.adapter.init_lora_weights if recipe.adapter else ""
     whole = {
         "model.config: a model from scratch": model.config is not None,
         f"model.quantization: a base in {model.quantization}": model.quantization != "none",
-        f"adapter.init_lora_weights: '{adapter.init_lora_weights if adapter else ''}'": _reads_base(
-            recipe
-        ),
+        f"adapter.init_lora_weights: '{init}'": _reads_base(recipe),
     }
     for what, is_whole in whole.items():
         if is_whole and backend.device == "nvme":
@@ -311,16 +339,20 @@ def _disk(recipe: Recipe, backend: Backend) -> Iterator[str]:
             )
 
 
-def _optimizer(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    name = recipe.optim.name
-    complete = {
-        "adamw_8bit": "quantizes its moments in blocks of complete tensors",
-        "paged_adamw_8bit": "quantizes its moments in blocks of complete tensors",
-        "adafactor": "needs complete rows and columns of matrices",
-        "muon": "orthogonalizes complete matrices",
-    }
-    if name in complete and (backend.shard != "none" or backend.axes.any):
-        yield f"optim.name: {name} {complete[name]}, which {backend.name} shards; use adamw, or ddp"
+COMPLETE = {
+    "adamw_8bit": "quantizes its moments in blocks of complete tensors",
+    "paged_adamw_8bit": "quantizes its moments in blocks of complete tensors",
+    "adafactor": "needs complete rows and columns of matrices",
+    "muon": "orthogonalizes complete matrices",
+}
+"""Optimizers that need complete tensors."""
+
+
+def optimizer(request: Request) -> Iterator[str]:
+    """optim.name: needs complete tensors, or state that is not saved; use adamw, ddp or FSDP."""
+    name, backend = request.recipe.optim.name, request.backend
+    if name in COMPLETE and (backend.shard != "none" or backend.axes.any):
+        yield f"optim.name: {name} {COMPLETE[name]}, which {backend.name} shards; use adamw, or ddp"
     if backend.engine == "deepspeed" and (":" in name or name in ("lion", "sgd")):
         yield (
             f"optim.name: checkpoints of {backend.name} hold the two moments of AdamW, and not the "
@@ -328,21 +360,22 @@ def _optimizer(recipe: Recipe, backend: Backend) -> Iterator[str]:
         )
 
 
-def _evaluation(recipe: Recipe) -> Iterator[str]:
-    held_out = bool(recipe.eval_data) or recipe.eval_rows is not None
-    evaluation = recipe.evaluation
-    asked = (evaluation.every, evaluation.patience, evaluation.metrics or None)
-    if not held_out and any(each is not None for each in asked):
+def evaluation(request: Request) -> Iterator[str]:
+    """evaluation, eval_rows: nothing is held out, or twice; give either eval_data or eval_rows."""
+    recipe, asked = request.recipe, request.recipe.evaluation
+    fields = (asked.every, asked.patience, asked.metrics or None)
+    if not request.holds_out and any(each is not None for each in fields):
         yield "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
     if recipe.eval_data and recipe.eval_rows is not None:
         yield "eval_rows: rows are held out of `data` only if eval_data is not given; remove one"
-    yield from _best(recipe, held_out)
 
 
-def _best(recipe: Recipe, held_out: bool) -> Iterator[str]:
-    """A criterion for the best checkpoint that is not measured; answer metrics are not checked."""
-    best, known = recipe.evaluation.best, _evaluated(recipe)
-    if best != "loss" and not held_out:
+def best_metric(request: Request) -> Iterator[str]:
+    """evaluation.best: nothing is evaluated, or not this metric; use eval_rows, or one listed."""
+    # Metrics of answers are not known before they are measured, and are not checked.
+    recipe, best = request.recipe, request.recipe.evaluation.best
+    known = _evaluated(recipe)
+    if best != "loss" and not request.holds_out:
         yield f"evaluation.best: {best}, but nothing is evaluated; give eval_data or eval_rows"
     is_known = any(fnmatch.fnmatch(best.removeprefix("-"), each) for each in known)
     if best != "loss" and not is_known and not recipe.evaluation.metrics:
@@ -367,18 +400,40 @@ def _evaluated(recipe: Recipe) -> list[str]:
     return [*dict.fromkeys([*recipe.metrics, *derived, *recipe.extremes, *more])]
 
 
-def _processes(backend: Backend, processes: int) -> Iterator[str]:
-    traits, engine = TRAITS[backend.engine], backend.engine
-    if processes < 1:
-        yield f"processes: got {processes}, expected at least 1"
-    elif traits.alone and processes > 1:
-        yield f"processes: {engine} runs one process, got {processes}; use ddp or fsdp_full_shard"
-    elif backend.axes.any:
-        return  # see `division`
-    elif backend.shard_size is not None and processes % backend.shard_size:
+def processes(request: Request) -> Iterator[str]:
+    """processes: too many or too few for the engine; use the number or the backend named."""
+    count, backend, traits = request.processes, request.backend, request.traits
+    if count < 1:
+        yield f"processes: got {count}, expected at least 1"
+    elif traits.alone and count > 1:
         yield (
-            f"processes: {processes} is not a multiple of the shard size {backend.shard_size}; use "
+            f"processes: {backend.engine} runs one process, got {count}; use ddp or fsdp_full_shard"
+        )
+    elif backend.axes.any:
+        return  # see `mesh_rules.processes`
+    elif backend.shard_size is not None and count % backend.shard_size:
+        yield (
+            f"processes: {count} is not a multiple of the shard size {backend.shard_size}; use "
             "a multiple of it, or --shard-size"
         )
-    elif processes < traits.least:
-        yield f"processes: {engine} needs at least {traits.least}, got {processes}; use single"
+    elif count < traits.least:
+        yield f"processes: {backend.engine} needs at least {traits.least}, got {count}; use single"
+
+
+def divided(request: Request) -> Iterator[str]:
+    """The rules of a backend that divides a model."""
+    if request.backend.axes.any:
+        yield from problems_of(mesh_rules.RULES, request)
+
+
+LAYOUT: tuple[Rule, ...] = (layout, shared_prompts)
+"""Rules of the rows, asked again with the config as transformers loads it, defaults filled in."""
+OF_CONFIG: tuple[Rule, ...] = (*limits.RULES, mesh_rules.of_config)
+"""Rules of a config file, asked again where only the hub had it when the plan was made."""
+RULES: tuple[Rule, ...] = (
+    completeness, *limits.RULES, of_data, second_heads, second_model, batch_rows, *LAYOUT,
+    precision, quantization, patterns, initial_adapter, gathered_by_module, added_tokens,
+    attention, compiled_blocks, rounded_on_disk, optimizer, evaluation, best_metric, processes,
+    divided,
+)  # fmt: skip
+"""Every rule. Those that only collect others have no field in their docstring."""

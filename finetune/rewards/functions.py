@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune import extensions
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.planner.shapes.config_files import has_score_head
 from finetune.rewards import REWARDS, Reward
 from finetune.rewards.builtin import check_arguments
@@ -156,8 +156,7 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     Raises:
         FinetuneError: with every such reward.
     """
-    if found := problems(rewards, columns):
-        raise FinetuneError(*found)
+    refuse(problems(rewards, columns))
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:

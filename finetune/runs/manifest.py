@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError, reading, refuse
 from finetune.runs.run import Run
 
 FORMAT = 2
@@ -74,8 +74,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "another --output"
         )
     wrong = _shape_problems(manifest) or _seal_problems(manifest)
-    if wrong:
-        raise FinetuneError(*(f"{path}: {problem}" for problem in wrong))
+    refuse(f"{path}: {problem}" for problem in wrong)
     named = STEP_FOLDER.fullmatch(folder.name)
     if named is not None and int(named[1]) != manifest["step"]:
         raise FinetuneError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.exporters import vllm
 from finetune.exporters.export import MARKER
 from finetune.inference.load import ADAPTER_WEIGHTS, adapter_config, tensor_shapes, trained_dtype
@@ -48,8 +48,7 @@ def vllm_words(folder: Path, name: str, host: str, port: int) -> list[str]:
         return ["vllm", "serve", str(folder), "--served-model-name", name, *served]
     config = adapter_config(folder).to_dict()
     reasons = vllm.problems(config, tensor_shapes(folder / ADAPTER_WEIGHTS))
-    if reasons:
-        raise FinetuneError(*(f"{folder}: {each}; export it as merged" for each in reasons))
+    refuse(f"{folder}: {each}; export it as merged" for each in reasons)
     base = str(config["base_model_name_or_path"])
     template = folder / "chat_template.jinja"
     chosen = ["--chat-template", str(template)] if template.is_file() else []

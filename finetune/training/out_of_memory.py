@@ -14,6 +14,7 @@ from finetune.planner.estimate.fewest_changes import changes
 from finetune.planner.estimate.forecast import Forecast
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.workload import Workload
+from finetune.planner.request import requested
 from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import fields_of
 from finetune.runs import units
@@ -84,7 +85,7 @@ def _moves(plan: Plan, stage: int, forecast: Forecast | None) -> Iterator[str]:
             continue
         current = dataclasses.replace(plan.backend, processes=plan.processes)
         machine, count = backends.divided(current, None, {field: 2 * size})
-        if incompatibilities(plan.recipe, machine, count):
+        if incompatibilities(requested(plan.recipe, machine, count)):
             continue
         if forecast is None:
             yield f"--{field} {2 * size}"
@@ -130,11 +131,11 @@ def _runs(plan: Plan, setting: str) -> bool:
         return True
     if setting.startswith("--backend "):
         machine = backends.load(setting.removeprefix("--backend "))
-        return not incompatibilities(plan.recipe, machine, plan.processes)
+        return not incompatibilities(requested(plan.recipe, machine, plan.processes))
     changed = catalog.override(plan.recipe, setting.split())
     before = {choice.option: choice.value for choice in plan.kernels}
     after = Plan(changed, plan.backend, plan.processes)
     helps = setting.startswith("kernels.") <= (
         {choice.option: choice.value for choice in after.kernels} != before
     )
-    return helps and not incompatibilities(changed, plan.backend, plan.processes)
+    return helps and not incompatibilities(requested(changed, plan.backend, plan.processes))

@@ -15,6 +15,9 @@ from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.lock import locked, refuse_unshared
 from finetune.checkpoints.resume import claim, refuse_other_data
 from finetune.checkpoints.saver import restore_best
+from finetune.checks.machine import check_machine
+from finetune.checks.model import context
+from finetune.checks.start import Job, run_checks
 from finetune.data.audit import identity, mistakes
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import Prepared, prepare
@@ -24,21 +27,16 @@ from finetune.kernels import cpu, pointwise
 from finetune.models import adapters, composition, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
 from finetune.planner.padding import Padding
-from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts, sharing_problems
+from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training import optim
 from finetune.training.eval_metrics import Answering, answering
-from finetune.training.fit import check_context
 from finetune.training.memory_meter import Meter
 from finetune.training.online.rollouts import Rollouts, rollouts_of, second_model
-from finetune.training.recorder import Recorder, tokens_of_run
+from finetune.training.recorder import Recorder, expected, tokens_of_run
 from finetune.training.reference.stored import with_other, with_own, with_values
 from finetune.training.run_options import Options
-from finetune.training.startup_checks import (
-    refuse_full_gpu,
-    run_checks,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +66,8 @@ class Built:
     pad_id: int
     base: str | None
     """Identity of the base weights; None if it is not known."""
+    adapter: str | None
+    """SHA-256 of the adapter that training starts from; None without one."""
     padding: Padding
     prompts: SharedPrompts
     parameters: tuple[int, int]
@@ -125,7 +125,8 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     steps = plan.steps(len(data.train))
     optim.check(recipe.optim, plan.backend.shard != "none" or plan.backend.axes.any)
     optim.learning_rate(steps - 1, steps, recipe.optim, plan.lr)  # refuses wrong arguments
-    refuse_full_gpu(engine, data, steps)
+    on_gpu = engine.device.type == "cuda"
+    check_machine(engine, expected(engine, data, steps, 0.0) if on_gpu else None)
     cadences = recipe.evaluation.every, recipe.saving.every
     evaluated, saved = (plan.interval(every, len(data.train)) for every in cadences)
     return Inputs(tokenizer, chat, data, steps, evaluated, saved, resumed)
@@ -140,7 +141,8 @@ def start(
     # Another model as reference runs first: it has left memory when the model is loaded.
     data, other = with_other(engine, run, inputs.data, steps, inputs.tokenizer, resumed)
     built = build(engine, run, dataclasses.replace(inputs, data=data), recorder)
-    report = run_checks(engine, run, options, inputs, built, recorder)
+    job = Job(engine, run, inputs, built, recorder.forecast, options.timeout_minutes)
+    report = run_checks(job)
     asked = answering(engine, built.data, inputs.chat, built.pad_id)
     # The model itself as reference needs its engine, and the weights at the start.
     data, own = with_own(engine, run, built.data, steps, built.pad_id, built.base, resumed)
@@ -160,7 +162,10 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     compiled = choose_compiled(engine, data, inputs.steps)
     network: Any = engine.on_every_rank(lambda: model.build(engine, recipe.seed))
     base = fingerprint(recipe.model)  # a hub model is downloaded by now
-    padding, prompts = layout(recipe, network.config), _prompts(engine, network.config.to_dict())
+    padding, prompts = (
+        layout(recipe, network.config),
+        shared_prompts(recipe, plan.backend, network.config.to_dict()),
+    )
     data = data.side_by_side(padding.free, prompts.shared)
     pad_id, vocabulary_notes = scoring.fit_tokens(
         recipe, network, inputs.tokenizer, data.train.documents
@@ -169,11 +174,15 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     parameters, stored = sizes.counts(network), sizes.stored(engine, network)
     notes = [
         *plan.notes(), *recipe.data_advice(data.counts["train"]),
-        *_origin(engine, run, inputs.resumed), *vocabulary_notes,
-        *check_context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
+        *vocabulary_notes,
+        *context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
         *composition.notes(network, recipe), *_cadences(recipe, inputs),
     ]  # fmt: skip
-    # The first file of the run: what is checked above leaves its directory untouched.
+    adapter = None
+    if recipe.model.adapter is not None:
+        origin = starting_adapter.identity(recipe.model.adapter)
+        is_new, adapter = inputs.resumed is None, str(origin["sha256"])
+        notes += [engine.on_rank_0(lambda: starting_adapter.record(origin, recipe, run, is_new))]
     engine.on_rank_0(recorder.write_request)
     folder = None if inputs.resumed is None else run.checkpoint(inputs.resumed)
     if folder is None and engine.is_main and adapters.reads_base(recipe.adapter):
@@ -195,29 +204,9 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         progress = dataclasses.replace(saved, data=progress.data, base=base)
         engine.on_rank_0(lambda: restore_best(run, progress))
     return Built(
-        data, tokenizer, pad_id, base, padding, prompts, parameters, stored, reference,
+        data, tokenizer, pad_id, base, adapter, padding, prompts, parameters, stored, reference,
         notes + engine.notes, progress,
     )  # fmt: skip
-
-
-def _prompts(engine: Engine, fields: dict[str, Any]) -> SharedPrompts:
-    """Whether documents share prompts with a model of this config.
-
-    Raises:
-        FinetuneError: the recipe requires it, and they cannot.
-    """
-    given = engine.plan.recipe, engine.plan.backend, fields
-    if problems := list(sharing_problems(*given)):
-        raise FinetuneError(*problems)
-    return shared_prompts(*given)
-
-
-def _origin(engine: Engine, run: Run, resumed: int | None) -> list[str]:
-    """Record the adapter that training starts from; returns a note about it."""
-    recipe = engine.plan.recipe
-    if recipe.model.adapter is None:
-        return []
-    return [engine.on_rank_0(lambda: starting_adapter.record(recipe, run, resumed is None))]
 
 
 def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import NoReturn
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.saver import Saver
+from finetune.checks.model import finite_weights
 from finetune.distributed.base import Engine
 from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import Interrupted, TrainingFailure
@@ -23,7 +24,6 @@ from finetune.training.profiler import STEP, profile_of
 from finetune.training.recorder import Reason
 from finetune.training.run_options import Options
 from finetune.training.stages import Started
-from finetune.training.startup_checks import refuse_weights_not_finite
 
 PEAK, SIGNALLED = "peak", "signalled"
 """Values of a rank in a step: its peak bytes so far, and whether it got a signal."""
@@ -161,7 +161,7 @@ class Training:
         else:
             if not progress.skipped:
                 # At the first skipped step only: a skipped step leaves the weights as they are.
-                refuse_weights_not_finite(self.engine)
+                finite_weights(self.engine)
             progress = dataclasses.replace(progress, skipped=progress.skipped + 1)
             self.recorder.skipped(progress, result, result.suspects)
         self._warn(progress)

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from finetune import backend as backends
 from finetune.checkpoints.lock import locked
 from finetune.checkpoints.resume import Resume, card, finished
+from finetune.checks.request import check_here
 from finetune.distributed.base import Engine
 from finetune.distributed.build import build
 from finetune.distributed.heartbeat import Heartbeat
@@ -20,6 +21,7 @@ from finetune.errors import FinetuneError, Interrupted, TrainingFailure
 from finetune.exporters.publish import describe
 from finetune.kernels import cpu
 from finetune.models.load_checks import is_out_of_memory
+from finetune.planner import Plan
 from finetune.planner.estimate.forecast import Forecast
 from finetune.process import rendezvous
 from finetune.process.loopback import listen_on_loopback
@@ -27,7 +29,6 @@ from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
 from finetune.training.out_of_memory import out_of_memory
-from finetune.training.preflight import check_here
 from finetune.training.recorder import Recorder
 from finetune.training.run_options import Options
 from finetune.training.stages import read, start
@@ -51,8 +52,12 @@ def train(
         TrainingFailure: training started and could not continue.
         Interrupted: by SIGTERM, SIGINT or SIGHUP; the progress is saved.
     """
-    plan = check_here(recipe, backend, precision)
     options = options or Options(Path(output or "runs/latest"), resume)
+    return carry_out(check_here(recipe, backend, precision), options)
+
+
+def carry_out(plan: Plan, options: Options) -> Run:
+    """`train` for a request that was checked in this process."""
     listen_on_loopback()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -16,7 +16,7 @@ from jinja2 import meta, nodes
 
 from finetune.data.chat.template_limits import within_limits
 from finetune.data.chat.template_spans import compiled
-from finetune.errors import FinetuneError, did_you_mean, reading
+from finetune.errors import FinetuneError, did_you_mean, reading, refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -167,8 +167,7 @@ def check_variables(templates: list[str], variables: Mapping[str, Any], where: s
             f"variables that it reads: {listed}"
             for name in sorted(set(variables) - read - FROM_THE_ROW)
         ]
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
 
 
 def template_variables(template: str) -> set[str]:

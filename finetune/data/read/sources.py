@@ -18,8 +18,7 @@ from finetune.data.read.hub import hub_rows
 from finetune.data.read.splits import choose, splits_of
 from finetune.data.samples import READ_AS
 from finetune.data.values import Unreadable, json_text
-from finetune.errors import FinetuneError, did_you_mean
-from finetune.planner.rules import method_problems, mixture_problems
+from finetune.errors import FinetuneError, did_you_mean, refuse
 from finetune.recipe import Data, Recipe
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -125,7 +124,6 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
     problems = list[str]()
     if not recipe.data:
         problems.append("data: the recipe has no data; use with_data(Data(source, format))")
-    problems += [*mixture_problems(recipe), *method_problems(recipe)]
     found: tuple[list[Source], list[Source]] = ([], [])
     sections = {"data": recipe.data, "eval_data": recipe.eval_data}
     for sources, (name, section) in zip(found, sections.items(), strict=True):
@@ -136,8 +134,7 @@ def find_sources(recipe: Recipe) -> tuple[list[Source], list[Source]]:
                 sources.append(find_source(data))
             except FinetuneError as error:
                 problems.extend(error.problems)
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.data.prepare import Prepared
 from finetune.data.rows.store import Documents, TokenColumn
-from finetune.errors import FinetuneError, reading
+from finetune.errors import reading, refuse
 from finetune.recipe import Recipe
 from finetune.runs.manifest import sha256
 
@@ -75,12 +75,10 @@ def read(recipe: Recipe, data: Prepared, vocabulary: int) -> dict[str, TokenColu
             f"{prefix}: was made at temperature {about.get('temperature')}, and the recipe has "
             f"{temperature}; set temperature={about.get('temperature')}, or {AGAIN}"
         )
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     offsets = label_offsets(data.train.documents)
     problems = _wrong_values(*columns.values(), int(offsets[-1]), vocabulary)
-    if problems:
-        raise FinetuneError(*(f"{prefix}: {each}; {AGAIN}" for each in problems))
+    refuse(f"{prefix}: {each}; {AGAIN}" for each in problems)
     return {name: TokenColumn(values, offsets) for name, values in columns.items()}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from finetune import extensions
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.evaluation.generations import Answer
 from finetune.evaluation.measures import Measure
 from finetune.evaluation.metrics import METRICS
@@ -76,8 +76,7 @@ def choose(names: Sequence[str], asked: Sequence[Asked], settings: Settings) -> 
             chosen[name] = metric
         elif misfit is not None and names:
             problems.append(f"--metrics {name}: {misfit}")
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     return chosen
 
 

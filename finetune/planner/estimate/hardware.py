@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from typing import Literal
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, refuse
 
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 SMI_SECONDS = 60
@@ -344,8 +344,7 @@ def machine(
         inside, fast = rates.get(key, inside), key.startswith("nvlink")
         if fast and not chosen.nvlink and (key == "nvlink" or chosen.name in GPUS):
             problems.append(f"--link {link}: {chosen.name} has none; use pcie4 or pcie5")
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     port, shared = _port(network or "ib400")
     divided = shared and not port.startswith("efa")
     outside = NETWORKS[port] / (count // nodes if divided else 1)

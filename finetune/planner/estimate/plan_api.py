@@ -4,7 +4,7 @@ import math
 from typing import Any, TypedDict, Unpack, overload
 
 from finetune import backend as backends
-from finetune.errors import FinetuneError
+from finetune.errors import refuse
 from finetune.planner.estimate import hardware
 from finetune.planner.estimate.predict import Prediction, predict
 from finetune.planner.estimate.row_counts import local_rows
@@ -51,8 +51,7 @@ def described(
     if given and len(given) < len(numbers):
         missing = ", ".join(name for name in numbers if name not in given)
         problems.append(f"{', '.join(given)}: describes a GPU together with {missing}")
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     chosen: str | hardware.GPU | None = gpu
     if gpu_memory is not None and tflops is not None and bandwidth is not None:
         chosen = hardware.GPU("GPU", gpu_memory * 1e9, tflops * 1e12, bandwidth * 1e9)
@@ -79,8 +78,7 @@ def without_machine(**given: Any) -> None:
             f"{', '.join(idle)}: of a machine with GPUs, and there is none here; name one: --gpu "
             "H100-80"
         )
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
 
 
 def whole_numbers(**given: int | None) -> None:
@@ -94,8 +92,7 @@ def whole_numbers(**given: int | None) -> None:
         for name, count in given.items()
         if count is not None and count < 1
     ]
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
 
 
 class MachineWords(TypedDict, total=False):

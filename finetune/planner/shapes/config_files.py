@@ -53,9 +53,8 @@ def fields_of(recipe: Recipe) -> Mapping[str, Any]:
     return found or (published.find(recipe.model.name) if recipe.model.name else None) or {}
 
 
-def known_fields(recipe: Recipe) -> Mapping[str, Any]:
-    """`fields_of` for the model that is loaded: of some multimodal types, the language model."""
-    fields = fields_of(recipe)
+def decoder_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the model that is loaded: of some multimodal types, the language model."""
     alone = family_of(fields).text_only and "text_config" in fields
     return fields["text_config"] if alone else fields
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, refuse
 from finetune.planner.families import FAMILIES, Shape, family_of
 from finetune.planner.shapes.architecture import Activation, Architecture, Experts, Matrix
 
@@ -257,6 +257,5 @@ def read(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
             f"num_key_value_heads: {shape.heads} heads do not divide into groups of "
             f"{shape.kv_heads}"
         )
-    if fields.problems:
-        raise FinetuneError(*(f"{where}: {problem}" for problem in fields.problems))
+    refuse(f"{where}: {problem}" for problem in fields.problems)
     return shape

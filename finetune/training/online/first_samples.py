@@ -10,7 +10,7 @@ from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import prepare
 from finetune.data.rows.order import permutation
 from finetune.data.rows.store import Rows
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.inference.decoder import Row
 from finetune.inference.load import attach, base_model
 from finetune.inference.sampling import sample
@@ -106,5 +106,4 @@ def check_samples(recipe: Recipe) -> None:
     issues = [*recipe.problems(), *reward_problems(recipe.reward_funcs)]
     if recipe.model.add_tokens:
         issues.append("--completions: the starting model has no rows for model.add_tokens")
-    if issues:
-        raise FinetuneError(*issues)
+    refuse(issues)

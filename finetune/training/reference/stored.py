@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.cache import cache
 from finetune.checkpoints.base_weights import fingerprint
+from finetune.checks.start import libraries
 from finetune.data.prepare import Prepared
 from finetune.data.rows.order import rows_of_step
 from finetune.distributed.base import Engine
@@ -36,7 +37,6 @@ from finetune.recipe.references import BASE, START, other_model, reference_of
 from finetune.runs.run import Run, replacing
 from finetune.training.loop import epoch_of
 from finetune.training.passes import DataPasses, StepPasses, used
-from finetune.training.startup_checks import libraries
 
 COLUMN = "reference"
 """Name of the log-probabilities in a batch's columns."""

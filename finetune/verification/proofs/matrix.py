@@ -1,7 +1,6 @@
 """Choose the pairs of kind and backend that a proof runs, and the checkpoints that each resumes."""
 
 import dataclasses
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from finetune import backend as backends
+from finetune.checks.files import lacking_package
 from finetune.errors import FinetuneError
 from finetune.planner import Plan, plan
 from finetune.planner.engines import TRAITS
 from finetune.recipe import Recipe
 from finetune.verification.proofs.proof import Refused, Tolerance
 from finetune.verification.proofs.small_recipe import Kind, Shape, Subject
-from finetune.version import install
 
 Crossings = Literal["each", "ring", "all"]
 """Which checkpoints are resumed elsewhere. `each`: each pair's by another backend, and `single`'s
@@ -139,12 +138,10 @@ def divisor(request: Request) -> int:
 
 def _missing(machine: backends.Backend) -> str | None:
     """What this machine lacks for a backend, as text; None if nothing."""
-    package = TRAITS[machine.engine].package
-    if package is not None and importlib.util.find_spec(package.lower()) is None:
-        return f"{machine.name} needs {package}: {install(package.lower())}"
-    if machine.device == "nvme" and not Path("/usr/include/libaio.h").is_file():
+    lacking = lacking_package(machine)
+    if lacking is None and machine.device == "nvme" and not Path("/usr/include/libaio.h").is_file():
         return f"{machine.name} needs libaio with its headers: apt install libaio-dev"
-    return None
+    return lacking
 
 
 # Crossings ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Run checks before the first step and report them in six lines.
+"""Checks of a started engine before its first step, reported in six lines.
 
 Each check catches what would otherwise fail hours later: a full disk, ranks that differ, a
 checkpoint that cannot be read back.
@@ -19,12 +19,12 @@ from finetune import backend as backends
 from finetune import catalog
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.staging import Staging
+from finetune.checks.model import finite_weights
 from finetune.data.prepare import Prepared
-from finetune.distributed import device
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError, TrainingFailure
-from finetune.models import soundness, starting_adapter
+from finetune.models import soundness
 from finetune.models.load_checks import token_rows
 from finetune.models.model import compute_dtype
 from finetune.planner import Plan
@@ -34,46 +34,32 @@ from finetune.runs import limits, units
 from finetune.runs.environment import TRACKERS, versions
 from finetune.runs.manifest import damage
 from finetune.runs.run import Run
-from finetune.training.recorder import Recorder, expected
-from finetune.training.run_options import Options
 
 if TYPE_CHECKING:
     from finetune.training.stages import Built, Inputs
 
 
-def run_checks(
-    engine: Engine,
-    run: Run,
-    options: Options,
-    inputs: "Inputs",
-    built: "Built",
-    recorder: Recorder,
-) -> str:
-    """Run all checks, collectively on every rank; returns the six lines.
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A training whose engine has its model."""
+
+    engine: Engine
+    run: Run
+    inputs: "Inputs"
+    built: "Built"
+    forecast: Forecast | None
+    timeout_minutes: float
+    """How long ranks wait for each other."""
+
+
+def run_checks(job: Job) -> str:
+    """Run every check of `START`, collectively on every rank; returns their lines.
 
     Raises:
         FinetuneError: a check failed.
         TrainingFailure: the rehearsal of a checkpoint failed.
     """
-    saving, resumed, tokenizer = engine.plan.recipe.saving, inputs.resumed, built.tokenizer
-    ranks = agree(engine.gather(identity(engine.plan, built.data, built.base)))
-    if engine.world > 1:
-        ranks += f"; each waits at most {options.timeout_minutes:g} min for the others"
-    size, left = checkpoint_bytes(engine, len(tokenizer)), inputs.steps - built.progress.step
-    disk = engine.on_rank_0(lambda: check_disk(run, size, saving.keep, left, inputs.saving_every))
-    begins = "from the beginning"
-    if resumed is not None:
-        begins = f"after step {resumed}, whose checkpoint is intact"
-    rehearsed = "off (saving.rehearse=true turns it on)"
-    lines = {
-        "ranks": ranks,
-        "memory": memory_line(recorder.forecast, engine.device),
-        "disk": disk,
-        "model": check_model(engine, built),
-        "start": begins,
-        "rehearsal": rehearse(engine, run, built) if saving.rehearse else rehearsed,
-    }
-    return "\n".join(f"{name:<9}  {line}" for name, line in lines.items())
+    return "\n".join(f"{name:<9}  {check(job)}" for name, check in START.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +84,11 @@ ALIKE = {
 """What to do where ranks differ in a field of `Identity`."""
 
 
-def identity(plan: Plan, data: Prepared, base: str | None) -> Identity:
+def identity(plan: Plan, data: Prepared, base: str | None, adapter: str | None = None) -> Identity:
     """This rank's identity; data is hashed from its folder name, its counts and the rows read."""
     fields = catalog.to_fields(plan.recipe)
-    if plan.recipe.model.adapter is not None:
-        fields["starting_adapter"] = starting_adapter.identity(plan.recipe.model.adapter)["sha256"]
+    if adapter is not None:
+        fields["starting_adapter"] = adapter
     rows = hashlib.sha256()
     for seen in (data.train.documents.offsets, data.train.members, data.train.bounds):
         rows.update(seen.tobytes())
@@ -186,50 +172,18 @@ def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     return int(trained * (4 + state.get(recipe.optim.name, 8) + usable)) + 100 * tokens + 2**16
 
 
-def check_disk(run: Run, size: int, keep: int, steps: int, every: int | None) -> str:
-    """Check for enough disk space for all checkpoints kept at once; returns the report line.
-
-    These are the newest `keep`, the best, and the one being written; then the result.
-
-    Raises:
-        FinetuneError: there is not enough space.
-    """
-    coming = 1 if every is None else max(1, steps // every)
-    count = min(keep + 2, coming + 1)
-    there = sum(
-        file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file()
-    )  # counts as free space: new checkpoints replace these
-    needed = max(0, size * count + size // 3 - there)
-    free = shutil.disk_usage(run.root).free
-    summary = f"{units.size(free)} free, the coming checkpoints need up to {units.size(needed)}"
-    if needed > free:
-        raise FinetuneError(
-            f"{run.root}: {summary} ({count} of {units.size(size)} and the result); free disk "
-            "space, choose another --output, or lower saving.keep"
-        )
-    return summary
+def ranks(job: Job) -> str:
+    """recipe, data, model.name, --backend: ranks differ; give each the same, and one version."""
+    engine, built = job.engine, job.built
+    line = agree(engine.gather(identity(engine.plan, built.data, built.base, built.adapter)))
+    if engine.world > 1:
+        line += f"; each waits at most {job.timeout_minutes:g} min for the others"
+    return line
 
 
-def refuse_full_gpu(engine: Engine, data: Prepared, steps: int) -> None:
-    """Refuse a GPU whose memory is taken by other processes, before anything is allocated on it.
-
-    Raises:
-        FinetuneError: on every rank, with the processes on each such GPU.
-    """
-    if engine.device.type != "cuda":
-        return
-    forecast = expected(engine, data, steps, 0.0)
-    if forecast is None:
-        return
-    free, total = torch.cuda.mem_get_info(engine.device)
-    found = device.too_full(forecast.peak_memory, free, total, device.gpu_processes)
-    problems = [problem for problem in engine.gather(found) if problem is not None]
-    if problems:
-        raise FinetuneError(*dict.fromkeys(problems))
-
-
-def memory_line(forecast: Forecast | None, place: torch.device) -> str:
-    """Predicted peak memory and the memory available on this machine."""
+def memory(job: Job) -> str:
+    """The predicted peak memory, and what this machine has."""
+    place, forecast = job.engine.device, job.forecast
     if place.type != "cuda":
         available = limits.memory().available
         return f"no accelerator; {units.size(available)} of host memory available"
@@ -241,29 +195,50 @@ def memory_line(forecast: Forecast | None, place: torch.device) -> str:
     return summary if predicted <= free else f"{summary}: it may run out of memory"
 
 
-def check_model(engine: Engine, built: "Built") -> str:
-    """Check a forward pass of a few tokens, collectively on every rank; returns the report line.
+def disk(job: Job) -> str:
+    """output: the disk has no room for the checkpoints; free some, or lower saving.keep."""
+    engine, run, every = job.engine, job.run, job.inputs.saving_every
+    size = checkpoint_bytes(engine, len(job.built.tokenizer))
+    left = job.inputs.steps - job.built.progress.step
+    # On it at once: the newest `keep`, the best and the one being written; then the result.
+    coming = 1 if every is None else max(1, left // every)
+    count = min(engine.plan.recipe.saving.keep + 2, coming + 1)
 
-    Raises:
-        FinetuneError: the pass fails, the model is not causal, or its weights are not finite.
-    """
-    plan = engine.plan
+    def room() -> str:
+        kept = (file for file in run.checkpoints.rglob("*") if file.is_file())
+        there = sum(file.stat().st_size for file in kept)  # as free: new ones replace these
+        needed = max(0, size * count + size // 3 - there)
+        free = shutil.disk_usage(run.root).free
+        line = f"{units.size(free)} free, the coming checkpoints need up to {units.size(needed)}"
+        if needed > free:
+            raise FinetuneError(
+                f"{run.root}: {line} ({count} of {units.size(size)} and the result); free disk "
+                "space, choose another --output, or lower saving.keep"
+            )
+        return line
+
+    return engine.on_rank_0(room)
+
+
+def model(job: Job) -> str:
+    """model: its forward pass fails, sees later tokens, or has NaN; use an intact decoder."""
+    engine, plan = job.engine, job.engine.plan
     if plan.mesh.pipeline * plan.mesh.sequence > 1:
-        refuse_weights_not_finite(engine)
+        finite_weights(engine)
         lacks = "all layers" if plan.mesh.pipeline > 1 else "all tokens of a row"
         return f"weights finite; no process has {lacks}, so causality was not checked"
-    rows = token_rows(engine.module) or len(built.tokenizer)
+    rows = token_rows(engine.module) or len(job.built.tokenizer)
     with soundness.explained(
         "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY
     ):
         found = soundness.causality(
             engine.model, rows, engine.device, compute_dtype(plan),
-            built.data.train.side_by_side, scores=plan.recipe.head.scored,
+            job.built.data.train.side_by_side, scores=plan.recipe.head.scored,
         )  # fmt: skip
         engine.reshard()
         engine.gather_frozen_units()
     if not found.finite:
-        refuse_weights_not_finite(engine)
+        finite_weights(engine)
         return "logits of a few tokens are not finite, although the weights are"
     if found.leak:
         raise FinetuneError(
@@ -273,27 +248,19 @@ def check_model(engine: Engine, built: "Built") -> str:
     return "causal, logits finite; gradients reach all trained parameters"
 
 
-def refuse_weights_not_finite(engine: Engine) -> None:
-    """Check all weights, collectively on every rank.
-
-    Raises:
-        FinetuneError: some contain NaN or infinity.
-    """
-    of_ranks = engine.gather(soundness.not_finite(engine.module))
-    names = sorted({name for names in of_ranks for name in names})
-    if names:
-        recipe = engine.plan.recipe
-        base, teacher = recipe.model.name or "model.config", recipe.taught_by
-        raise FinetuneError(soundness.blame(names, base, teacher and teacher.name))
+def start(job: Job) -> str:
+    """Where the run begins; a damaged checkpoint was passed over when it was claimed."""
+    if job.inputs.resumed is None:
+        return "from the beginning"
+    return f"after step {job.inputs.resumed}, whose checkpoint is intact"
 
 
-def rehearse(engine: Engine, run: Run, built: "Built") -> str:
-    """Write a checkpoint of the real state to the run and read it back; returns the report line.
-
-    Raises:
-        TrainingFailure: it could not be written, or it reads back with different values.
-    """
-    progress, place = built.progress, Run(run.root / ".rehearsal")
+def rehearsal(job: Job) -> str:
+    """saving.rehearse: a checkpoint reads back with other values; check the disk of the output."""
+    engine, built = job.engine, job.built
+    if not engine.plan.recipe.saving.rehearse:
+        return "off (saving.rehearse=true turns it on)"
+    progress, place = built.progress, Run(job.run.root / ".rehearsal")
     started = time.perf_counter()
     state = checkpoint.take(engine, Staging(engine.device))
     size = checkpoint.write(engine, place, progress, built.tokenizer, state)
@@ -320,3 +287,10 @@ def rehearse(engine: Engine, run: Run, built: "Built") -> str:
         f"{units.size(size)} written in {seconds:.2f} s and read back in "
         f"{time.perf_counter() - written:.2f} s, equal"
     )
+
+
+START = {
+    "ranks": ranks, "memory": memory, "disk": disk, "model": model, "start": start,
+    "rehearsal": rehearsal,
+}  # fmt: skip
+"""By the name of its line, each check of a started engine: collective, with a line to report."""
