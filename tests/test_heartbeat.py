@@ -80,7 +80,7 @@ def test_a_silent_host_is_named(two_hosts: None, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_after_its_connections_is_not_taken_for_silent(tmp_path: Path) -> None:
-    """As the kernel ends a process: a peer reads that a connection is closed while it still runs."""
+    """As the kernel ends a process: a peer reads that its connection closed while it runs."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     engine: Any = Ranks(0)
     failed = Heartbeat(
