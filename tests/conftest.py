@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hurried  # noqa: F401
 import pytest
 
 import finetune as ft
@@ -75,6 +76,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def eager_chains() -> None:
     """A training of an earlier test in this process may have compiled the chains of all."""
     compile_chains(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Generator[None]:
+    """What a file of tests imported or made to last is passed over by later collections too."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -448,7 +457,7 @@ Finetune = Callable[..., Finished]
 @functools.cache
 def warm_python() -> str:
     """An interpreter that has already imported PyTorch and related libraries."""
-    return Warm(TRAINING, environment(ROOT)).python
+    return Warm((*TRAINING, "tests.hurried"), environment(ROOT)).python
 
 
 @functools.cache
