@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,11 @@ def cut_off(run: Run, place: Path, step: int) -> Run:
 def slow(*given: Any) -> Any:
     """A row of a table that is left to the slow tests."""
     return pytest.param(*given, marks=pytest.mark.slow)
+
+
+def slow_but(everyday: Collection[str], every: Iterable[str]) -> list[Any]:
+    """Names of cases, those that are not everyday ones marked slow."""
+    return [name if name in everyday else slow(name) for name in every]
 
 
 def read(path: Path) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Tiny, Train, copy_of, once
-from oracles import published, slow_but
+from conftest import Tiny, Train, copy_of, once, slow_but
+from oracles import published
 from peft import LoraConfig, PeftModel, get_peft_model
 from preference import (
     CUTS,

@@ -19,6 +19,7 @@ from conftest import (
     copy_of,
     end_tree,
     environment,
+    slow,
     start,
     wait_for,
     warm_python,
@@ -63,7 +64,7 @@ def ended(
     )
 
 
-@pytest.mark.parametrize("verb", ["launch", "list"])
+@pytest.mark.parametrize("verb", [slow("launch"), "list"])
 def test_a_module_of_the_working_folder_is_never_picked_up(tmp_path, words, verb):
     """By the installed script, and by `python -m`, which looks for the toolkit there."""
     code = "import sys; from finetune.cli import run; sys.argv[0] = 'finetune'; run()"

@@ -266,6 +266,7 @@ for work in (second, first):
 """
 
 
+@pytest.mark.slow
 def test_every_collective_error_after_a_lost_rank_is_recognized(tmp_path):
     """The second of two that wait together is told less than the first: see `TRANSPORTS`."""
     lost, left = (

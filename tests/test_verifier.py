@@ -251,6 +251,7 @@ def test_an_engine_that_cannot_be_traced_is_named(engine, word, recipe):
 UNKNOWN = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 4}
 
 
+@pytest.mark.slow
 def test_an_architecture_without_formulas_is_traced(recipe, plan_verified):
     done = plan_verified(recipe(UNKNOWN), f"{H100} single --json", how="").passed()
     found = json.loads(done.stdout)["verification"]
