@@ -535,19 +535,17 @@ def accelerate_launch(
     backend: str | Path,
     cache: Path,
     *words: str | Path,
-    cold: bool = False,
     env: dict[str, str] | None = None,
 ) -> Finished:
     """Plain `accelerate launch` with the file of a backend: `... "-m", "finetune", "train"`.
 
-    Its workers read the sizes of stages and experts from its command line, which only a `cold`
-    launcher has.
+    Its workers would read the sizes of stages and experts from its command line, which a forked
+    launcher does not have: give them as variables in `env`.
     """
     named = isinstance(backend, str)
     config = ROOT / f"accelerate_configs/{backend}.yaml" if named else backend
     given = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", "0"]
-    python = sys.executable if cold else warm_python()
-    command = [python, "-m", "accelerate.commands.launch", *map(str, [*given, *words])]
+    command = [warm_python(), "-m", "accelerate.commands.launch", *map(str, [*given, *words])]
     return run_command(command, cache, env=env)
 
 

@@ -122,7 +122,7 @@ def test_the_page_of_a_run_draws_its_plan_beside_what_was_measured(pipelined, al
 
 @pytest.mark.parametrize(
     ("backend", "place"),
-    [("pp", "pipeline 1"), slow("ddp", "replicate 1"), slow("tp", "tensor 1")],
+    [("pp", "pipeline 1"), slow("tp", "tensor 1")],
 )
 def test_a_refusal_on_one_rank_is_said_once_with_its_place(backend, place, tiny, tmp_path):
     """The others would wait for a rank that has left; under `tp`, while PEFT adapts a layer."""
@@ -159,8 +159,7 @@ ROTATED = ("--rotation", "alltoall")
 @pytest.mark.parametrize(
     ("name", "backend", "changes", "words"),
     [
-        ("lora", "tp_fsdp", {}, ()),
-        ("lora", "pp_tp", {"adapter": ADAPTER | {"exclude_modules": ["q_proj"]}}, ()),
+        ("lora", "tp_fsdp", {"adapter": ADAPTER | {"exclude_modules": ["q_proj"]}}, ()),
         ("packed", "sp_tp", {}, ()),
         ("packed", "cp", {}, (*ROTATED, "--context", "4")),
         ("lora", "cp", {"batch": {"packing": True}}, ROTATED),
