@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Train, copy_of, losses, problems_of, start, wait_for, write_recipe
-from faulty import steps_made
+from conftest import Train, copy_of, losses, problems_of, wait_for, write_recipe
+from faulty import begin, steps_made
 from safetensors.torch import load_file, save_file
 
 import finetune as ft
@@ -277,24 +277,22 @@ def test_a_run_goes_on_with_its_own_data_only(tiny, train, tmp_path):
     train(resume=True, **mine, max_steps=5)
 
 
-def test_two_runs_in_one_directory_are_refused(tiny, finetune, tmp_path):
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=4000))
+def test_two_runs_in_one_directory_are_refused(tiny, train, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "LOCK_SECONDS", 0.2)
     run = Run(tmp_path / "run")
-    words = ["train", str(recipe), "--precision", "fp32", "--output", str(run.root)]
-    first = start(words, tmp_path, warm=True)
+    first = begin(tiny, run, max_steps=4000)
     wait_for(lambda: steps_made(run) > 0, first)
     family = family_of(first.pid)
     for each in family:
         each.suspend()  # it holds its lock and takes no time from the second
-    second = finetune(*words, "--resume", "auto")
+    told = refusal(train, resume="auto", max_steps=4000)
     end(family)
     first.communicate()
     (_, holder, *_) = (run.root / "run.lock").read_text().split()
     assert int(holder) in {each.pid for each in family}
-    assert second.status == 2
-    assert second.stderr == (
-        f"error: {run.root}: in use by process {holder} on {os.uname().nodename}; "
-        "wait until it ends, or choose another --output\n"
+    assert told == (
+        f"{run.root}: in use by process {holder} on {os.uname().nodename}; "
+        "wait until it ends, or choose another --output"
     )
 
 
