@@ -44,14 +44,15 @@ LAUNCH_SECONDS = 900
 
 
 LONG = (
-    "test_quickstart", "test_models", "test_prover", "test_notebook", "test_packaging",
-    "test_documents", "test_damage", "test_backends", "test_division", "test_benchmarks",
+    "test_backends", "test_notebook", "test_prover", "test_benchmarks", "test_fault_table",
+    "test_method_backends", "test_documents", "test_prepare", "test_division", "test_faults",
+    "test_damage", "test_verifier", "test_divided_experts", "test_quickstart", "test_models",
 )  # fmt: skip
 """Slowest files. They run first, so that neither of two workers is left with one at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: (*LONG, stem := item.path.stem).index(stem))
 
 
 def pytest_collection_finish() -> None:

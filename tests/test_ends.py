@@ -110,6 +110,7 @@ def test_an_answer_that_could_not_be_written_is_a_failure(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path, words):
     run = Run(tmp_path / "run")
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup
