@@ -109,9 +109,9 @@ def assert_learned(reference: ft.Run, run: ft.Run, first: int = 1, steps: int = 
     assert weights_apart(reference, run, steps) <= FP32.weights
 
 
-def assert_equal(reference: ft.Run, run: ft.Run) -> None:
+def assert_equal(reference: ft.Run, run: ft.Run, steps: int = STEPS) -> None:
     """What was learned, and the last evaluation."""
-    assert_learned(reference, run)
+    assert_learned(reference, run, steps=steps)
     alone, here = (losses(each, "eval")[-1] for each in (reference, run))
     assert here == pytest.approx(alone, rel=FP32.loss)
 
