@@ -11,11 +11,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hurried  # noqa: F401
 import pytest
 
 import finetune as ft
@@ -43,14 +44,15 @@ LAUNCH_SECONDS = 900
 
 
 LONG = (
-    "test_quickstart", "test_models", "test_prover", "test_notebook", "test_packaging",
-    "test_documents", "test_damage", "test_backends", "test_division", "test_benchmarks",
+    "test_backends", "test_notebook", "test_prover", "test_benchmarks", "test_fault_table",
+    "test_method_backends", "test_documents", "test_prepare", "test_division", "test_faults",
+    "test_damage", "test_verifier", "test_divided_experts", "test_quickstart", "test_models",
 )  # fmt: skip
 """Slowest files. They run first, so that neither of two workers is left with one at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: (*LONG, stem := item.path.stem).index(stem))
 
 
 def pytest_collection_finish() -> None:
@@ -75,6 +77,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 def eager_chains() -> None:
     """A training of an earlier test in this process may have compiled the chains of all."""
     compile_chains(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Generator[None]:
+    """What a file of tests imported or made to last is passed over by later collections too."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -257,6 +267,11 @@ def cut_off(run: Run, place: Path, step: int) -> Run:
 def slow(*given: Any) -> Any:
     """A row of a table that is left to the slow tests."""
     return pytest.param(*given, marks=pytest.mark.slow)
+
+
+def slow_but(everyday: Collection[str], every: Iterable[str]) -> list[Any]:
+    """Names of cases, those that are not everyday ones marked slow."""
+    return [name if name in everyday else slow(name) for name in every]
 
 
 def read(path: Path) -> Any:
@@ -448,7 +463,7 @@ Finetune = Callable[..., Finished]
 @functools.cache
 def warm_python() -> str:
     """An interpreter that has already imported PyTorch and related libraries."""
-    return Warm(TRAINING, environment(ROOT)).python
+    return Warm((*TRAINING, "tests.hurried"), environment(ROOT)).python
 
 
 @functools.cache
@@ -521,19 +536,17 @@ def accelerate_launch(
     backend: str | Path,
     cache: Path,
     *words: str | Path,
-    cold: bool = False,
     env: dict[str, str] | None = None,
 ) -> Finished:
     """Plain `accelerate launch` with the file of a backend: `... "-m", "finetune", "train"`.
 
-    Its workers read the sizes of stages and experts from its command line, which only a `cold`
-    launcher has.
+    Its workers would read the sizes of stages and experts from its command line, which a forked
+    launcher does not have: give them as variables in `env`.
     """
     named = isinstance(backend, str)
     config = ROOT / f"accelerate_configs/{backend}.yaml" if named else backend
     given = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", "0"]
-    python = sys.executable if cold else warm_python()
-    command = [python, "-m", "accelerate.commands.launch", *map(str, [*given, *words])]
+    command = [warm_python(), "-m", "accelerate.commands.launch", *map(str, [*given, *words])]
     return run_command(command, cache, env=env)
 
 

@@ -41,11 +41,6 @@ def texts(assets: Path) -> dict[str, dict[str, Any]]:
     return {each["row"]: each for each in stored(assets, "pairs")["rows"]}
 
 
-def slow_but(everyday: tuple[str, ...], every: Any) -> list[Any]:
-    """Names of published runs, those that are not everyday ones marked slow."""
-    return [n if n in everyday else pytest.param(n, marks=pytest.mark.slow) for n in every]
-
-
 def placed(wanted: list[Any]) -> list[Any]:
     """Rows of a file from which training takes its steps in the order that is wanted."""
     order = rows_of_step(0, len(wanted), len(wanted), SEED).tolist()

@@ -135,6 +135,7 @@ load_dataset(FOLDER, split="train").save_to_disk("saved")
 """
 
 
+@pytest.mark.slow
 def test_the_hub_library_and_what_it_saves_give_the_rows_of_json(tmp_path):
     """In a process of its own: that library is asked for a folder, which it reads as the hub."""
     (tmp_path / "data").mkdir()

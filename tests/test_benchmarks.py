@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import ROOT, run_command
+from conftest import ROOT, gpus_are_here, run_command, warm_python
 
 from benchmarks import kernels, scaling, shapes
 from benchmarks.__main__ import ON_GPUS
@@ -29,7 +29,15 @@ MADE_BY = {"command", "commit", "versions", "python", "started", "note"}
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a benchmark starts has its imports done: its numbers are not the subject."""
+    if not gpus_are_here():
+        monkeypatch.setattr(sys, "executable", warm_python())
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_quick_benchmark_writes_its_record(tmp_path):
     words = "startup training data --rows 300 --repeats 1 --steps 2 --backends single --runs 1"
     line = [sys.executable, "-m", "benchmarks", *words.split(), "--note", "Only a test."]
@@ -61,6 +69,7 @@ def test_a_quick_benchmark_writes_its_record(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_shape_is_measured_with_its_plan_and_kept_when_the_next_fails(tmp_path):
     tiny = shapes.llama(64, 128, 2, 8, 2_000)
     wrong = {**tiny, "vocab_size": 8}  # less than its tokenizer has

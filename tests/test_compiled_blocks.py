@@ -32,7 +32,7 @@ from finetune.recipe import Batch, Data, LoRA, Model
 from finetune.runs.run import Run
 
 KINDS = (
-    ("llama", False, False), ("llama", True, False), ("qwen3", True, True), ("gemma2", False, False)
+    ("llama", True, False), ("qwen3", True, True), ("gemma2", False, False)
 )  # fmt: skip
 """Architecture, whether there is an adapter, and whether activations are recomputed."""
 

@@ -1,18 +1,18 @@
 """A damaged checkpoint is never continued: an intact one is, or the error says what to do."""
 
+import errno
 import fcntl
 import json
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Train, copy_of, losses, problems_of, start, wait_for, write_recipe
-from faulty import steps_made
+from conftest import Train, copy_of, losses, problems_of, wait_for, write_recipe
+from faulty import begin, steps_made
 from safetensors.torch import load_file, save_file
 
 import finetune as ft
@@ -277,24 +277,22 @@ def test_a_run_goes_on_with_its_own_data_only(tiny, train, tmp_path):
     train(resume=True, **mine, max_steps=5)
 
 
-def test_two_runs_in_one_directory_are_refused(tiny, finetune, tmp_path):
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=4000))
+def test_two_runs_in_one_directory_are_refused(tiny, train, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "LOCK_SECONDS", 0.2)
     run = Run(tmp_path / "run")
-    words = ["train", str(recipe), "--precision", "fp32", "--output", str(run.root)]
-    first = start(words, tmp_path, warm=True)
+    first = begin(tiny, run, max_steps=4000)
     wait_for(lambda: steps_made(run) > 0, first)
     family = family_of(first.pid)
     for each in family:
         each.suspend()  # it holds its lock and takes no time from the second
-    second = finetune(*words, "--resume", "auto")
+    told = refusal(train, resume="auto", max_steps=4000)
     end(family)
     first.communicate()
     (_, holder, *_) = (run.root / "run.lock").read_text().split()
     assert int(holder) in {each.pid for each in family}
-    assert second.status == 2
-    assert second.stderr == (
-        f"error: {run.root}: in use by process {holder} on {os.uname().nodename}; "
-        "wait until it ends, or choose another --output\n"
+    assert told == (
+        f"{run.root}: in use by process {holder} on {os.uname().nodename}; "
+        "wait until it ends, or choose another --output"
     )
 
 
@@ -316,20 +314,16 @@ def test_the_lock_of_another_host_reports_its_last_write(train, tmp_path, monkey
         train(max_steps=1)
 
 
-@pytest.mark.slow  # a library that a process starts with: its imports are its own
-def test_a_disk_without_locks_is_reported_and_used(tiny, finetune, tmp_path):
-    (tmp_path / "none.c").write_text(
-        "#include <errno.h>\nint flock(int f, int how) { errno = ENOSYS; return -1; }\n"
-    )
-    library = tmp_path / "none.so"
-    subprocess.run(["cc", "-shared", "-o", library, tmp_path / "none.c"], check=True)
-    recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1))
-    words = ("train", recipe, "--precision", "fp32", "--output", tmp_path / "run")
-    done = finetune(*words, env={"LD_PRELOAD": str(library)}, cold=True).passed()
+def test_a_disk_without_locks_is_reported_and_used(train, tmp_path, monkeypatch, capsys):
+    def none(file: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    train(max_steps=1)
     assert (
         f"warning: {tmp_path}/run/run.lock: its file system has no locks (Function not "
         "implemented): a second training in this directory would not be detected\n"
-    ) in done.stderr
+    ) in capsys.readouterr().err
 
 
 def test_the_lock_of_a_cache_is_not_waited_for_without_end(tmp_path, monkeypatch):

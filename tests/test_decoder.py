@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow_but
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.inference import batch as batching
@@ -39,7 +40,7 @@ def tiny(kind: str, fields: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("kind", slow_but(("llama", "bloom", "gemma3_text"), SHARED))
 @torch.inference_mode()
 def test_rows_join_and_leave_without_a_trace(kind, monkeypatch):
     """Within 1e-4: fp32, whose products add in another order for another number of rows."""
@@ -80,7 +81,7 @@ def cached(batch: Batch) -> list[torch.Tensor]:
     return [each for layer in batch.cache.layers for each in (layer.keys, layer.values)]
 
 
-@pytest.mark.parametrize("kind", [*SHARED, "mamba"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba"])
 def test_greedy_answers_are_those_of_generate(kind):
     """Nine rows, of which three run at once: those that end leave, and the others join."""
     model = tiny(kind, SHARED.get(kind, ALONE["a recurrent state"][1]))

@@ -68,6 +68,7 @@ def served_answers(run: Run, conversations: Conversations, folder: Path) -> list
         return list(pool.map(ask, conversations))
 
 
+@pytest.mark.slow
 def test_chat_server_adapter_and_merged_model_give_equal_answers(tmp_path):
     run, _ = trained_run(tmp_path)
     conversations = asked()

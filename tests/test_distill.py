@@ -10,8 +10,8 @@ import preference
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Finetune, Tiny, once, write_recipe
-from oracles import MODEL, recipe_of, slow_but, stored, texts
+from conftest import Finetune, Tiny, once, slow_but, write_recipe
+from oracles import MODEL, recipe_of, stored, texts
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (

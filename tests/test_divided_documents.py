@@ -65,6 +65,7 @@ def judged(run_of: Train, tiny: Tiny, sources: dict[str, Any]) -> ft.Run:
     return run_of(fields=fields_of("kto", tiny, sources))
 
 
+@pytest.mark.slow
 def test_kto_on_divided_documents_learns_what_one_process_learns(run_of, tiny, sources, judged):
     """The reference, the KL of each step, and answers that end on either process."""
     run = run_of("cp", fields=fields_of("kto", tiny, sources))

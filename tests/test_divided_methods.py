@@ -89,6 +89,7 @@ def test_completions_of_gathered_weights_are_those_of_one_process(sources, both)
     assert taken[1] - taken[0] == read(run.plan)["prediction"]["sampling_weights"]
 
 
+@pytest.mark.slow
 def test_a_divided_teacher_gives_the_losses_of_one_process(sources, both):
     own = {"teacher": {"name": sources["other"]}, "loss_type": "jsd", "ce_weight": 0.3}
     _, run = both(fields_of("distill", sources, **own), "tp")

@@ -37,11 +37,12 @@ def of_kind(kind: str, folder: Path, tiny: Tiny, **fields: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "aside", "tensors"),
     [
         pytest.param({"adapter": {"r": 4}}, set(), 28, id="lora"),
-        pytest.param({}, {"adapted"}, 21, id="full", marks=pytest.mark.slow),
+        pytest.param({}, {"adapted"}, 21, id="full"),
     ],
 )
 def test_a_sound_recipe_gets_yes_everywhere(tiny, finetune, tmp_path, sections, aside, tensors):
@@ -106,6 +107,7 @@ def test_a_type_that_needs_a_pad_token_is_shrunk_with_one(kind, tmp_path):
     assert config.pad_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.slow
 def test_a_refused_plan_is_a_no_and_the_rest_is_still_examined(tiny, finetune, tmp_path):
     fields = tiny.fields(adapter={"r": 4}, backend="zero3", optim={"name": "muon"})
     status, found = examined(finetune, write_recipe(tmp_path / "r.json", fields))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Tiny, Train, copy_of, once
-from oracles import published, slow_but
+from conftest import Tiny, Train, copy_of, once, slow_but
+from oracles import published
 from peft import LoraConfig, PeftModel, get_peft_model
 from preference import (
     CUTS,
@@ -345,10 +345,9 @@ def test_backends_train_as_one_process_does(tiny, data, shared, run_of, backend,
 
 EVERY_DAY = ("sigmoid_beta0.1/lora_reference_start", "ipo_beta0.1/full")
 OTHERS = (
-    "sigmoid_beta0.1/lora", "sigmoid_beta0.1/full", "sigmoid_beta0.5/full", "sigmoid_beta0.5/lora",
-    "ipo_beta0.1/lora", "hinge_beta0.1/full", "hinge_beta0.1/lora",
-    "robust_beta0.1_smoothing0.1/lora", "conservative_beta0.1_smoothing0.1/full",
-    "conservative_beta0.1_smoothing0.1/lora", "length_normalised_beta2/lora",
+    "sigmoid_beta0.1/lora", "sigmoid_beta0.5/full", "ipo_beta0.1/lora", "hinge_beta0.1/lora",
+    "robust_beta0.1_smoothing0.1/lora", "conservative_beta0.1_smoothing0.1/lora",
+    "length_normalised_beta2/lora",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from conftest import (
     copy_of,
     end_tree,
     environment,
+    slow,
     start,
     wait_for,
     warm_python,
@@ -63,7 +64,7 @@ def ended(
     )
 
 
-@pytest.mark.parametrize("verb", ["launch", "list"])
+@pytest.mark.parametrize("verb", [slow("launch"), "list"])
 def test_a_module_of_the_working_folder_is_never_picked_up(tmp_path, words, verb):
     """By the installed script, and by `python -m`, which looks for the toolkit there."""
     code = "import sys; from finetune.cli import run; sys.argv[0] = 'finetune'; run()"
@@ -109,6 +110,7 @@ def test_an_answer_that_could_not_be_written_is_a_failure(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path, words):
     run = Run(tmp_path / "run")
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where tests run under nohup

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow_but
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -53,6 +54,7 @@ VARIANTS = {
     "dora with olora": {"init_lora_weights": "olora", "use_dora": True},
     "whole modules": {"modules_to_save": ["lm_head", "norm"]},
 }
+EVERYDAY = ("lora", "dora with olora", "pissa with rslora and ranks", "whole modules")
 
 
 def plain_adapter(base: Path, folder: Path) -> torch.nn.Module:
@@ -64,11 +66,11 @@ def trained(tmp_path: Path) -> Trained:
     return lora_run(tmp_path)
 
 
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("variant", slow_but(EVERYDAY, VARIANTS))
 def test_a_run_its_adapter_in_plain_peft_and_its_merge_give_the_logits_of_training(
-    tmp_path, fields
+    tmp_path, variant
 ):
-    trained = lora_run(tmp_path, **fields)
+    trained = lora_run(tmp_path, **VARIANTS[variant])
     adapter = export(trained.run, tmp_path / "adapter")
     merged = export(trained.run, tmp_path / "merged", merge=True)
     loaded = load(trained.run).model

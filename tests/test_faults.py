@@ -133,10 +133,14 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tiny, tmp_path, backend):
     wait_for(lambda: (run.newest() or 0) >= 5, process)
     workers = [itself(each) for _, each in sorted(ranks(process).items())]
     workers[1].send_signal(signal.SIGKILL)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"rank 1 (process {workers[1].pid} on {HOST}) ended without an error message" in told
-    assert f"the last complete checkpoint is that of step {run.newest()}: continue" in told
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 1, told
+    (at,) = re.findall(
+        rf"rank 1 \(process {workers[1].pid} on {HOST}\) ended without an error message; "
+        r"the last complete checkpoint is that of step (\d+): continue",
+        told,
+    )
+    assert int(at) in run.steps()[-2:]  # one that rank 0 was writing may be complete a moment later
     assert "Traceback" not in told
     assert not any(worker.is_running() for worker in workers)
 
@@ -262,6 +266,7 @@ for work in (second, first):
 """
 
 
+@pytest.mark.slow
 def test_every_collective_error_after_a_lost_rank_is_recognized(tmp_path):
     """The second of two that wait together is told less than the first: see `TRANSPORTS`."""
     lost, left = (

@@ -28,7 +28,7 @@ NAMES = (
     "recipes", "overrides", "plans", "backends", "reports", "cards", "resumed", "manifests",
     "proofs", "data", "asked", "templates", "prepared", "models", "adapters", "exports", "starts",
 )  # fmt: skip
-QUICK, MANY = 300, 3_000
+QUICK, MANY = 300, 1_500
 """Cases of all subjects together."""
 
 

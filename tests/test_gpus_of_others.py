@@ -47,7 +47,7 @@ def words(tiny, tmp_path) -> list[str]:
 def test_a_gpu_that_others_fill_is_refused(words, tmp_path, monkeypatch):
     write_smi(tmp_path, "echo 'GPU-1, 4711, /opt/app/server, 24000 MiB'", monkeypatch)
     cards: dict[str, Any] = {"CARDS": "NVIDIA L4", "FREE": "0"}
-    said = run_command([warm_python(), *words], tmp_path, env=cards, seconds=120).refused()
+    said = run_command([warm_python(), "-u", *words], tmp_path, env=cards, seconds=120).refused()
     assert "only 0 B of 24.0 GiB are free on this GPU: the rest is in use" in said
     assert "by /opt/app/server (process 4711) with 24000 MiB; stop that process" in said
 

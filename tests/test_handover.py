@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow, slow_but
 from peft import AutoPeftModelForCausalLM
 from preference import merged, written
 from safetensors.torch import load_file, save_file
@@ -87,7 +88,7 @@ TEMPLATE = CHATML.replace(
 )
 
 
-@pytest.mark.parametrize("adapter", [None, {"r": 8}], ids=["all weights", "lora"])
+@pytest.mark.parametrize("adapter", [slow(None), {"r": 8}])
 def test_plain_transformers_stops_where_the_trained_answer_ends(tmp_path, trained, adapter):
     save_base(tiny_llama(), tmp_path / "base")
     before = os.umask(0o027)
@@ -210,7 +211,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.parametrize("kind", slow_but(("gpt2", "mixtral"), WRITTEN))
 def test_a_result_has_every_tensor_that_save_pretrained_writes(tmp_path, trained, kind):
     """In the names and shapes of its base."""
     base = tmp_path / "base"

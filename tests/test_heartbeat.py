@@ -1,7 +1,10 @@
-"""A host that no longer sends heartbeats is named to the main thread of the one that watches it."""
+"""A rank that is lost is named: one whose host is silent, and one that is about to end."""
 
+import dataclasses
+import json
 import os
 import socket
+import subprocess
 import threading
 import time
 from dataclasses import dataclass
@@ -9,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from finetune.distributed import heartbeat
-from finetune.distributed.heartbeat import Heartbeat
+from finetune.distributed.heartbeat import Beat, Heartbeat
 from finetune.errors import TrainingFailure
 
 SILENT, GRACE = 1.5, 0.2
@@ -74,3 +77,25 @@ def test_a_silent_host_is_named(two_hosts: None, tmp_path: Path) -> None:
         f"step 4: {name} has sent no heartbeat for {SILENT:g} s; checkpoint 3 is complete"
     )
     assert 1 not in lost
+
+
+def test_a_rank_that_ends_after_its_connections_is_not_taken_for_silent(tmp_path: Path) -> None:
+    """As the kernel ends a process: a peer reads that its connection closed while it runs."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    engine: Any = Ranks(0)
+    failed = Heartbeat(
+        engine, ("127.0.0.1", store.port), None, tmp_path, on_orphan=lambda: None,
+        on_loss=lambda _: None, standing=lambda: "checkpoint 3 is complete",
+    )  # fmt: skip
+    failed.start()
+    with subprocess.Popen(["sleep", "1"]) as ending:
+        host = socket.gethostname()
+        beat = Beat(1, 1, 4, 0, ending.pid, host, "")
+        store.set("finetune/this start/1", json.dumps(dataclasses.asdict(beat)))
+        time.sleep(0.3)  # its own first beat
+        explained = failed.explain(DistError("Connection closed by peer"))
+        failed.stop()
+    assert explained is not None
+    assert explained.problems[0].startswith(
+        f"step 0: rank 1 (process {ending.pid} on {host}) ended without an error message; "
+    )

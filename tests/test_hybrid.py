@@ -20,6 +20,7 @@ def start(alone: ft.Run, output: Path, *words: str) -> Finished:
     return accelerate_launch("hsdp", output.parent, *words, *trained)
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_shards_learn_what_one_process_learns(alone, tmp_path):
     run = ft.Run(tmp_path / "run")
     start(alone, run.root).passed()

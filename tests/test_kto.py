@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Tiny, once
+from conftest import Tiny, once, slow_but
 from documents import documents_of
-from oracles import published, slow_but
+from oracles import published
 from preference import (
     CUTS,
     Steps,

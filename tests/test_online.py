@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import slow_but
 from documents import documents_of
-from oracles import MODEL, slow_but, stored
+from oracles import MODEL, stored
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 

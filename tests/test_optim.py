@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, Train, apart, cut_off, losses, problems_of
+from conftest import Finetune, Tiny, Train, apart, cut_off, losses, problems_of, slow
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -225,9 +225,9 @@ def test_lion_is_that_of_its_paper() -> None:
 @pytest.mark.parametrize(
     "optim",
     [
-        {"name": "lion", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
+        slow({"name": "lion", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}),
         {"name": "sgd", "lr": 0.5, "arguments": {"momentum": 0.9}},
-        {"name": "torch.optim:Adamax", "lr": 1e-2, "schedule": "polynomial"},
+        slow({"name": "torch.optim:Adamax", "lr": 1e-2, "schedule": "polynomial"}),
     ],
     ids=lambda optim: optim["name"].rpartition(":")[2],
 )

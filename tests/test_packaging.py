@@ -170,6 +170,7 @@ sys.exit(main(["train", sys.argv[1], "--output", sys.argv[2], "--no-plot"])
 """
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_merged_without_bitsandbytes(tiny, tmp_path):
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(max_steps=1, adapter={"r": 2}))
     words = [str(recipe), str(tmp_path / "run"), str(tmp_path / "merged")]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import FIELDS, SIZES
-from conftest import FP32, Train, apart, assert_same_losses, cut_off, largest, losses
+from conftest import FP32, Train, apart, assert_same_losses, cut_off, largest, losses, slow
 from documents import documents_of
 from transformers import AutoConfig
 
@@ -33,11 +33,10 @@ def padded(run_of: Train) -> ft.Run:
 @pytest.mark.parametrize(
     ("batch", "model"),
     [
-        ({"micro_rows": 4}, {}),
-        ({"micro_rows": 1, "padding_free": True}, {}),
-        ({"micro_tokens": 300}, {}),
         ({"micro_rows": 4}, {"activation_checkpointing": True}),
-        ({"micro_rows": 8}, {"activation_checkpointing": "attention"}),
+        slow({"micro_rows": 1, "padding_free": True}, {}),
+        ({"micro_tokens": 300}, {}),
+        slow({"micro_rows": 8}, {"activation_checkpointing": "attention"}),
     ],
 )
 def test_steps_side_by_side_are_those_of_padded_rows(train, padded, batch, model):

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import published, slow_but
+from conftest import slow_but
+from oracles import published
 from preference import (
     assert_as_one_process,
     assert_equal_losses,

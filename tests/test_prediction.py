@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_command, warm_python, write_recipe
+from conftest import run_command, slow, warm_python, write_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune as ft
@@ -108,14 +108,21 @@ def rows(tmp_path_factory) -> Path:
     return folder
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
 @pytest.mark.parametrize(
     ("config", "change", "model"),
     [
-        (LLAMA, lambda r: r, {}),
+        slow(LLAMA, lambda r: r, {}),
         (LLAMA, lambda r: r.with_batch(packing=True).with_lora(r=8), {}),
-        (LLAMA, lambda r: r.with_lora(r=8, use_dora=True, dropout=0.1), {}),
+        slow(LLAMA, lambda r: r.with_lora(r=8, use_dora=True, dropout=0.1), {}),
         (LLAMA, lambda r: r.with_qlora(r=8, use_dora=True), {"activation_checkpointing": True}),
-        (MIXTURE, lambda r: r.with_lora(r=8, targets=("q_proj", "k_proj", "v_proj", "o_proj")), {}),
+        slow(
+            MIXTURE,
+            lambda r: r.with_lora(r=8, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+            {},
+        ),
         (MIXTURE, lambda r: r.with_lora(r=8), {"activation_checkpointing": True}),
         (HEADS, lambda r: r.with_kernels(pointwise="eager").with_lora(r=8), {}),
         (GEMMA, lambda r: r.with_kernels(pointwise="compiled").with_lora(r=8), {}),

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Tiny, copy_of, once, write_recipe
+from conftest import ROOT, Tiny, copy_of, once, slow_but, write_recipe
 from documents import documents_of
-from oracles import slow_but
 from preference import WORDS, completions, logp, merged, other_model, sampled_fields, train, written
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

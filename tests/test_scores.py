@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, copy_of, once, write_recipe
-from oracles import MODEL, placed, recipe_of, run_of_file, slow_but, stored, texts
+from conftest import Tiny, copy_of, once, slow_but, write_recipe
+from oracles import MODEL, placed, recipe_of, run_of_file, stored, texts
 from peft import AutoPeftModelForSequenceClassification as AutoPeftModelForScores
 from preference import (
     CUTS,

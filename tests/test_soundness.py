@@ -205,6 +205,7 @@ def test_what_a_recipe_names_and_no_gradient_reaches_is_refused(images, tmp_path
     assert not (tmp_path / "run" / "recipe.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "adapter", "precision", "tolerance"),
     [

@@ -117,10 +117,8 @@ def test_stages_take_their_tensors_of_an_adapter_and_refuse_a_stray_one_alike(mo
     ("backend", "words"),
     [
         ("pp", ()),
-        ("pp", ("--schedule", "Interleaved1F1B")),
         ("pp", ("--schedule", "ZBVZeroBubble")),
         ("pp_fsdp", ()),
-        ("pp_tp", ()),
         ("pp_tp_fsdp", ()),
     ],
 )
@@ -134,10 +132,14 @@ def test_an_adapter_goes_on_in_a_pipeline(backend, words, sections, run_of, fine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize(
-    ("backend", "words"),
-    [("pp", ()), ("pp", ("--schedule", "ZBVZeroBubble")), ("pp_fsdp", ()), ("pp_tp", ())],
+    ("backend", "words", "layer"),
+    [
+        ("pp", (), 0),
+        ("pp", ("--schedule", "ZBVZeroBubble"), 3),
+        ("pp_fsdp", (), 3),
+        ("pp_tp", (), 0),
+    ],
 )
 def test_a_stage_without_an_adapter_takes_part(backend, words, layer, model, run_of):
     sections = divided.SHORT | NO_EVALUATION | {"model": {"name": str(model)}}

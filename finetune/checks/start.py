@@ -5,6 +5,7 @@ checkpoint that cannot be read back.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -117,6 +118,7 @@ def libraries(engine: backends.Engine) -> str:
     return ", ".join([*named, f"finetune {_source()}"])
 
 
+@functools.cache
 def _source() -> str:
     package = Path(__file__).parents[1]
     texts = hashlib.sha256()

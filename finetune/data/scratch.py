@@ -57,19 +57,21 @@ def _opened(folder: Path) -> Iterator[int]:
 
 def _lock_in_time(descriptor: int) -> bool:
     until = time.monotonic() + LOCK_SECONDS
-    while not _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    while (locked := _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)) is False:
         if time.monotonic() > until:
             return False
         time.sleep(0.05)
-    return True
+    return bool(locked)
 
 
-def _lock(descriptor: int, how: int) -> bool:
-    """Lock a folder; False if another process has locked it, or the file system has no locks."""
+def _lock(descriptor: int, how: int) -> bool | None:
+    """Lock a folder; False if another process has locked it, None if the disk has no locks."""
     try:
         fcntl.flock(descriptor, how)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

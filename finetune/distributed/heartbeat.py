@@ -259,10 +259,11 @@ class Heartbeat:
 
         Silent ranks of this host are killed: they may be stopped, and would not handle a signal.
         """
-        before = self._read_all()
-        if gone := ended(before):
+        before, until = self._read_all(), time.monotonic() + SILENT_SECONDS
+        while not (gone := ended(before)) and time.monotonic() < until:
+            time.sleep(0.1)  # a process closes its connections before it has ended
+        if gone:
             return gone
-        time.sleep(SILENT_SECONDS)
         now = {beat.rank: beat for beat in self._read_all()}
         silent = [beat for beat in before if now[beat.rank].number == beat.number]
         silent = [beat for beat in silent if beat.rank != self._rank]

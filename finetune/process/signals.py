@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from finetune.errors import Interrupted
+from finetune.process.rendezvous import rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -30,12 +31,14 @@ def handled_signals() -> list[signal.Signals]:
 def requeue_on_sigterm() -> None:
     """End with status 75 on SIGTERM, until other handlers stand: libraries load for seconds.
 
-    The process ends at once, as an exception during an import may be caught by a library.
+    The process ends at once, as an exception during an import may be caught by a library. Rank 0
+    says so for its job: torch's agent ends the other ranks of a job that reports a mistake.
     """
 
     def end(number: int, _: FrameType | None) -> None:
         text = f"error: interrupted by {name_of(number)} before the training began: nothing to save"
-        os.write(2, f"{text}\n".encode())
+        if rank() == 0:
+            os.write(2, f"{text}\n".encode())
         os._exit(Interrupted.exit_status)
 
     signal.signal(signal.SIGTERM, end)

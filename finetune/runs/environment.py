@@ -4,6 +4,7 @@ Environment variables are never recorded: they contain secrets, and run director
 """
 
 import datetime
+import functools
 import platform
 import re
 import shlex
@@ -73,13 +74,16 @@ def environment(devices: Sequence[str] = ()) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Installed version of each package in `PACKAGES`, read without importing it."""
-    installed = {"finetune": __version__}
-    for name in PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
+    found = {"finetune": __version__} | {name: _installed(name) for name in PACKAGES}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+@functools.cache
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def processor() -> str:

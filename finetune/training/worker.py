@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import os
 import signal
-import sys
 from pathlib import Path
 
 from accelerate.state import AcceleratorState
@@ -24,6 +23,7 @@ from finetune.models.load_checks import is_out_of_memory
 from finetune.planner import Plan
 from finetune.planner.estimate.forecast import Forecast
 from finetune.process import rendezvous
+from finetune.process.error_report import report
 from finetune.process.loopback import listen_on_loopback
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
@@ -155,8 +155,7 @@ class Worker:
 
     def _heartbeat(self) -> Heartbeat:
         def lost(error: TrainingFailure) -> None:
-            print(f"error [rank {self.engine.rank}]: {error}", file=sys.stderr, flush=True)
-            os._exit(error.exit_status)  # the main thread may wait forever for the lost rank
+            os._exit(report(error))  # the main thread may wait forever for the lost rank
 
         return Heartbeat(
             self.engine,
