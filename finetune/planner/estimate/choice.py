@@ -28,14 +28,22 @@ def candidates(
     machine: hardware.Machine,
     precision: backends.Precision = "bf16",
     divided: bool = True,
+    cpu: bool = False,
 ) -> list[advice.Option]:
-    """Every layout, micro-batch and recomputation for a recipe; `divided` also divides the model.
+    """Every layout, micro-batch and recomputation for a recipe.
+
+    Args:
+        divided: also divide the model among the GPUs.
+        cpu: the machine is `hardware.processor`.
 
     Raises:
         FinetuneError: the shape of the model is unknown, or a step has too few rows for the GPUs.
     """
     base = plan(_one_process(recipe), "single", 1, precision)
     workload = workload_of(base, model_source(recipe).shape)
+    if cpu:
+        chained = recipe.kernels.pointwise != "eager"
+        workload = dataclasses.replace(workload, cpu=True, chained=chained)
     found = advice.options(
         workload,
         machine,
