@@ -14,9 +14,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=options.count, default=1, help="number of processes it is for"
     )
+    parser.add_argument(
+        "--allow-lost",
+        action="store_true",
+        help="write the recipe even if a key has no counterpart",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import importers
 
-    return importers.run(arguments.file, arguments.output, arguments.processes)
+    return importers.run(
+        arguments.file, arguments.output, arguments.processes, arguments.allow_lost
+    )

@@ -1,5 +1,6 @@
 """Convert the configuration of another toolkit to a recipe, and report what differs."""
 
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,12 +66,23 @@ def explain(job: Translation) -> list[str]:
     return lines + [f"{'assumed':<14}  {reason}" for reason in job.assumed]
 
 
-def run(file: Path, output: str | None, processes: int) -> int:
-    """`finetune import`: write the recipe of a file, and print the outcome of each of its keys."""
+def run(file: Path, output: str | None, processes: int, allow_lost: bool = False) -> int:
+    """`finetune import`: write the recipe of a file, and print the outcome of each of its keys.
+
+    Returns 1, without a file, if a key has no counterpart and this is not allowed.
+    """
     name = output or file.stem
     path = recipe_file.path_of(name)
     recipe, job, toolkit = import_recipe(file, processes)
     lines = explain(job)
+    if job.lost and not allow_lost:
+        print("\n".join(lines))
+        print(
+            f"not written: no counterpart for {', '.join(job.lost)}, which may change what is "
+            "learned; --allow-lost writes the recipe without them",
+            file=sys.stderr,
+        )
+        return 1
     recipe_file.write(path, recipe, f"{path.stem}, from {file.name} of {toolkit}.", lines)
     print("\n".join(lines))
     print(f"wrote {path}; run `finetune plan {name}` to check it")

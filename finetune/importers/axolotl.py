@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from finetune.data.chat.messages import REASONING
 from finetune.errors import FinetuneError
 from finetune.importers import preference_methods, trainer
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
@@ -71,6 +72,7 @@ NOT_NEEDED = {
     "weights are loaded to where the backend needs them": "experimental_skip_move_to_device",
     "experts run as grouped products": "experts_implementation use_scattermoe use_sonicmoe",
     "every key is always checked": "strict",
+    "kernels of the same computation are chosen by kernels": "fused_attn_kernel tiled_mlp",
 }  # fmt: skip
 
 
@@ -98,6 +100,10 @@ def translate(job: Translation, folder: Path) -> None:
     job.set("batch.max_length", 512)
     job.move("sequence_len", "batch.max_length")
     _overlong(job)
+    micro, total = job.get("micro_batch_size", 1), job.get("batch_size")
+    if "gradient_accumulation_steps" not in job.source and isinstance(total, int):
+        job.source["gradient_accumulation_steps"] = total // micro
+    job.say("batch_size", "translated", "batch.rows, with micro_batch_size and accumulation")
     trainer.batch(job, "micro_batch_size", 1)
     trainer.length(job, "num_epochs", 1)
     trainer.schedule(job, "lr_scheduler", "cosine", 0.03)
@@ -118,7 +124,11 @@ def translate(job: Translation, folder: Path) -> None:
 
 def _method(job: Translation) -> None:
     known = ", ".join(preference_methods.AXOLOTL)
-    for key in ("rl", "reward_model", "process_reward_model"):
+    if job.get("reward_model"):
+        job.set("method", "reward")
+        job.say("reward_model", "translated", "method=reward")
+        job.say("num_labels", "not needed", "a reward is one number")
+    for key in ("rl", "process_reward_model"):
         name = text(job.get(key)).lower()
         if key == "rl" and name in preference_methods.AXOLOTL:
             preference_methods.method(job, key, name, preference_methods.AXOLOTL[name])
@@ -140,6 +150,9 @@ def _model(job: Translation) -> None:
     job.move("base_model", "model.name", text)
     job.move("revision_of_model", "model.revision", text)
     job.move("tokenizer_config", "model.tokenizer", text)
+    reason = "the tokenizer of transformers, with its chat template"
+    job.say("tokenizer_use_mistral_common", "differs", reason)
+    _config(job)
     if job.get("base_model_config", job.get("base_model")) == job.get("base_model"):
         job.say("base_model_config", "not needed", "config.json is in the folder of the weights")
     kind = text(job.get("model_type"))
@@ -163,6 +176,31 @@ def _model(job: Translation) -> None:
             job.say(key, "differs", f"model.attention={ours} computes the same")
     if job.get("xformers_attention"):
         job.say("xformers_attention", "differs", "model.attention=sdpa computes the same")
+
+
+def _config(job: Translation) -> None:
+    """Translate fields of config.json that a configuration replaces."""
+    key = "overrides_of_model_config" if "model_config" not in job.source else "model_config"
+    given = mapping(job.get(key))
+    factor = given.get("router_aux_loss_coef")
+    if given.keys() <= {"output_router_logits", "router_aux_loss_coef"}:
+        if given.get("output_router_logits") is False:
+            job.set("model.router_aux_loss", "none")
+            job.say(key, "translated", "model.router_aux_loss=none")
+        elif given.get("output_router_logits") and factor is not None:
+            job.set("model.router_aux_loss", factor)
+            job.say(key, "translated", f"model.router_aux_loss={factor}")
+        else:
+            reason = "set model.router_aux_loss to the router_aux_loss_coef of config.json"
+            job.say(key, "no counterpart", reason)
+    if not mapping(job.get("accelerator_config")).get("split_batches"):
+        job.say("accelerator_config", "not needed", "gradients are summed over a step exactly")
+    quantised = mapping(job.get("bnb_config_kwargs"))
+    if quantised and all(SAME_NF4.get(name) == value for name, value in quantised.items()):
+        job.say("bnb_config_kwargs", "translated", "NF4 with double quantization")
+
+
+SAME_NF4 = {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def _adapter(job: Translation) -> None:
@@ -217,7 +255,11 @@ def _template(job: Translation) -> None:
     job.say("train_on_inputs", "translated", f"train_on={word}")
 
 
-KERNELS = ("cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin")
+KERNELS = (
+    "cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin",
+    "expert_parallel.ExpertParallelPlugin", "swanlab.SwanLabPlugin",
+)  # fmt: skip
+"""Plugins that compute the same faster, divide it, or record it."""
 
 
 def _plugins(job: Translation) -> None:
@@ -229,7 +271,8 @@ def _plugins(job: Translation) -> None:
     if others:
         job.say("plugins", "no counterpart", f"{', '.join(others)}: nothing corresponds to it")
     else:
-        job.say("plugins", "not needed", "fused kernels and a chunked loss are on (kernels)")
+        reason = "fused kernels and a chunked loss are on (kernels), the backend divides the model"
+        job.say("plugins", "not needed", reason)
 
 
 def _special_tokens(job: Translation) -> None:
@@ -260,7 +303,7 @@ def _trackers(job: Translation) -> None:
     for key in ("use_tensorboard", "wandb_project"):
         job.say(key, "translated", f"trackers={found}")
     job.refuse_flag("gptq", "weights in GPTQ are frozen: name a model that is not quantized")
-    job.refuse_flag("use_comet", "trackers are tensorboard, wandb, mlflow and trackio")
+    job.say("use_comet", "not needed", "trackers are tensorboard, wandb, mlflow and trackio")
 
 
 # --- data --------------------------------------------------------------------------------------
@@ -323,8 +366,11 @@ def _split(job: Translation, at: str, split: str, data: dict[str, Any]) -> None:
 
 
 def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
-    if job.fields.get("method") in preference_methods.AXOLOTL:
+    if job.fields.get("method") in (*preference_methods.AXOLOTL, "reward"):
         preference_methods.axolotl_format(job, at, values, data)
+        if values.get("message_property_mappings") == {"role": "role", "content": "content"}:
+            job.say(f"{at}.message_property_mappings", "translated", "same names")
+        _roles(job, at, values.get("roles"))
         return
     kind = values.get("type", "completion" if at.startswith("pretraining") else None)
     if isinstance(kind, dict):
@@ -382,6 +428,9 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
         if key in values:
             names[name] = text(values[key])
             job.say(f"{at}.{key}", "translated", names[name])
+    for key, known in (("field_thinking", REASONING), ("template_thinking_key", REASONING)):
+        if values.get(key) in known:
+            job.say(f"{at}.{key}", "translated", "a message's reasoning, which the template writes")
     pair = (names["role"], names["content"])
     data["format"] = "sharegpt" if pair == ("from", "value") else "messages"
     if pair not in (("from", "value"), ("role", "content")) or len(names) > 2:
@@ -413,7 +462,10 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
             is_same = values[key] in known
             told = ("translated", "same behavior") if is_same else ("differs", replaced)
             job.say(f"{at}.{key}", *told)
-    roles = values.get("roles")
+    _roles(job, at, values.get("roles"))
+
+
+def _roles(job: Translation, at: str, roles: Any) -> None:
     if isinstance(roles, dict):
         usual = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}}
         usual |= {"system": {"system"}, "tool": {"tool"}}

@@ -177,15 +177,15 @@ def evaluation_and_saving(job: Translation) -> None:
         if word == "epoch":
             job.set(path, "1 epoch")
         other = f"{word}: once, at the end; or set {path}"
-        job.say(key, *told.get(word, ("no counterpart", other)))
+        job.say(key, *told.get(word, ("differs", other)))
     job.move("save_total_limit", "saving.keep")
-    job.refuse_flag("save_only_model", "a checkpoint always holds what resuming needs")
+    job.say("save_only_model", "not needed", "a checkpoint always holds what resuming needs")
     job.say("load_best_model_at_end", "not needed", "an export uses the best checkpoint")
     if text(job.get("metric_for_best_model", "loss")) in ("loss", "eval_loss"):
         job.say("metric_for_best_model", "not needed", "the evaluation loss is used")
     else:
         job.say("metric_for_best_model", "differs", "the evaluation loss is used instead")
-    job.refuse_flag("greater_is_better", "the evaluation loss is used: lower is better")
+    job.say("greater_is_better", "differs", "the evaluation loss is used: lower is better")
 
 
 def without_evaluation(job: Translation) -> None:
@@ -235,7 +235,7 @@ def trackers(job: Translation) -> None:
     job.set("trackers", known)
     if others:
         reason = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
-        job.say("report_to", "no counterpart", reason)
+        job.say("report_to", "differs", reason)
     else:
         job.say("report_to", "translated", f"trackers={known}")
 
@@ -258,6 +258,9 @@ def backend(job: Translation, folder: Path) -> None:
 
 AXES = {
     "tensor_parallel_size": ("tp", "--tensor"), "expert_parallel_size": ("ep_fsdp", "--experts"),
+    "tensor_model_parallel_size": ("tp", "--tensor"),
+    "pipeline_model_parallel_size": ("pp", "--pipeline"),
+    "expert_model_parallel_size": ("ep_fsdp", "--experts"),
     "context_parallel_size": ("cp", "--context"), "dp_replicate_size": ("hsdp", "--shard-size"),
     "dp_shard_size": ("fsdp_full_shard", ""),
 }  # fmt: skip
@@ -271,7 +274,8 @@ def mesh(job: Translation) -> None:
         job.say(key, "not needed", "one process")
     if len(divided) > 1 or ("dp_replicate_size" in several and divided):
         for key in several:
-            job.say(key, "no counterpart", "several axes: name a backend of `finetune list`")
+            reason = "several axes, which change no loss: name a backend of `finetune list`"
+            job.say(key, "differs", reason)
         return
     for key in [key for key in AXES if key in several][:1]:
         name, option = AXES[key]
@@ -334,6 +338,9 @@ def _fsdp(job: Translation) -> str:
 def the_rest(job: Translation) -> None:
     """Record the keys that do not affect training and have no outcome yet."""
     by_prefix = {
+        ("swanlab_", "use_swanlab"): f"trackers are {', '.join(TRACKERS)}; none changes a loss",
+        ("ray_",): "`finetune launch` starts the processes",
+        ("fsdp_",): "FSDP2 wraps the layers of the model automatically",
         ("wandb_", "mlflow_", "comet_"): "set the tracker's own environment variables",
         ("push_to_hub", "hub_"): "nothing is uploaded; `finetune export` writes the model",
     }

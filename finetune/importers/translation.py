@@ -31,6 +31,11 @@ class Translation:
         """Whether the backend shards the state of the optimizer."""
         return self.fields.get("backend", "single") not in ("single", "ddp")
 
+    @property
+    def lost(self) -> list[str]:
+        """Keys without a counterpart."""
+        return [key for key, (outcome, _) in self.outcomes.items() if outcome == "no counterpart"]
+
     def set(self, path: str, value: Any) -> None:
         """Set a field of the recipe by its dotted path."""
         *sections, last = path.split(".")
