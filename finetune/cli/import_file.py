@@ -1,19 +1,22 @@
 """`finetune import`: convert a config file of another toolkit to a recipe."""
 
 import argparse
-from pathlib import Path
 
 from finetune.cli import options
 
-SUMMARY = "convert a config file of axolotl or LLaMA-Factory to a recipe"
+SUMMARY = "convert a configuration of another toolkit to a recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="YAML of axolotl or LLaMA-Factory")
-    parser.add_argument("--output", help="name or .yaml to write; by default the file's name")
     parser.add_argument(
-        "--processes", type=options.count, default=1, help="number of processes it is for"
+        "source",
+        nargs="+",
+        metavar="FILE",
+        help="a configuration of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Trainer; a "
+        "script with a command of TRL or ms-swift; or the command itself after --",
     )
+    parser.add_argument("--output", help="name or .yaml to write; by default the file's name")
+    parser.add_argument("--processes", type=options.count, help="number of processes it is for")
     parser.add_argument(
         "--allow-lost",
         action="store_true",
@@ -25,5 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
     from finetune import importers
 
     return importers.run(
-        arguments.file, arguments.output, arguments.processes, arguments.allow_lost
+        arguments.source, arguments.output, arguments.processes, arguments.allow_lost
     )

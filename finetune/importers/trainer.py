@@ -1,5 +1,6 @@
 """Translate the keys that axolotl and LLaMA-Factory share: arguments of transformers' Trainer."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,39 @@ NOT_NEEDED = {
     "tokens per second are always recorded": "include_tokens_per_second",
     "a run is named by its directory": "run_name",
     "the launcher sets it": "local_rank",
+    "every row is trained: a last batch that is not whole has fewer": "dataloader_drop_last",
+    "every step is recorded": "logging_first_step log_level",
 }  # fmt: skip
 """What replaces keys of both toolkits that do not affect training, with the keys."""
+
+
+ATTENTION = ("flash_attention_2", "flex_attention", "sdpa", "eager")
+
+
+def attention(job: Translation, key: str) -> None:
+    """Translate the name of an attention implementation."""
+    name = text(job.get(key)).replace("flash_attn", "flash_attention_2")
+    if name in ATTENTION:
+        job.set("model.attention", name)
+        job.say(key, "translated", f"model.attention={name}")
+    else:
+        flash = "flash" in name
+        job.set("model.attention", "flash_attention_2" if flash else "sdpa")
+        job.say(key, "differs", f"{name}: another kernel of the same attention is used")
+
+
+def arguments(
+    job: Translation, micro: int = 8, scheduler: str = "linear", warmup: float = 0.0
+) -> None:
+    """Translate the arguments of a Trainer; the values are another toolkit's defaults."""
+    batch(job, "per_device_train_batch_size", micro)
+    length(job, "num_train_epochs", 3)
+    schedule(job, "lr_scheduler_type", scheduler, warmup)
+    evaluation_and_saving(job)
+    without_evaluation(job)
+    precision(job)
+    checkpointing(job)
+    trackers(job)
 
 
 def batch(job: Translation, micro: str, default: int) -> None:
@@ -261,8 +293,8 @@ AXES = {
     "tensor_model_parallel_size": ("tp", "--tensor"),
     "pipeline_model_parallel_size": ("pp", "--pipeline"),
     "expert_model_parallel_size": ("ep_fsdp", "--experts"),
-    "context_parallel_size": ("cp", "--context"), "dp_replicate_size": ("hsdp", "--shard-size"),
-    "dp_shard_size": ("fsdp_full_shard", ""),
+    "sequence_parallel_size": ("sp", "--sequence"), "context_parallel_size": ("cp", "--context"),
+    "dp_replicate_size": ("hsdp", "--shard-size"), "dp_shard_size": ("fsdp_full_shard", ""),
 }  # fmt: skip
 
 
@@ -350,3 +382,15 @@ def the_rest(job: Translation) -> None:
         reason = reasons.get(key, own)
         if reason is not None:
             job.say(key, "not needed", reason)
+    left = [key for key in job.source if key not in job.outcomes]
+    usual = _defaults() if left else {}
+    for key in left:
+        if key in usual and job.source[key] == usual[key]:
+            job.say(key, "not needed", "it is off, or the default of transformers")
+
+
+def _defaults() -> dict[str, Any]:
+    """The defaults of transformers' TrainingArguments."""
+    from transformers import TrainingArguments  # slow, and seldom needed
+
+    return {field.name: field.default for field in dataclasses.fields(TrainingArguments)}

@@ -66,7 +66,7 @@ class Translation:
 
     def say(self, key: str, outcome: Outcome, text: str) -> None:
         """Record an outcome; a key that is not in the source is not recorded."""
-        if key.split(".")[0] in self.source:
+        if key in self.source or key.split(".")[0] in self.source:
             self.outcomes[key] = (outcome, text)
 
     def say_all(self, outcome: Outcome, keys: Mapping[str, str]) -> None:
@@ -114,7 +114,7 @@ class Translation:
     def finish(self) -> None:
         """Record every key without an outcome as one without a counterpart."""
         for key in self.source:
-            if not any(said.split(".")[0] == key for said in self.outcomes):
+            if not any(key in (said, said.split(".")[0]) for said in self.outcomes):
                 self.say(key, "no counterpart", "no recipe field corresponds to it")
 
 
