@@ -181,8 +181,6 @@ def _config(job: Translation) -> None:
         else:
             reason = "set model.router_aux_loss to the router_aux_loss_coef of config.json"
             job.say(key, "no counterpart", reason)
-    if not mapping(job.get("accelerator_config")).get("split_batches"):
-        job.say("accelerator_config", "not needed", "gradients are summed over a step exactly")
     quantised = mapping(job.get("bnb_config_kwargs"))
     if quantised and all(SAME_NF4.get(name) == value for name, value in quantised.items()):
         job.say("bnb_config_kwargs", "translated", "NF4 with double quantization")

@@ -29,7 +29,7 @@ def options_of(text: str) -> dict[str, Any]:
     known = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=([\w./-]+)", "\n".join(lines), re.M))
     for line in lines:
         try:
-            words = shlex.split(_filled(line, known), comments=True)
+            words = shlex.split("" if line.lstrip().startswith("#") else _filled(line, known))
         except ValueError:  # a quote that another line closes
             continue
         for at, word in enumerate(words[:-1]):
@@ -61,7 +61,7 @@ def _options(words: list[str]) -> dict[str, Any]:
     given = dict[str, list[str]]()
     key = ""
     for word in words:
-        if word in ("&&", "||", ";", "|", ">", "2>&1"):
+        if word in ("&&", "||", ";", "|", ">", "2>&1") or word.startswith("#"):
             break
         if word.startswith("--"):
             key, equals, value = word[2:].replace("-", "_").partition("=")

@@ -1,5 +1,6 @@
 """Translate ms-swift's arguments: its command line, a YAML file, or the args.json of a run."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def translate(job: Translation, folder: Path) -> None:
         )
     for field, value in METHODS[kind].items():
         job.set(field, value)
+    if kind == "simpo":
+        for field, value in (("beta", 2.0), ("gamma", 1.0), ("sft_weight", 1.0)):
+            job.set(field, value)
+            job.assumed.append(f"{field}={value}: the other toolkit's default")
     for key in (PROGRAM, COMMAND, "rlhf_type"):
         job.say(key, "translated", f"method={job.fields['method']}")
     trainer.backend(job, folder)
@@ -72,7 +77,14 @@ def translate(job: Translation, folder: Path) -> None:
     _adapter(job, tuned == "full")
     _data(job)
     job.set("optim.lr", 1e-5 if tuned == "full" else 1e-4)
-    job.set("batch.max_length", 2048)
+    job.set("batch.max_length", 4096)
+    if "max_length" not in job.source:
+        job.assumed.append("batch.max_length=4096: the other toolkit has no limit")
+    micro = job.get("per_device_train_batch_size", 1)
+    if "gradient_accumulation_steps" not in job.source and isinstance(micro, int):
+        steps = math.ceil(16 / micro / job.processes)
+        job.source["gradient_accumulation_steps"] = steps
+        job.assumed.append("batch.rows=16: the other toolkit's default")
     cut = text(job.get("truncation_strategy", "delete"))
     job.set("batch.overlong", OVERLONG.get(cut, "drop"))
     if cut in OVERLONG:
@@ -87,6 +99,8 @@ def translate(job: Translation, folder: Path) -> None:
     job.set("model.activation_checkpointing", True)
     trainer.arguments(job, 1, "cosine")
     job.move_all({k: path for k, path in MOVED.items() if k != "split_dataset_ratio"})
+    for key in ("rpo_alpha", "cpo_alpha"):
+        job.say(key, "differs", "sft_weight: the mean over a pair's tokens, not a batch's")
     if job.get("split_dataset_ratio"):
         job.move("split_dataset_ratio", "eval_rows")
     loss = text(job.get("loss_scale", "default"))
@@ -136,17 +150,20 @@ def _adapter(job: Translation, full: bool) -> None:
 def _data(job: Translation) -> None:
     name = FORMATS.get(job.fields["method"], "preference")
     for key, path in (("dataset", "data"), ("val_dataset", "eval_data")):
-        sources = list[dict[str, Any]]()
+        sources, some = list[dict[str, Any]](), False
         for given in listed(job.get(key, [])):
             source, _, first = text(given).partition("#")
             source, _, subset = source.removeprefix("HF::").partition(":")
             sources.append({"source": source, "format": name})
             sources[-1] |= {"subset": subset} if subset else {}
             sources[-1] |= {"first": int(first)} if first.isdecimal() else {}
+            some = some or first.isdecimal()
         job.set(path, sources)
         hub = not job.get("use_hf") and any(not Path(s["source"]).suffix for s in sources)
         told = "; ids are of ModelScope: name the data set on the hub of Hugging Face, or its files"
-        job.say(key, "differs" if hub else "translated", f"{path}{told if hub else ''}")
+        chosen = "; the first rows are read, not a random choice" if some else ""
+        told = f"{told if hub else ''}{chosen}"
+        job.say(key, "differs" if told else "translated", f"{path}{told}")
     job.assumed.append(
         f"data.0.format={name}: the other toolkit finds it by the columns, as does `finetune "
         "inspect DATA --model NAME`"

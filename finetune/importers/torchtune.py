@@ -11,8 +11,8 @@ from finetune.importers.translation import Translation, text
 DATA = {
     "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", True),
     "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", True),
-    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt", True),
-    "chat_dataset": ("", "messages", True), "text_completion_dataset": ("", "text", True),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt", False),
+    "chat_dataset": ("", "messages", False), "text_completion_dataset": ("", "text", True),
     "instruct_dataset": ("", "alpaca", False), "preference_dataset": ("", "preference", False),
     "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", "alpaca_preference", False),
 }  # fmt: skip

@@ -43,6 +43,8 @@ NOT_NEEDED = {
     "tokens per second are always recorded": "include_tokens_per_second",
     "a run is named by its directory": "run_name",
     "the launcher sets it": "local_rank",
+    "the backend chooses the device": "use_cpu no_cuda",
+    "output for people": "disable_tqdm",
     "every row is trained: a last batch that is not whole has fewer": "dataloader_drop_last",
     "every step is recorded": "logging_first_step log_level",
 }  # fmt: skip
@@ -382,10 +384,13 @@ def the_rest(job: Translation) -> None:
         reason = reasons.get(key, own)
         if reason is not None:
             job.say(key, "not needed", reason)
+    if not mapping(job.get("accelerator_config")).get("split_batches"):
+        job.say("accelerator_config", "not needed", "gradients are summed over a step exactly")
     left = [key for key in job.source if key not in job.outcomes]
     usual = _defaults() if left else {}
     for key in left:
-        if key in usual and job.source[key] == usual[key]:
+        is_off = not job.source[key] and not usual.get(key, True)
+        if is_off or (key in usual and job.source[key] == usual[key]):
             job.say(key, "not needed", "it is off, or the default of transformers")
 
 
@@ -393,4 +398,7 @@ def _defaults() -> dict[str, Any]:
     """The defaults of transformers' TrainingArguments."""
     from transformers import TrainingArguments  # slow, and seldom needed
 
-    return {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    return {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(TrainingArguments)
+    }

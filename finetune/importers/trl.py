@@ -32,6 +32,7 @@ METHOD = {
     "simpo_gamma": "gamma", "cpo_alpha": "sft_weight",
 }  # fmt: skip
 """Fields of a method, by their names in TRL."""
+OWN_LOSSES = {"cpo": "sigmoid", "kto": "kto", "orpo": "sigmoid"}
 NOT_NEEDED = {
     "rows are prepared once, in parallel": "dataset_num_proc",
     "the backend places the model": "device_map",
@@ -147,6 +148,8 @@ def _loss(job: Translation, method: str) -> None:
         if not only:
             reason = "of a conversation or text; for prompt and completion set train_on=assistant"
             job.assumed.append(f"train_on=all: the other toolkit trains all tokens {reason}")
+        if text(job.get("loss_type")) in ("nll", "chunked_nll"):
+            job.say("loss_type", "translated", "cross-entropy")
         job.move("packing", "batch.packing")
         kind = text(job.get("packing_strategy", "bfd"))
         outcome = "translated" if kind == "bfd" else "differs"
@@ -158,6 +161,8 @@ def _loss(job: Translation, method: str) -> None:
         if "loss_type" in known[loss]:
             job.set("loss_type", known[loss]["loss_type"])
         job.say("loss_type", "translated", f"{method} with {loss}")
+    if loss == OWN_LOSSES.get(method):
+        job.say("loss_type", "translated", f"method={method}")
     fields = {"dpo": "beta label_smoothing rpo_alpha", "orpo": "beta", "reward": ""}
     fields |= {"kto": "beta desirable_weight undesirable_weight", "cpo": "beta cpo_alpha"}
     for key in fields[method].split():
