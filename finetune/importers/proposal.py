@@ -24,6 +24,7 @@ from finetune.models.model import load_tokenizer
 from finetune.planner.estimate import advice, choice, hardware, wording
 from finetune.planner.estimate.plan_api import described, whole_numbers
 from finetune.planner.estimate.row_counts import local_rows
+from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import known_fields, model_source
 from finetune.recipe import Optim, Recipe
 from finetune.reports.inspection import recipe_of_data
@@ -60,7 +61,7 @@ def recipe_for(
     data: str,
     method: str | None = None,
     gpu: str | None = None,
-    gpus: int = 1,
+    gpus: int | None = None,
     overrides: Sequence[str] = (),
 ) -> Recipe:
     """A recipe for data and a model, as `finetune init FILE --model --data` writes it.
@@ -75,7 +76,7 @@ def recipe_for(
         method: by default `sft`, or `pretrain` for texts, `dpo` for pairs, `kto` or `classifier`
             for labels; it has to be given for prompts without answers.
         gpu: name of a GPU, such as RTX4090; by default those of this machine, or its CPU.
-        gpus: number of GPUs.
+        gpus: number of GPUs; by default 1, or all of this machine.
         overrides: `key=value` words, which come last.
 
     Raises:
@@ -198,12 +199,18 @@ def _fitted(
         small = min(found, key=lambda each: each.peak.total)
         least.append((small.peak.total, f"{name} with {small.name}"))
         words = f"{wording.size(small.peak.total)} with {small.name} do not fit"
-        for best in choice.allowed(made, advice.rank(found), precision)[:1]:
-            tried[name] = made, best
-            words = f"{best.speed} with {best.name}"
+        fitting = advice.rank(found)
+        ranked = choice.allowed(made, fitting, precision)
+        if ranked:
+            tried[name] = made, ranked[0]
+            words = f"{ranked[0].speed} with {ranked[0].name}"
+        elif fitting:
+            backend = choice.backend_of(fitting[0], machine, precision)
+            problems += incompatibilities(made, backend, machine.count)
+            words = f"only {backend.name} fits, and cannot train it"
         notes.append(f"{name}: {words}")
     where = "this machine" if cpu else wording.machine_words(machine)
-    if not tried and least:
+    if not tried and not problems:
         count, words = min(least)
         problems = [
             f"nothing fits on {where} with {wording.size(machine.usable)}: the smallest is {words},"

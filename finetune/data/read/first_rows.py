@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from finetune.data.formats import FORMATS, fitting, read_row
-from finetune.data.read.columns import rename
+from finetune.data.read.columns import ANSWERS, rename
 from finetune.data.read.sources import SourceRow, find_source
 from finetune.data.samples import Conversation, Sample, sequences_of
 from finetune.data.values import RowProblem, Unreadable, kind_of
@@ -73,7 +73,7 @@ def _why_none(row: Any, kinds: Collection[Kind]) -> str:
         return f"is {kind_of(row)}, expected an object with columns"
     there = {name for name, value in row.items() if value is not None}
     named = ", ".join(f"'{name}'" for name in row) or "none"
-    if _prompt(row) is not None:
+    if "text" in kinds and not there.intersection(ANSWERS) and _prompt(row) is not None:
         return (
             f"its columns ({named}) have a prompt and no answer: to learn from rewards, give "
             "--method grpo or rloo and reward_funcs=NAME; for other methods, add the answers"
