@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import problems_of
+from conftest import problems_of, written
 
 from finetune import catalog, importers
 from finetune.cli import main as cli
@@ -126,6 +126,20 @@ def test_saved_training_arguments_give_everything_but_model_and_data(tmp_path):
     assert (recipe.optim.lr, recipe.optim.warmup, recipe.optim.schedule) == (3e-5, 7, "cosine")
     assert (recipe.batch.rows, recipe.epochs) == (16, 3)
     assert job.lost == []
+
+
+def test_the_format_of_data_that_is_here_is_that_of_its_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(Path("rows.jsonl"), [{"query": "a", "response": "b"}])
+    written(Path("asked.jsonl"), [{"prompt": "a", "completion": "b"}])
+    for words, name, trained in (
+        ("trl sft --model_name_or_path m --dataset_name rows.jsonl", "question_answer", "all"),
+        ("trl sft --model_name_or_path m --dataset_name asked.jsonl", "prompt_completion",
+            "assistant"),
+        ("swift sft --model m --dataset rows.jsonl#1", "question_answer", "assistant"),
+    ):  # fmt: skip
+        recipe, _, _ = importers.import_recipe(words)
+        assert (recipe.data[0].format, recipe.train_on) == (name, trained)
 
 
 @pytest.mark.parametrize(

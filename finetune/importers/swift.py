@@ -164,7 +164,4 @@ def _data(job: Translation) -> None:
         chosen = "; the first rows are read, not a random choice" if some else ""
         told = f"{told if hub else ''}{chosen}"
         job.say(key, "differs" if told else "translated", f"{path}{told}")
-    job.assumed.append(
-        f"data.0.format={name}: the other toolkit finds it by the columns, as does `finetune "
-        "inspect DATA --model NAME`"
-    )
+    trainer.formats(job)

@@ -5,7 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from finetune.data.read.first_rows import fit
+from finetune.data.read.sources import find_source
+from finetune.data.samples import READ_AS
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
+from finetune.methods import find_method
+from finetune.recipe import Data
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
@@ -49,6 +54,25 @@ NOT_NEEDED = {
     "every step is recorded": "logging_first_step log_level",
 }  # fmt: skip
 """What replaces keys of both toolkits that do not affect training, with the keys."""
+
+
+def formats(job: Translation) -> None:
+    """Find the formats of data on this machine by its rows, for a toolkit that finds them too."""
+    kinds = READ_AS[find_method(job.fields["method"]).takes]
+    for source in (*job.fields.get("data", []), *job.fields.get("eval_data", [])):
+        place = Path(source["source"])
+        if not place.exists():
+            job.assumed.append(
+                f"format={source['format']} of {place}: the other toolkit finds it by the columns, "
+                "as does `finetune inspect DATA --model NAME`"
+            )
+            continue
+        if place.is_file():
+            source.pop("split", None)
+        found = fit(find_source(Data(**source)).rows(), kinds)
+        source["format"] = found.format
+        if found.columns:
+            source["columns"] = found.columns
 
 
 ATTENTION = ("flash_attention_2", "flex_attention", "sdpa", "eager")

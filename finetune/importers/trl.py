@@ -133,15 +133,13 @@ def _data(job: Translation, method: str) -> None:
     job.say("dataset_text_field", "translated", f"format={name}")
     evaluated = "eval_data" if "eval_data" in job.fields else "nothing is evaluated"
     job.say("dataset_test_split", "translated", evaluated)
-    job.assumed.append(
-        f"data.0.format={name}: the other toolkit finds it by the columns, as does `finetune "
-        "inspect DATA --model NAME`"
-    )
+    trainer.formats(job)
 
 
 def _loss(job: Translation, method: str) -> None:
     if method == "sft":
-        only = job.get("assistant_only_loss") or job.get("completion_only_loss")
+        completed = {each["format"] for each in job.fields["data"]} == {"prompt_completion"}
+        only = job.get("assistant_only_loss") or job.get("completion_only_loss", completed)
         job.set("train_on", "assistant" if only else "all")
         for key in ("assistant_only_loss", "completion_only_loss"):
             job.say(key, "translated", f"train_on={'assistant' if only else 'all'}")
