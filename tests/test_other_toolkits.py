@@ -29,7 +29,7 @@ nproc=2
 NPROC_PER_NODE=$nproc swift rlhf --rlhf_type dpo --model org/base --tuner_type full \\
   --dataset pairs.jsonl#400 --split_dataset_ratio 0.01 --learning_rate 1e-5 --beta 0.2 \\
   --per_device_train_batch_size 2 --gradient_accumulation_steps $(expr 16 / $nproc) \\
-  --max_length 1024 --deepspeed zero2 --freeze_vit true --dataset_num_proc 4 \\
+  --max_length 1024 --deepspeed zero2 --eval_steps 20 --freeze_vit true --dataset_num_proc 4 \\
   --template qwen --model_author me --warmup_ratio 0.05
 """
 TUNE: dict[str, Any] = {
@@ -67,7 +67,7 @@ MEANT: dict[str, tuple[str, dict[str, Any]]] = {
     "swift.sh": (SWIFT, {
         "method": "dpo", "beta": 0.2, "backend": "zero2", "epochs": 3, "seed": 42, **LOADED,
         "data": [{"source": "pairs.jsonl", "format": "preference", "first": 400}],
-        "eval_rows": 0.01,
+        "eval_rows": 0.01, "evaluation": {"every": 20},
         "batch": {"rows": 32, "micro_rows": 2, "max_length": 1024, "overlong": "drop"},
         "optim": {"lr": 1e-5, "warmup": 0.05, "weight_decay": 0.1, "betas": [0.9, 0.95]}}),
     "tune.yaml": (yaml.safe_dump(TUNE), {

@@ -20,7 +20,7 @@ MOVED = {
     "model": "model.name", "model_revision": "model.revision", "adapters": "model.adapter",
     "max_length": "batch.max_length", "packing": "batch.packing",
     "per_device_eval_batch_size": "evaluation.micro_rows", "beta": "beta",
-    "early_stop_interval": "evaluation.patience", "split_dataset_ratio": "eval_rows",
+    "early_stop_interval": "evaluation.patience",
     "router_aux_loss_coef": "model.router_aux_loss", "label_smoothing": "label_smoothing",
     "rpo_alpha": "sft_weight", "cpo_alpha": "sft_weight", "simpo_gamma": "gamma",
     "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight",
@@ -40,7 +40,6 @@ NOT_NEEDED = {
     "the launcher starts the processes": "num_processes ddp_backend",
     "its names are those of swift/self-cognition, which is not among the data":
         "model_author model_name",
-    "weights are in bf16 in training and fp32 in the optimizer": "torch_dtype",
     "the hub of Hugging Face is used": "use_hf",
     "answers are sampled by `finetune eval`": "max_new_tokens temperature top_p top_k",
     "config.json has it": "model_type task_type",
@@ -74,6 +73,7 @@ def translate(job: Translation, folder: Path) -> None:
     if tuned not in ("lora", "full"):
         raise FinetuneError(f"tuner_type: {tuned}: expected lora or full")
     trainer.attention(job, "attn_impl")
+    trainer.dtype(job)
     _adapter(job, tuned == "full")
     _data(job)
     job.set("optim.lr", 1e-5 if tuned == "full" else 1e-4)
@@ -96,13 +96,12 @@ def translate(job: Translation, folder: Path) -> None:
         job.move_or_assume(key, path, usual)
     job.set("optim.betas", [0.9, 0.95])
     job.assumed.append("optim.betas=[0.9, 0.95]: the other toolkit's default")
+    job.held_out("split_dataset_ratio")
     job.set("model.activation_checkpointing", True)
     trainer.arguments(job, 1, "cosine")
-    job.move_all({k: path for k, path in MOVED.items() if k != "split_dataset_ratio"})
+    job.move_all(MOVED)
     for key in ("rpo_alpha", "cpo_alpha"):
         job.say(key, "differs", "sft_weight: the mean over a pair's tokens, not a batch's")
-    if job.get("split_dataset_ratio"):
-        job.move("split_dataset_ratio", "eval_rows")
     loss = text(job.get("loss_scale", "default"))
     if loss in TRAINED and job.fields["method"] == "sft":
         job.set("train_on", TRAINED[loss])

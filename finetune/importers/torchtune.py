@@ -106,9 +106,7 @@ def translate(job: Translation, folder: Path) -> None:
     job.set("model.activation_checkpointing", "offload" if to_host else bool(on))
     for key in ("enable_activation_checkpointing", "enable_activation_offloading"):
         job.say(key, "translated", "model.activation_checkpointing")
-    wide = text(job.get("dtype", "bf16")) == "fp32"
-    reason = "give --precision fp32" if wide else "backends train in bf16 by default"
-    job.say("dtype", "differs" if wide else "translated", reason)
+    trainer.dtype(job)
     offload = job.get("fsdp_cpu_offload") or job.get("fsdp.cpu_offload")
     if offload:
         job.set("backend", "fsdp_full_shard_offload")

@@ -90,6 +90,14 @@ def attention(job: Translation, key: str) -> None:
         job.say(key, "differs", f"{name}: another kernel of the same attention is used")
 
 
+def dtype(job: Translation) -> None:
+    """Translate the data type of the weights, which is a backend's."""
+    for key in ("dtype", "torch_dtype"):
+        usual = text(job.get(key)) in ("auto", "bfloat16", "bf16")
+        reason = "backends train in bf16 by default"
+        job.say(key, "translated" if usual else "differs", f"{reason}; others: --precision")
+
+
 def arguments(
     job: Translation, micro: int = 8, scheduler: str = "linear", warmup: float = 0.0
 ) -> None:

@@ -91,10 +91,7 @@ def translate_arguments(job: Translation, folder: Path) -> None:
 
 def _model(job: Translation) -> None:
     job.move("eos_token", "model.special_tokens.eos_token", text)
-    for key in ("dtype", "torch_dtype"):
-        wide = text(job.get(key)) in ("float32", "fp32")
-        reason = "give --precision fp32 for fp32" if wide else "backends train in bf16 by default"
-        job.say(key, "differs" if wide else "translated", reason)
+    trainer.dtype(job)
     trainer.attention(job, "attn_implementation")
     four, eight = job.get("load_in_4bit"), job.get("load_in_8bit")
     kind = "nf4" if four else "int8" if eight else "none"
