@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         references,
     )
     from finetune.exporters.export import export
+    from finetune.importers.proposal import recipe_for
     from finetune.inference.generate import (
         Loaded,
         generate,
@@ -105,6 +106,7 @@ HOMES = {
     "Run": "finetune.runs.run",
     "open_run": "finetune.runs.run",
     "load_recipe": "finetune.catalog",
+    "recipe_for": "finetune.importers.proposal",
     "plan": "finetune.planner.estimate.plan_api",
     "Plan": "finetune.planner.plan",
     "Prediction": "finetune.planner.estimate.predict",
@@ -160,6 +162,7 @@ __all__ = [  # noqa: RUF022 - in the order of their use
     "Run",
     "open_run",
     "load_recipe",
+    "recipe_for",
     "plan",
     "Plan",
     "Prediction",

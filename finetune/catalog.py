@@ -204,8 +204,17 @@ def override(recipe: Recipe, pairs: Sequence[str]) -> Recipe:
     Raises:
         FinetuneError: a pair does not have this form, or the result is not a valid recipe.
     """
-    fields = to_fields(recipe)
-    wrong = [problem for pair in pairs if (problem := _apply(fields, type(recipe), pair))]
+    return with_words(to_fields(recipe), pairs)
+
+
+def with_words(fields: dict[str, Any], pairs: Sequence[str]) -> Recipe:
+    """A recipe from plain values, which may lack what the pairs of `override` give.
+
+    Raises:
+        FinetuneError: as `override`.
+    """
+    kind = find_method(fields["method"])
+    wrong = [problem for pair in pairs if (problem := _apply(fields, kind, pair))]
     try:
         changed = from_fields(fields, "override")
     except FinetuneError as error:

@@ -14,7 +14,7 @@ GROUPS = {
     "Batch Optim Kernels Evaluation Saving",
     "Preferences": "DPO ORPO SimPO CPO KTO",
     "Online": "GRPO RLOO Reward",
-    "Before a training": "load_recipe plan Plan Prediction doctor prove",
+    "Before a training": "recipe_for load_recipe plan Plan Prediction doctor prove",
     "Training": "launch train Options Run open_run",
     "Afterwards": "load load_base open_model Loaded generate exact_match references Score",
     "Files": "export report plot_loss quickstart_data",

@@ -203,7 +203,10 @@ def as_an_install(words: list[str], folder: Path, do: Do) -> None:
 
 CHECKS: dict[str, Callable[[list[str], Path, Do], None]] = {
     **dict.fromkeys(
-        [f"finetune {verb}" for verb in "compare doctor init inspect list plan show".split()],
+        [
+            f"finetune {verb}"
+            for verb in "compare doctor import init inspect list plan show".split()
+        ],
         as_it_is,
     ),
     **dict.fromkeys(

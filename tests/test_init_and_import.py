@@ -231,8 +231,8 @@ MEANT: dict[str, tuple[int, dict[str, Any], str, str]] = {
             "eval_data": [{"source": "FOLDER/data/held.jsonl", **BODY}],
             "batch": {"rows": 8, "micro_rows": 8, "max_length": 2048, "overlong": "truncate",
                 "packing": True}, "optim": {"lr": 2e-5, "schedule": "linear", "warmup": 0},
-            "epochs": 3, "seed": 42, "trackers": ["wandb"]}, "optim report_to",
-        "packing fp16 template"),
+            "epochs": 3, "seed": 42, "trackers": ["wandb"]}, "optim",
+        "packing fp16 report_to template"),
 }  # fmt: skip
 """Processes, the recipe that means the same, keys without a counterpart, keys that differ."""
 
@@ -265,6 +265,16 @@ def test_an_imported_file_is_the_recipe_that_means_the_same(folder, name):
         ("activation_offloading: true", "model.activation_checkpointing", "offload"),
         ("tokens: {eos_token: <e>}", "model.special_tokens.eos_token", "<e>"),
         ("tokens: [<e>]", "model.add_tokens", ["<e>"]),
+        ("micro_batch_size: 2\nbatch_size: 8", "batch.rows", 16),
+        ("reward_model: true\ndatasets: [{path: d, type: bradley_terry.chat_template}]",
+            "data.0.columns.input", "prompt"),
+        ("model_config: {output_router_logits: true, router_aux_loss_coef: 0.01}",
+            "model.router_aux_loss", 0.01),
+        ("bnb_config_kwargs: {bnb_4bit_use_double_quant: true}", "batch.rows", 2),
+        ("datasets: [{path: d, type: chat_template, field_thinking: thinking,"
+            " template_thinking_key: thinking}]", "data.0.format", "messages"),
+        ("rl: dpo\ndatasets: [{path: d, type: chat_template.default, roles: {user: [user]},"
+            " message_property_mappings: {role: role, content: content}}]", "method", "dpo"),
         ("datasets: [{path: a/b, type: completion, split: 'train[:5%]'}]", "data.0.split",
             "train[:5%]"),
     ],
@@ -313,7 +323,7 @@ def test_any_value_is_imported_or_refused_with_a_sentence(folder, name):
 
 
 def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finetune, folder):
-    done = finetune("import", "llama.yml", "--processes", "2", cwd=folder).passed()
+    done = finetune("import", "llama.yml", "--processes", "2", "--allow-lost", cwd=folder).passed()
     assert (
         "no counterpart  neftune_noise_alpha  noise on embeddings is not supported" in done.stdout
     )
@@ -325,6 +335,16 @@ def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finet
     expected, _, _ = importers.import_recipe(Path(folder / "llama.yml"), 2)
     assert catalog.load(folder / "recipes/llama.yaml").batch == expected.batch
     assert "already exists" in finetune("import", "llama.yml", cwd=folder).refused()
+
+
+def test_a_lost_key_ends_an_import_with_status_1_and_writes_nothing(typed, tmp_path):
+    (tmp_path / "f.yml").write_text("base_model: m\nnoise_of_tomorrow: 3\nuse_swanlab: true")
+    status, said = typed("import f.yml")
+    assert status == 1
+    assert said.startswith("not written: no counterpart for noise_of_tomorrow, which may change")
+    assert [path.name for path in tmp_path.iterdir()] == ["f.yml"]
+    assert typed("import f.yml --allow-lost --output g.yaml") == (0, "")
+    assert catalog.load(tmp_path / "g.yaml").model.name == "m"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +359,7 @@ def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finet
         ("base_model: m\nlearning_rate: fast", "f.yml: optim.lr: Input should be a valid number"),
         ("base_model: m\ndatasets: d", "f.yml: datasets: expected a list, got d"),
         ("model_name_or_path: m\nstage: ppo",
-            "f.yml: stage: ppo: sft, pt, dpo and kto are imported"),
+            "f.yml: stage: ppo: sft, pt, rm, dpo and kto are imported"),
         ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",
             "f.yml: pref_loss: kto_pair: expected one of sigmoid"),
         ("model_name_or_path: m\nfinetuning_type: freeze",

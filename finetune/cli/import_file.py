@@ -4,18 +4,29 @@ import argparse
 
 from finetune.cli import options
 
-SUMMARY = "convert a config file of axolotl or LLaMA-Factory to a recipe"
+SUMMARY = "convert a configuration of another toolkit to a recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=options.local_path, help="YAML of axolotl or LLaMA-Factory")
-    parser.add_argument("--output", help="name or .yaml to write; by default the file's name")
     parser.add_argument(
-        "--processes", type=options.count, default=1, help="number of processes it is for"
+        "source",
+        nargs="+",
+        metavar="FILE",
+        help="a configuration of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Trainer; a "
+        "script with a command of TRL or ms-swift; or the command itself after --",
+    )
+    parser.add_argument("--output", help="name or .yaml to write; by default the file's name")
+    parser.add_argument("--processes", type=options.count, help="number of processes it is for")
+    parser.add_argument(
+        "--allow-lost",
+        action="store_true",
+        help="write the recipe even if a key has no counterpart",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import importers
 
-    return importers.run(arguments.file, arguments.output, arguments.processes)
+    return importers.run(
+        arguments.source, arguments.output, arguments.processes, arguments.allow_lost
+    )

@@ -3,38 +3,31 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.cli.plan_here import Measure, Verify, plain, status
 from finetune.errors import FinetuneError, refuse
-from finetune.planner.estimate import advice, fewest_changes, hardware, mesh_sizes, wording
-from finetune.planner.estimate.layout import of_backend
+from finetune.planner.estimate import advice, choice, fewest_changes, hardware, wording
 from finetune.planner.estimate.mesh_sizes import slow_links
 from finetune.planner.estimate.plan_api import described, whole_numbers, without_machine
 from finetune.planner.estimate.predict import (
     Prediction,
     model_source,
     predict,
-    workload_of,
 )
 from finetune.planner.estimate.row_counts import local_rows
-from finetune.planner.estimate.workload import Workload
 from finetune.planner.families import family_of
 from finetune.planner.plan import Plan, plan
-from finetune.planner.request import requested
-from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import config_of
 from finetune.recipe import Recipe
 from finetune.runs import limits
 
 SHOWN = 8
 """Number of printed rows of the ranking."""
-SIZES = (1, 2, 4, 8, 16, 32)
-"""Rows of a micro-batch to try."""
 
 
 def machine_of(arguments: argparse.Namespace, count: int) -> hardware.Machine | None:
@@ -108,19 +101,11 @@ def run(
     if divided:
         backend, _ = backends.divided(backends.load(named), machine.count, axes_of(arguments))
     else:
-        backend = on(machine, named, arguments)
+        backend = choice.on(machine, named, arguments.shard_size)
     planned = plan(recipe, backend, machine.count, arguments.precision)
     prediction = _predicted(arguments, planned, machine)
     refuse(slow_links(backend.axes.tensor, machine.per_node, machine.fast))
     return _show(arguments, planned, prediction, verify)
-
-
-def on(
-    machine: hardware.Machine, name: str, arguments: argparse.Namespace | None = None
-) -> backends.Backend:
-    """A backend with its shard size on a machine."""
-    asked = None if arguments is None else arguments.shard_size
-    return backends.sized(backends.load(name), machine.count, machine.nodes, asked)
 
 
 def _is_unknown(recipe: Recipe) -> bool:
@@ -235,21 +220,10 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     """Without a backend: print a ranking of all backends."""
     precision: backends.Precision = arguments.precision or "bf16"
     source = model_source(recipe)
-    base = plan(_one_process(recipe), "single", 1, precision)
-    workload = workload_of(base, source.shape)
-    found = advice.options(
-        workload,
-        machine,
-        precision,
-        rows_per_step=recipe.batch.rows,
-        micro_rows=[rows for rows in SIZES if recipe.batch.rows % rows == 0],
-        divided=_divisions(recipe, workload, machine, precision),
-    )
-    if not found:
-        raise FinetuneError(_too_few_rows(recipe, machine))
+    found = choice.candidates(recipe, machine, precision)
     whole = advice.rank(found)
     best = whole[0] if whole else None
-    ranked = _allowed(recipe, whole, precision)
+    ranked = choice.allowed(recipe, whole, precision)
     first = fewest_changes.before_disk(found, machine, precision)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
@@ -287,8 +261,8 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
             f"{best.times.tokens_per_second:,.0f} tokens/s at {best.workload.micro_rows} rows: "
             f"this toolkit has no such backend; its table: --backend {best.name}"
         )
-    chosen, words = _chosen(recipe, ranked[0])
-    backend = _backend_of(ranked[0], machine, precision)
+    chosen, words = choice.chosen(recipe, ranked[0])
+    backend = choice.backend_of(ranked[0], machine, precision)
     planned = plan(chosen, backend, machine.count, precision)
     prediction = _predicted(arguments, planned, machine)
     print(f"\nshapes from {source.where}")
@@ -297,91 +271,13 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     return 0
 
 
-def _divisions(
-    recipe: Recipe,
-    workload: Workload,
-    machine: hardware.Machine,
-    precision: backends.Precision,
-) -> Iterator[Workload]:
-    """Workloads of the recipe under every layout that divides its model and the rules allow."""
-    alone, made = _one_process(recipe), dict[str, Workload]()
-    for backend in mesh_sizes.candidates(workload.shape, machine, precision):
-        if incompatibilities(requested(alone, backend, machine.count)):
-            continue
-        if backend.name not in made:  # the choice of kernels does not depend on the sizes
-            planned = plan(alone, backend, machine.count)
-            made[backend.name] = workload_of(planned, workload.shape)
-        place = of_backend(backend, machine.count)
-        yield dataclasses.replace(made[backend.name], layout=place)
-
-
-def _backend_of(
-    option: advice.Option, machine: hardware.Machine, precision: backends.Precision
-) -> backends.Backend:
-    """The backend of an entry of the ranking, with its axes."""
-    axes = option.workload.layout.axes
-    found = on(machine, option.name)
-    if axes.any:
-        found, _ = backends.divided(found, machine.count, axes.sizes)
-    return dataclasses.replace(found, precision=precision)
-
-
 def _missing(option: advice.Option) -> tuple[float, float]:
     """What an option lacks, for sorting: bytes missing on the GPU, then bytes used on the host."""
     return max(0.0, option.peak.total - option.usable), option.host
 
 
-def _chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:
-    """The recipe of an entry of the ranking, and the arguments that select it."""
-    rows, recompute = option.workload.micro_rows, option.workload.checkpointing
-    words = [f"--{axis} {size}" for axis, size in option.workload.layout.axes.sizes.items()]
-    words.append(f"batch.micro_rows={rows}")
-    if recipe.batch.micro_tokens is not None:
-        words.append("batch.micro_tokens=null")
-    model = recipe.model
-    if recompute != model.checkpointing:
-        kept: bool | Literal["attention"] = (
-            "attention" if recompute == "attention" else recompute == "full"
-        )
-        model = dataclasses.replace(model, activation_checkpointing=kept)
-        words.append(f"model.activation_checkpointing={str(kept).lower()}")
-    batched = recipe.with_batch(micro_rows=rows, micro_tokens=None)
-    return dataclasses.replace(batched, model=model), words
-
-
 def _listed(path: Sequence[fewest_changes.Change] | None) -> list[dict[str, Any]] | None:
     return None if path is None else [_change(change) for change in path]
-
-
-def _one_process(recipe: Recipe) -> Recipe:
-    """The recipe with micro-batches of one row, which divide any batch."""
-    return recipe.with_batch(micro_rows=1, micro_tokens=None)
-
-
-def _too_few_rows(recipe: Recipe, machine: hardware.Machine) -> str:
-    rows = max(1, recipe.batch.rows // machine.count) * machine.count
-    return (
-        f"batch.rows: {recipe.batch.rows} rows cannot be divided among {machine.count} GPUs; use "
-        f"batch.rows={rows}"
-    )
-
-
-def _allowed(
-    recipe: Recipe, ranked: list[advice.Option], precision: backends.Precision
-) -> list[advice.Option]:
-    """The ranking without options that the rules forbid, and layouts that have no backend."""
-    known, kept = backends.names(), list[advice.Option]()
-    for option in ranked:
-        layout = option.workload.layout
-        backend = backends.Backend(
-            layout.name, layout.engine, layout.shard, layout.offload, layout.device, precision,
-            axes=layout.axes,
-        )  # fmt: skip
-        changed = recipe.with_batch(micro_rows=option.workload.micro_rows)
-        request = requested(changed, backend, layout.processes)
-        if layout.name in known and not incompatibilities(request):
-            kept.append(option)
-    return kept
 
 
 def _ranking(

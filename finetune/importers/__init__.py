@@ -1,58 +1,101 @@
 """Convert the configuration of another toolkit to a recipe, and report what differs."""
 
+import shlex
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.importers import axolotl, llamafactory, recipe_file
+from finetune.importers import (
+    axolotl,
+    command_line,
+    llamafactory,
+    recipe_file,
+    swift,
+    torchtune,
+    trl,
+)
 from finetune.importers.translation import Outcome, Translation
 from finetune.process.yaml_text import read_yaml
 from finetune.recipe import Recipe
 
-KINDS = {
-    "base_model": ("axolotl", axolotl.translate),
-    "model_name_or_path": ("LLaMA-Factory", llamafactory.translate),
-}
-"""The key that identifies a file, with its toolkit and translator."""
-
+LLAMA_FACTORY = {"stage", "finetuning_type", "template", "dataset", "cutoff_len"}
+"""Keys of LLaMA-Factory, beside `model_name_or_path`, that TRL does not have."""
+Translator = Callable[[Translation, Path], None]
 ORDER: tuple[Outcome, ...] = ("no counterpart", "differs", "translated", "not needed")
 
 
-def import_recipe(path: Path, processes: int = 1) -> tuple[Recipe, Translation, str]:
+def import_recipe(
+    path: Path | str, processes: int | None = None
+) -> tuple[Recipe, Translation, str]:
     """The recipe of a file, the outcome of each of its keys, and the name of the toolkit.
 
     Args:
-        path: YAML file of axolotl or LLaMA-Factory.
-        processes: number of processes that the file is meant for, which it does not contain.
+        path: YAML or JSON of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Trainer; a
+            script with a command of TRL or ms-swift, or the text of the command.
+        processes: number of processes it is meant for; by default that of the command, or 1.
 
     Raises:
-        FinetuneError: the file is of neither kind, or no recipe can express it.
+        FinetuneError: the file is of none of them, or no recipe can express it.
     """
+    where, folder = (path, Path()) if isinstance(path, str) else (str(path), path.parent)
+    source = _read(path)
+    toolkit, translate = _translator(source, where)
+    started = source.get("num_processes")
+    count = processes or (started if isinstance(started, int) else 1)
+    job = Translation({k: v for k, v in source.items() if v is not None}, count)
     try:
-        read = read_yaml(path.read_text(encoding="utf-8"), catalog.ExactNumbers)
+        translate(job, folder)
+    except FinetuneError as error:
+        raise FinetuneError(*(f"{where}: {problem}" for problem in error.problems)) from None
+    job.finish()
+    fields = {"method": "sft", **job.fields}
+    return catalog.from_fields(fields, where), job, toolkit
+
+
+def _read(path: Path | str) -> dict[str, Any]:
+    """The keys and values of a file or a command; those of its `--config` come first."""
+    try:
+        written = path if isinstance(path, str) else path.read_text(encoding="utf-8")
     except OSError as error:
         raise FinetuneError(f"{path}: {error.strerror}") from None
+    if isinstance(path, str) or path.suffix in (".sh", ".txt", ".bash"):
+        try:
+            found = command_line.options_of(written)
+        except FinetuneError as error:
+            raise FinetuneError(f"{path}: {error}") from None
+        config = found.get("config")
+        return (_read(Path(str(config))) if config else {}) | found
+    try:
+        read = read_yaml(written, catalog.ExactNumbers)
     except ValueError as error:
         raise FinetuneError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
-    source = {str(key): value for key, value in cast(dict[Any, Any], read).items()}
-    found = [key for key in KINDS if key in source]
-    if len(found) != 1:
-        names = " nor ".join(f"{key} (of {kind})" for key, (kind, _) in KINDS.items())
-        raise FinetuneError(
-            f"{path}: not a configuration that can be imported: it has neither {names}"
-        )
-    kind, translate = KINDS[found[0]]
-    job = Translation({k: v for k, v in source.items() if v is not None}, processes)
-    try:
-        translate(job, path.parent)
-    except FinetuneError as error:
-        raise FinetuneError(*(f"{path}: {problem}" for problem in error.problems)) from None
-    job.finish()
-    fields = {"method": "sft", **job.fields}
-    return catalog.from_fields(fields, str(path)), job, kind
+    return {str(key): value for key, value in cast(dict[Any, Any], read).items()}
+
+
+def _translator(source: dict[str, Any], where: str) -> tuple[str, Translator]:
+    """The toolkit of a configuration, by the keys that only it has."""
+    program = source.get(command_line.PROGRAM)
+    if "base_model" in source and "model_name_or_path" not in source:
+        return "axolotl", axolotl.translate
+    if isinstance(source.get("model"), dict) and "tokenizer" in source:
+        return "torchtune", torchtune.translate
+    if program == "swift" or (program is None and isinstance(source.get("model"), str)):
+        return "ms-swift", swift.translate
+    if "model_name_or_path" in source and "base_model" not in source:
+        is_trl = program == "trl" or not LLAMA_FACTORY & source.keys()
+        return ("TRL", trl.translate) if is_trl else ("LLaMA-Factory", llamafactory.translate)
+    if "per_device_train_batch_size" in source and program is None:
+        return "TrainingArguments", trl.translate_arguments
+    raise FinetuneError(
+        f"{where}: not a configuration that can be imported: it has neither base_model (of axolotl)"
+        " nor model_name_or_path (of LLaMA-Factory and TRL), model (of ms-swift and torchtune), or "
+        "per_device_train_batch_size (of TrainingArguments)"
+    )
 
 
 def explain(job: Translation) -> list[str]:
@@ -65,13 +108,29 @@ def explain(job: Translation) -> list[str]:
     return lines + [f"{'assumed':<14}  {reason}" for reason in job.assumed]
 
 
-def run(file: Path, output: str | None, processes: int) -> int:
-    """`finetune import`: write the recipe of a file, and print the outcome of each of its keys."""
-    name = output or file.stem
+def run(
+    words: Sequence[str], output: str | None, processes: int | None, allow_lost: bool = False
+) -> int:
+    """`finetune import`: write the recipe of a file, and print the outcome of each of its keys.
+
+    Returns 1, without a file, if a key has no counterpart and this is not allowed.
+    """
+    file = Path(words[0]) if len(words) == 1 else None
+    name = output or ("imported" if file is None else file.stem)
     path = recipe_file.path_of(name)
-    recipe, job, toolkit = import_recipe(file, processes)
+    recipe, job, toolkit = import_recipe(file or shlex.join(words), processes)
     lines = explain(job)
-    recipe_file.write(path, recipe, f"{path.stem}, from {file.name} of {toolkit}.", lines)
+    if job.lost and not allow_lost:
+        print("\n".join(lines))
+        print(
+            f"not written: no counterpart for {', '.join(job.lost)}, which may change what is "
+            "learned; --allow-lost writes the recipe without them",
+            file=sys.stderr,
+        )
+        return 1
+    recipe_file.write(
+        path, recipe, f"{path.stem}, from {file.name if file else 'a command'} of {toolkit}.", lines
+    )
     print("\n".join(lines))
     print(f"wrote {path}; run `finetune plan {name}` to check it")
     return 0

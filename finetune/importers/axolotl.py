@@ -1,13 +1,11 @@
 """Translate an axolotl configuration, with the names of axolotl's configuration reference."""
 
-import re
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import preference_methods, trainer
-from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
-from finetune.recipe.sections import PART, SPECIAL_TOKENS
+from finetune.importers import axolotl_data, preference_methods, trainer
+from finetune.importers.translation import Translation, listed, mapping, shown, text
+from finetune.recipe.sections import SPECIAL_TOKENS
 
 ATTENTION = {
     "flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
@@ -71,16 +69,8 @@ NOT_NEEDED = {
     "weights are loaded to where the backend needs them": "experimental_skip_move_to_device",
     "experts run as grouped products": "experts_implementation use_scattermoe use_sonicmoe",
     "every key is always checked": "strict",
+    "kernels of the same computation are chosen by kernels": "fused_attn_kernel tiled_mlp",
 }  # fmt: skip
-
-
-TYPES: dict[str, tuple[Outcome, str]] = {
-    "sharegpt": ("translated", "format=sharegpt"),
-    "alpaca": ("differs",
-        "format=alpaca: the chat template renders the prompt, not '### Instruction:'"),
-    "oasst": ("differs", "format=oasst: the best-ranked path down each tree"),
-}  # fmt: skip
-"""Types of a source whose format has the same name, with their outcome."""
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -93,11 +83,15 @@ def translate(job: Translation, folder: Path) -> None:
     _method(job)
     _model(job)
     _adapter(job)
-    _data(job)
+    axolotl_data.sources(job)
     _template(job)
     job.set("batch.max_length", 512)
     job.move("sequence_len", "batch.max_length")
     _overlong(job)
+    micro, total = job.get("micro_batch_size", 1), job.get("batch_size")
+    if "gradient_accumulation_steps" not in job.source and isinstance(total, int):
+        job.source["gradient_accumulation_steps"] = total // micro
+    job.say("batch_size", "translated", "batch.rows, with micro_batch_size and accumulation")
     trainer.batch(job, "micro_batch_size", 1)
     trainer.length(job, "num_epochs", 1)
     trainer.schedule(job, "lr_scheduler", "cosine", 0.03)
@@ -118,7 +112,11 @@ def translate(job: Translation, folder: Path) -> None:
 
 def _method(job: Translation) -> None:
     known = ", ".join(preference_methods.AXOLOTL)
-    for key in ("rl", "reward_model", "process_reward_model"):
+    if job.get("reward_model"):
+        job.set("method", "reward")
+        job.say("reward_model", "translated", "method=reward")
+        job.say("num_labels", "not needed", "a reward is one number")
+    for key in ("rl", "process_reward_model"):
         name = text(job.get(key)).lower()
         if key == "rl" and name in preference_methods.AXOLOTL:
             preference_methods.method(job, key, name, preference_methods.AXOLOTL[name])
@@ -140,6 +138,9 @@ def _model(job: Translation) -> None:
     job.move("base_model", "model.name", text)
     job.move("revision_of_model", "model.revision", text)
     job.move("tokenizer_config", "model.tokenizer", text)
+    reason = "the tokenizer of transformers, with its chat template"
+    job.say("tokenizer_use_mistral_common", "differs", reason)
+    _config(job)
     if job.get("base_model_config", job.get("base_model")) == job.get("base_model"):
         job.say("base_model_config", "not needed", "config.json is in the folder of the weights")
     kind = text(job.get("model_type"))
@@ -163,6 +164,29 @@ def _model(job: Translation) -> None:
             job.say(key, "differs", f"model.attention={ours} computes the same")
     if job.get("xformers_attention"):
         job.say("xformers_attention", "differs", "model.attention=sdpa computes the same")
+
+
+def _config(job: Translation) -> None:
+    """Translate fields of config.json that a configuration replaces."""
+    key = "overrides_of_model_config" if "model_config" not in job.source else "model_config"
+    given = mapping(job.get(key))
+    factor = given.get("router_aux_loss_coef")
+    if given.keys() <= {"output_router_logits", "router_aux_loss_coef"}:
+        if given.get("output_router_logits") is False:
+            job.set("model.router_aux_loss", "none")
+            job.say(key, "translated", "model.router_aux_loss=none")
+        elif given.get("output_router_logits") and factor is not None:
+            job.set("model.router_aux_loss", factor)
+            job.say(key, "translated", f"model.router_aux_loss={factor}")
+        else:
+            reason = "set model.router_aux_loss to the router_aux_loss_coef of config.json"
+            job.say(key, "no counterpart", reason)
+    quantised = mapping(job.get("bnb_config_kwargs"))
+    if quantised and all(SAME_NF4.get(name) == value for name, value in quantised.items()):
+        job.say("bnb_config_kwargs", "translated", "NF4 with double quantization")
+
+
+SAME_NF4 = {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def _adapter(job: Translation) -> None:
@@ -217,7 +241,11 @@ def _template(job: Translation) -> None:
     job.say("train_on_inputs", "translated", f"train_on={word}")
 
 
-KERNELS = ("cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin")
+KERNELS = (
+    "cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin",
+    "expert_parallel.ExpertParallelPlugin", "swanlab.SwanLabPlugin",
+)  # fmt: skip
+"""Plugins that compute the same faster, divide it, or record it."""
 
 
 def _plugins(job: Translation) -> None:
@@ -229,7 +257,8 @@ def _plugins(job: Translation) -> None:
     if others:
         job.say("plugins", "no counterpart", f"{', '.join(others)}: nothing corresponds to it")
     else:
-        job.say("plugins", "not needed", "fused kernels and a chunked loss are on (kernels)")
+        reason = "fused kernels and a chunked loss are on (kernels), the backend divides the model"
+        job.say("plugins", "not needed", reason)
 
 
 def _special_tokens(job: Translation) -> None:
@@ -260,163 +289,4 @@ def _trackers(job: Translation) -> None:
     for key in ("use_tensorboard", "wandb_project"):
         job.say(key, "translated", f"trackers={found}")
     job.refuse_flag("gptq", "weights in GPTQ are frozen: name a model that is not quantized")
-    job.refuse_flag("use_comet", "trackers are tensorboard, wandb, mlflow and trackio")
-
-
-# --- data --------------------------------------------------------------------------------------
-
-
-def _data(job: Translation) -> None:
-    pretraining = job.get("pretraining_dataset")
-    if pretraining is not None:
-        job.set("method", "pretrain")
-        job.say("pretraining_dataset", "translated", "method=pretrain, data")
-        places = [e if isinstance(e, dict) else {"path": e} for e in listed(pretraining)]
-        job.set("data", [_source(job, "pretraining_dataset", i, p) for i, p in enumerate(places)])
-    for key, path in (("datasets", "data"), ("test_datasets", "eval_data")):
-        entries = job.get(key)
-        if entries is None:
-            continue
-        if not isinstance(entries, list):
-            raise FinetuneError(f"{key}: expected a list, got {shown(entries)}")
-        job.set(path, [_source(job, key, number, each) for number, each in enumerate(entries)])
-        job.say(key, "translated", f"{path}, {len(entries)} sources")
-    job.held_out("val_set_size")
-
-
-def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict):
-        raise FinetuneError(f"{key}.{number}: expected keys and values, got {shown(entry)}")
-    values: dict[str, Any] = {k: v for k, v in entry.items() if v is not None}
-    at = f"{key}.{number}"
-    data: dict[str, Any] = {"source": text(values.get("path", ""))}
-    job.say(f"{at}.path", "translated", "source")
-    if "data_files" in values:
-        first, *others = listed(values["data_files"]) or [""]
-        data["source"] = text(first)
-        if not others:
-            job.say(f"{at}.data_files", "translated", f"source={shown(first)}")
-        else:
-            reason = f"only {shown(first)}: name each file as a source, or their folder"
-            job.say(f"{at}.data_files", "no counterpart", reason)
-    for theirs, ours in (("name", "subset"), ("revision", "revision")):
-        if theirs in values:
-            data[ours] = text(values[theirs])
-            job.say(f"{at}.{theirs}", "translated", f"{ours}={shown(values[theirs])}")
-    if "split" in values:
-        _split(job, f"{at}.split", text(values["split"]), data)
-    if "ds_type" in values:
-        job.say(f"{at}.ds_type", "not needed", "derived from the file extension")
-    _format(job, at, values, data)
-    job.say_values(at, values, ("path", "data_files", "name", "revision", "split", "ds_type"))
-    return data
-
-
-def _split(job: Translation, at: str, split: str, data: dict[str, Any]) -> None:
-    data["split"] = split
-    if PART.fullmatch(split) is None:
-        data["split"] = re.split(r"\W", split)[0] or "train"
-        reason = f"{split}: a split, or a part such as train[:20%]; name each split as a source"
-        job.say(at, "no counterpart", reason)
-        return
-    job.say(at, "translated", f"split={split}")
-
-
-def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
-    if job.fields.get("method") in preference_methods.AXOLOTL:
-        preference_methods.axolotl_format(job, at, values, data)
-        return
-    kind = values.get("type", "completion" if at.startswith("pretraining") else None)
-    if isinstance(kind, dict):
-        _own_prompt(job, at, kind, data)
-        return
-    word = text(kind).split(".")[0].split(":")[0]
-    key = f"{at}.type"
-    if word == "chat_template":
-        _conversation(job, at, values, data)
-        job.say(key, "translated", f"format={data['format']}")
-    elif word in ("completion", "pretrain"):
-        data["format"] = "text"
-        job.set("train_on", "all")
-        column = values.get("field", values.get("text_column", "text"))
-        if column != "text":
-            data["columns"] = {text(column): "text"}
-        job.say(key, "translated", "format=text, train_on=all")
-        for inner in ("field", "text_column"):
-            if inner in values:
-                job.say(f"{at}.{inner}", "translated", f"columns={data.get('columns', {})}")
-    elif word in TYPES:
-        data["format"] = word
-        job.say(key, *TYPES[word])
-        if word == "sharegpt" and "conversation" in values:
-            reason = "the tokenizer's own template; or name one in model.chat_template"
-            job.say(f"{at}.conversation", "differs", reason)
-    else:
-        data["format"] = text(kind)
-        reason = f"{shown(kind)}: unknown format; `finetune plan` lists the formats"
-        job.say(key, "no counterpart", reason)
-
-
-def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str, Any]) -> None:
-    """Translate a custom prompt: its columns have a counterpart, its text does not."""
-    data["format"] = "alpaca"
-    names = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
-    names["field_system"] = "system"
-    columns = {text(kind[key]): name for key, name in names.items() if kind.get(key)}
-    columns = {column: name for column, name in columns.items() if column != name}
-    if columns:
-        data["columns"] = columns
-    reason = "format=alpaca with its columns: the chat template renders the prompt"
-    job.say(f"{at}.type", "differs", reason)
-    for key in kind:
-        if key not in names and kind[key] is not None:
-            job.say(f"{at}.type.{key}", "no counterpart", "the chat template renders the prompt")
-
-
-def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
-    renamed = values.get("message_property_mappings")
-    names = {"role": "role", "content": "content"}
-    names |= {k: text(v) for k, v in mapping(renamed).items()}
-    for name in names:
-        key = f"message_field_{name}"
-        if key in values:
-            names[name] = text(values[key])
-            job.say(f"{at}.{key}", "translated", names[name])
-    pair = (names["role"], names["content"])
-    data["format"] = "sharegpt" if pair == ("from", "value") else "messages"
-    if pair not in (("from", "value"), ("role", "content")) or len(names) > 2:
-        reason = f"{shown(names)}: keys are role and content, or from and value: rename them"
-        job.say(f"{at}.message_property_mappings", "no counterpart", reason)
-    elif renamed is not None:
-        job.say(f"{at}.message_property_mappings", "translated", f"format={data['format']}")
-    column = text(values.get("field_messages", "messages"))
-    wanted = "conversations" if data["format"] == "sharegpt" else "messages"
-    if column != wanted:
-        data["columns"] = {column: wanted}
-    if "field_messages" in values:
-        job.say(f"{at}.field_messages", "translated", f"column {wanted}")
-    if values.get("field_system", "system") != "system":
-        data.setdefault("columns", {})[text(values["field_system"])] = "system"
-    if "field_system" in values:
-        job.say(f"{at}.field_system", "translated", "column system")
-    same: dict[str, tuple[Any, ...]] = {
-        "roles_to_train": (["assistant"], ["gpt", "assistant"], ["gpt"], ["assistant", "gpt"]),
-        "train_on_eos": ("turn",),
-        "train_on_eot": ("turn",),
-        "chat_template": ("tokenizer_default", job.get("chat_template", "tokenizer_default")),
-        "message_field_training": ("train", "training", "train_turn", "trainable", "weight"),
-        "drop_system_message": (False,),
-    }
-    for key, known in same.items():
-        if key in values:
-            replaced = f"{shown(values[key])}: replaced by {known[0]}"
-            is_same = values[key] in known
-            told = ("translated", "same behavior") if is_same else ("differs", replaced)
-            job.say(f"{at}.{key}", *told)
-    roles = values.get("roles")
-    if isinstance(roles, dict):
-        usual = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}}
-        usual |= {"system": {"system"}, "tool": {"tool"}}
-        others = [r for role, words in roles.items() for r in words if r not in usual.get(role, ())]
-        reason = f"{', '.join(others)}: rename these roles in the data" if others else "same names"
-        job.say(f"{at}.roles", "no counterpart" if others else "translated", reason)
+    job.say("use_comet", "not needed", "trackers are tensorboard, wandb, mlflow and trackio")

@@ -31,6 +31,14 @@ ADAPTER = {
 """Fields with the same meaning, of an adapter."""
 NOT_NEEDED = {
     "use `finetune train`": "do_train",
+    "set by eval_data or eval_rows": "do_eval",
+    "see `finetune eval`": "do_predict predict_with_generate",
+    "kernels of the same computation are chosen by kernels":
+        "use_v1_kernels bias_activation_fusion apply_rope_fusion moe_grouped_gemm",
+    "the backend divides and communicates":
+        "use_distributed_optimizer overlap_param_gather overlap_grad_reduce "
+        "moe_token_dispatcher_type sequence_parallel",
+    "the hub of Hugging Face has the same files": "use_modelscope_hub use_openmind_hub",
     "HF_HOME sets where files of the hub are cached": "cache_dir",
     "prepared rows are cached by their content": "overwrite_cache tokenized_path",
     "rows are prepared in parallel": "preprocessing_batch_size",
@@ -45,10 +53,8 @@ NOT_NEEDED = {
     "see `finetune inspect`": "print_param_status",
     "data sets never run code": "trust_remote_code_dataset",
     "only text is trained": "media_dir image_max_pixels video_max_pixels",
-}
+}  # fmt: skip
 NOT_NEEDED_IF_OFF = {
-    "set by eval_data or eval_rows": "do_eval",
-    "see `finetune eval`": "do_predict predict_with_generate",
     "models are loaded with transformers": "use_unsloth",
     "for the available optimizers, see optim.name": "use_galore use_apollo use_badam",
     "train an adapter, or all weights": "use_llama_pro",
@@ -58,7 +64,6 @@ NOT_NEEDED_IF_OFF = {
     "the loss is computed in fp32": "upcast_lmhead_output",
     "stream=true is a field of each source, and needs `first`": "streaming",
     "see `finetune inspect`": "split_special_tokens",
-    "trackers are tensorboard, wandb, mlflow and trackio": "use_swanlab",
     "noise on embeddings is not supported": "neftune_noise_alpha",
 }
 
@@ -99,12 +104,15 @@ def translate(job: Translation, folder: Path) -> None:
 def _method(job: Translation) -> None:
     stage = text(job.get("stage", "sft"))
     loss = text(job.get("pref_loss", "sigmoid"))
-    if stage not in ("sft", "pt", "dpo", "kto"):
+    if stage not in ("sft", "pt", "rm", "dpo", "kto"):
         raise FinetuneError(
-            f"stage: {stage}: sft, pt, dpo and kto are imported; write the recipe with "
+            f"stage: {stage}: sft, pt, rm, dpo and kto are imported; write the recipe with "
             "`finetune init`"
         )
-    if stage == "kto":
+    if stage == "rm":
+        job.set("method", "reward")
+        job.say("stage", "differs", "method=reward, whose head has no bias and no dropout")
+    elif stage == "kto":
         preference_methods.method(job, "stage", stage, {"method": "kto"})
     elif stage == "dpo" and loss in preference_methods.LLAMA_FACTORY:
         preference_methods.method(job, "stage", loss, preference_methods.LLAMA_FACTORY[loss])
@@ -298,6 +306,9 @@ def _source(
         data["first"] = min(both, default=limit)
         job.say("max_samples", "differs", f"first={limit} of each source: the first rows")
     others = {k: v for k, v in values.items() if v not in (None, False)}
+    if hub:
+        for other in ("ms_hub_url", "om_hub_url"):
+            others.pop(other, None)  # the same data set on another hub
     job.say_values(at, others, SOURCE)
     return data
 

@@ -61,6 +61,7 @@ PAIR_TYPES: dict[str, tuple[str, dict[str, str]]] = {
         {"chosen_response": "chosen", "rejected_response": "rejected"},
     ),
     "default": ("preference", {"messages": "prompt"}),
+    "chat_template": ("preference", {"input": "prompt"}),  # of bradley_terry
 }
 """Format and columns, by the suffix of axolotl's type of a source, such as `chatml.intel`."""
 JUDGED_TYPES: dict[str, tuple[str, dict[str, str]]] = {

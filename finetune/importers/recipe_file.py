@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ COLUMN = 34
 """Column at which the meaning of a field starts."""
 
 
-def init(name: str, origin: str) -> int:
+def init(name: str, origin: str, overrides: Sequence[str] = ()) -> int:
     """`finetune init`: write a file with the fields of another recipe."""
     path = path_of(name)
-    write(path, catalog.resolve(origin), f"{path.stem}, from {origin}.")
+    write(path, catalog.resolve(origin, overrides), f"{path.stem}, from {origin}.")
     print(f"wrote {path}; run `finetune plan {name}` to check it")
     return 0
 

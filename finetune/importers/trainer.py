@@ -1,10 +1,16 @@
 """Translate the keys that axolotl and LLaMA-Factory share: arguments of transformers' Trainer."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+from finetune.data.read.first_rows import fit
+from finetune.data.read.sources import find_source
+from finetune.data.samples import READ_AS
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
+from finetune.methods import find_method
+from finetune.recipe import Data
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
@@ -42,8 +48,68 @@ NOT_NEEDED = {
     "tokens per second are always recorded": "include_tokens_per_second",
     "a run is named by its directory": "run_name",
     "the launcher sets it": "local_rank",
+    "the backend chooses the device": "use_cpu no_cuda",
+    "output for people": "disable_tqdm",
+    "every row is trained: a last batch that is not whole has fewer": "dataloader_drop_last",
+    "every step is recorded": "logging_first_step log_level",
 }  # fmt: skip
 """What replaces keys of both toolkits that do not affect training, with the keys."""
+
+
+def formats(job: Translation) -> None:
+    """Find the formats of data on this machine by its rows, for a toolkit that finds them too."""
+    kinds = READ_AS[find_method(job.fields["method"]).takes]
+    for source in (*job.fields.get("data", []), *job.fields.get("eval_data", [])):
+        place = Path(source["source"])
+        if not place.exists():
+            job.assumed.append(
+                f"format={source['format']} of {place}: the other toolkit finds it by the columns, "
+                "as does `finetune inspect DATA --model NAME`"
+            )
+            continue
+        if place.is_file():
+            source.pop("split", None)
+        found = fit(find_source(Data(**source)).rows(), kinds)
+        source["format"] = found.format
+        if found.columns:
+            source["columns"] = found.columns
+
+
+ATTENTION = ("flash_attention_2", "flex_attention", "sdpa", "eager")
+
+
+def attention(job: Translation, key: str) -> None:
+    """Translate the name of an attention implementation."""
+    name = text(job.get(key)).replace("flash_attn", "flash_attention_2")
+    if name in ATTENTION:
+        job.set("model.attention", name)
+        job.say(key, "translated", f"model.attention={name}")
+    else:
+        flash = "flash" in name
+        job.set("model.attention", "flash_attention_2" if flash else "sdpa")
+        job.say(key, "differs", f"{name}: another kernel of the same attention is used")
+
+
+def dtype(job: Translation) -> None:
+    """Translate the data type of the weights, which is a backend's."""
+    for key in ("dtype", "torch_dtype"):
+        usual = text(job.get(key)) in ("auto", "bfloat16", "bf16")
+        reason = "backends train in bf16 by default"
+        job.say(key, "translated" if usual else "differs", f"{reason}; others: --precision")
+
+
+def arguments(
+    job: Translation, micro: int = 8, scheduler: str = "linear", warmup: float = 0.0
+) -> None:
+    """Translate the arguments of a Trainer; the values are another toolkit's defaults."""
+    batch(job, "per_device_train_batch_size", micro)
+    length(job, "num_train_epochs", 3)
+    schedule(job, "lr_scheduler_type", scheduler, warmup)
+    evaluation_and_saving(job)
+    without_evaluation(job)
+    precision(job)
+    checkpointing(job)
+    trackers(job)
 
 
 def batch(job: Translation, micro: str, default: int) -> None:
@@ -177,15 +243,15 @@ def evaluation_and_saving(job: Translation) -> None:
         if word == "epoch":
             job.set(path, "1 epoch")
         other = f"{word}: once, at the end; or set {path}"
-        job.say(key, *told.get(word, ("no counterpart", other)))
+        job.say(key, *told.get(word, ("differs", other)))
     job.move("save_total_limit", "saving.keep")
-    job.refuse_flag("save_only_model", "a checkpoint always holds what resuming needs")
+    job.say("save_only_model", "not needed", "a checkpoint always holds what resuming needs")
     job.say("load_best_model_at_end", "not needed", "an export uses the best checkpoint")
     if text(job.get("metric_for_best_model", "loss")) in ("loss", "eval_loss"):
         job.say("metric_for_best_model", "not needed", "the evaluation loss is used")
     else:
         job.say("metric_for_best_model", "differs", "the evaluation loss is used instead")
-    job.refuse_flag("greater_is_better", "the evaluation loss is used: lower is better")
+    job.say("greater_is_better", "differs", "the evaluation loss is used: lower is better")
 
 
 def without_evaluation(job: Translation) -> None:
@@ -235,7 +301,7 @@ def trackers(job: Translation) -> None:
     job.set("trackers", known)
     if others:
         reason = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
-        job.say("report_to", "no counterpart", reason)
+        job.say("report_to", "differs", reason)
     else:
         job.say("report_to", "translated", f"trackers={known}")
 
@@ -258,8 +324,11 @@ def backend(job: Translation, folder: Path) -> None:
 
 AXES = {
     "tensor_parallel_size": ("tp", "--tensor"), "expert_parallel_size": ("ep_fsdp", "--experts"),
-    "context_parallel_size": ("cp", "--context"), "dp_replicate_size": ("hsdp", "--shard-size"),
-    "dp_shard_size": ("fsdp_full_shard", ""),
+    "tensor_model_parallel_size": ("tp", "--tensor"),
+    "pipeline_model_parallel_size": ("pp", "--pipeline"),
+    "expert_model_parallel_size": ("ep_fsdp", "--experts"),
+    "sequence_parallel_size": ("sp", "--sequence"), "context_parallel_size": ("cp", "--context"),
+    "dp_replicate_size": ("hsdp", "--shard-size"), "dp_shard_size": ("fsdp_full_shard", ""),
 }  # fmt: skip
 
 
@@ -271,7 +340,8 @@ def mesh(job: Translation) -> None:
         job.say(key, "not needed", "one process")
     if len(divided) > 1 or ("dp_replicate_size" in several and divided):
         for key in several:
-            job.say(key, "no counterpart", "several axes: name a backend of `finetune list`")
+            reason = "several axes, which change no loss: name a backend of `finetune list`"
+            job.say(key, "differs", reason)
         return
     for key in [key for key in AXES if key in several][:1]:
         name, option = AXES[key]
@@ -334,6 +404,9 @@ def _fsdp(job: Translation) -> str:
 def the_rest(job: Translation) -> None:
     """Record the keys that do not affect training and have no outcome yet."""
     by_prefix = {
+        ("swanlab_", "use_swanlab"): f"trackers are {', '.join(TRACKERS)}; none changes a loss",
+        ("ray_",): "`finetune launch` starts the processes",
+        ("fsdp_",): "FSDP2 wraps the layers of the model automatically",
         ("wandb_", "mlflow_", "comet_"): "set the tracker's own environment variables",
         ("push_to_hub", "hub_"): "nothing is uploaded; `finetune export` writes the model",
     }
@@ -343,3 +416,21 @@ def the_rest(job: Translation) -> None:
         reason = reasons.get(key, own)
         if reason is not None:
             job.say(key, "not needed", reason)
+    if not mapping(job.get("accelerator_config")).get("split_batches"):
+        job.say("accelerator_config", "not needed", "gradients are summed over a step exactly")
+    left = [key for key in job.source if key not in job.outcomes]
+    usual = _defaults() if left else {}
+    for key in left:
+        is_off = not job.source[key] and not usual.get(key, True)
+        if is_off or (key in usual and job.source[key] == usual[key]):
+            job.say(key, "not needed", "it is off, or the default of transformers")
+
+
+def _defaults() -> dict[str, Any]:
+    """The defaults of transformers' TrainingArguments."""
+    from transformers import TrainingArguments  # slow, and seldom needed
+
+    return {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(TrainingArguments)
+    }

@@ -31,6 +31,11 @@ class Translation:
         """Whether the backend shards the state of the optimizer."""
         return self.fields.get("backend", "single") not in ("single", "ddp")
 
+    @property
+    def lost(self) -> list[str]:
+        """Keys without a counterpart."""
+        return [key for key, (outcome, _) in self.outcomes.items() if outcome == "no counterpart"]
+
     def set(self, path: str, value: Any) -> None:
         """Set a field of the recipe by its dotted path."""
         *sections, last = path.split(".")
@@ -61,7 +66,7 @@ class Translation:
 
     def say(self, key: str, outcome: Outcome, text: str) -> None:
         """Record an outcome; a key that is not in the source is not recorded."""
-        if key.split(".")[0] in self.source:
+        if key in self.source or key.split(".")[0] in self.source:
             self.outcomes[key] = (outcome, text)
 
     def say_all(self, outcome: Outcome, keys: Mapping[str, str]) -> None:
@@ -109,7 +114,7 @@ class Translation:
     def finish(self) -> None:
         """Record every key without an outcome as one without a counterpart."""
         for key in self.source:
-            if not any(said.split(".")[0] == key for said in self.outcomes):
+            if not any(key in (said, said.split(".")[0]) for said in self.outcomes):
                 self.say(key, "no counterpart", "no recipe field corresponds to it")
 
 

@@ -17,18 +17,23 @@ from finetune import catalog
 from finetune.cache import cache
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import load_chat
-from finetune.data.formats import find_format, fitting
+from finetune.data.formats import find_format
 from finetune.data.prepare import Prepared, prepare
+from finetune.data.read.first_rows import fit, labels
 from finetune.data.read.sources import find_source
 from finetune.data.rows.order import permutation
+from finetune.data.samples import READ_AS
 from finetune.errors import FinetuneError
+from finetune.methods import find_method
 from finetune.models.model import load_tokenizer
-from finetune.recipe import Kind, Recipe
+from finetune.recipe import Data, Kind, Recipe
 
 BROKEN = "\ufffd"
 """Decoded text of an incomplete character."""
-METHODS: dict[Kind, str] = {"text": "sft", "pairs": "dpo", "judged": "kto"}
-"""A method with no required fields for each kind of sample, to show data without a recipe."""
+METHODS: dict[Kind, str] = {
+    "text": "sft", "pairs": "dpo", "judged": "kto", "labelled": "classifier",
+}  # fmt: skip
+"""A method for each kind of sample, for data without a recipe."""
 ANY_LENGTH = 2**20
 """Maximum tokens of a row that is shown without a recipe: none is cut or refused."""
 
@@ -106,33 +111,39 @@ class Inspection:
     """Completions by the initial model for each row shown; empty unless requested."""
 
 
-def recipe_of_data(source: str, model: str | None, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe with the defaults for data: a format that reads its first row, and a method.
+def recipe_of_data(
+    source: str, model: str | None, overrides: Sequence[str] = (), method: str | None = None
+) -> Recipe:
+    """A recipe with the defaults for data: a format that reads its first rows, and a method.
 
     Args:
         source: A file, folder, glob or hub data set.
         model: Name or folder of the model.
         overrides: `key=value` words, which come last: `data.0.format=ranked_all` replaces the
             format that was found.
+        method: Name of the method; by default one for the kind of samples in the data.
 
     Raises:
-        FinetuneError: there is no such data, or an override is wrong.
+        FinetuneError: there is no such data, no format reads it, or an override is wrong.
     """
+    fields: dict[str, Any] = {
+        "model": {"name": model}, "batch": {"max_length": ANY_LENGTH},
+        "data": [{"source": source, "format": "messages"}],
+    }  # fmt: skip
 
-    def made(method: str, **data: Any) -> Recipe:
-        fields = {
-            "method": method, "model": {"name": model}, "batch": {"max_length": ANY_LENGTH},
-            "data": [{"source": source, **data}],
-        }  # fmt: skip
-        return catalog.override(catalog.from_fields(fields), overrides)
+    def of_data() -> Data:
+        return catalog.with_words(fields | {"method": "sft"}, words_of_data).data[0]
 
-    recipe = made("sft", format="messages")
-    name, columns = recipe.data[0].format, dict[str, str | None]()
+    words_of_data = [word for word in overrides if word.startswith("data.0.")]
     if not any(word.startswith("data.0.format=") for word in overrides):
-        # Where nothing fits, `messages` stays: preparing the data says what the row has instead.
-        row = next(find_source(recipe.data[0]).rows(), None)
-        name, columns = fitting(row and row.value, METHODS) or (name, columns)
-    return made(METHODS.get(find_format(name).gives, "sft"), format=name, columns=columns)
+        kinds = METHODS if method is None else READ_AS[find_method(method).takes]
+        found = fit(find_source(of_data()).rows(), kinds)
+        fields["data"][0] |= {"format": found.format, "columns": found.columns}
+    data = of_data()
+    name = method or METHODS.get(find_format(data.format).gives, "sft")
+    if name == "classifier" and not any(word.startswith("labels=") for word in overrides):
+        fields |= labels(find_source(data).rows())
+    return catalog.with_words(fields | {"method": name}, overrides)
 
 
 def inspect(recipe: Recipe, rows: int = 3) -> Inspection:

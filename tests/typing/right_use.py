@@ -34,6 +34,7 @@ assert_type(ft.RewardModel(ft.Model("m")).with_lora(4), ft.RewardModel)
 assert_type(ft.Classifier(ft.Model("m"), labels=("no", "yes")), ft.Classifier)
 assert_type(ft.Distill(ft.Model("m"), teacher=ft.Teacher("n"), temperature=2.0), ft.Distill)
 assert_type(ft.load_recipe("quickstart", ["optim.lr=1e-4"]), ft.Recipe)
+assert_type(ft.recipe_for("m", "data.jsonl", gpu="RTX4090", gpus=2), ft.Recipe)
 
 plan = ft.plan(recipe, "fsdp_full_shard", processes=2)
 assert_type(plan, ft.Plan)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).parent / "templates"
-BUILT_IN = ("chatml", "plain")
+NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}
+"""Tokens that a built-in template needs."""
+BUILT_IN = tuple(NEEDED)
 TOOL_USE = "tool_use"
 """Name of the template that transformers uses for conversations with tools."""
 FROM_THE_ROW = {"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"}
@@ -110,10 +112,15 @@ def fewest_tokens(tokenizer: "PreTrainedTokenizerFast") -> float:
     return 1 / (4 * max(map(len, tokenizer.get_vocab())))
 
 
+def suitable(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The built-in template for a tokenizer without one: the first whose tokens it has."""
+    vocabulary = tokenizer.get_added_vocab()
+    return next(name for name, needed in NEEDED.items() if vocabulary.keys() >= set(needed))
+
+
 def _built_in(tokenizer: "PreTrainedTokenizerFast", name: str) -> str:
     vocabulary = tokenizer.get_added_vocab()
-    needed = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}[name]
-    missing = [token for token in needed if token not in vocabulary]
+    missing = [token for token in NEEDED[name] if token not in vocabulary]
     if missing:
         raise FinetuneError(
             f"model.chat_template: '{name}' needs {' and '.join(missing)}, which the tokenizer "

@@ -1,0 +1,186 @@
+"""Translate torchtune's configurations, whose components are named by Python paths."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.importers import trainer
+from finetune.importers.translation import Translation, text
+
+DATA = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", True),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", True),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt", False),
+    "chat_dataset": ("", "messages", False), "text_completion_dataset": ("", "text", True),
+    "instruct_dataset": ("", "alpaca", False), "preference_dataset": ("", "preference", False),
+    "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", "alpaca_preference", False),
+}  # fmt: skip
+"""Source, format, and whether prompts are trained by default, by torchtune's builder."""
+OPTIMIZERS = {
+    "AdamW": "adamw", "PagedAdamW": "adamw", "AdamW8bit": "adamw_8bit", "SGD": "sgd",
+    "PagedAdamW8bit": "paged_adamw_8bit", "Adam": "torch.optim:Adam", "Lion": "lion",
+}  # fmt: skip
+SCHEDULES = {"get_cosine_schedule_with_warmup": "cosine"}
+LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss", "")
+RENAMED = {"output_proj": "o_proj"}
+MOVED = {
+    "model.lora_rank": "adapter.r", "model.lora_alpha": "adapter.alpha",
+    "model.lora_dropout": "adapter.dropout", "model.use_dora": "adapter.use_dora",
+    "optimizer.lr": "optim.lr", "optimizer.weight_decay": "optim.weight_decay",
+    "optimizer.eps": "optim.eps", "optimizer.betas": "optim.betas",
+    "lr_scheduler.num_warmup_steps": "optim.warmup", "dataset.packed": "batch.packing",
+    "tokenizer.max_seq_len": "batch.max_length", "batch_size_val": "evaluation.micro_rows",
+    "run_val_every_n_steps": "evaluation.every", "loss.beta": "beta",
+    "loss.label_smoothing": "label_smoothing",
+}  # fmt: skip
+NOT_NEEDED = {
+    "give --output to `finetune launch`": "output_dir",
+    "rows are always shuffled": "shuffle",
+    "metrics are in the run directory": "log_every_n_steps log_peak_memory_stats log_level "
+        "metric_logger.log_dir metric_logger._component_",
+    "the backend places the model":
+        "device low_cpu_ram custom_sharded_layers data_parallel_shard_dim "
+        "data_parallel_replicate_dim fsdp_reshard_after_forward tensor_parallel_plan._component_",
+    "give --resume to `finetune launch`": "resume_from_checkpoint",
+    "kernels.pointwise=auto compiles where it is faster": "compile",
+    "a checkpoint always holds what resuming needs": "save_adapter_weights_only",
+    "the update is the same, in another moment": "optimizer.fused optimizer_in_bwd",
+    "the epoch is saved at its end": "save_every_n_epochs save_every_n_steps",
+    "the tokenizer is in the folder of the model":
+        "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.vocab_path "
+        "tokenizer.merges_path tokenizer.special_tokens_path tokenizer.prompt_template",
+    "the loss is computed in chunks (kernels.head)": "loss.num_output_chunks",
+}  # fmt: skip
+
+
+def translate(job: Translation, folder: Path) -> None:
+    """Fill the fields of a recipe from a torchtune configuration.
+
+    Raises:
+        FinetuneError: no method here matches its loss or its data.
+    """
+    job.source = {k: v for k, v in _filled(_flat(job.source)).items() if v is not None}
+    loss, builder = _name(job, "loss._component_"), _name(job, "dataset._component_")
+    if loss not in (*LOSSES, "DPOLoss"):
+        raise FinetuneError(f"loss: {loss}: supervised fine-tuning and DPO are imported")
+    if builder not in DATA:
+        known = ", ".join(DATA)
+        raise FinetuneError(f"dataset: {builder}: expected one of {known}; rewrite it as such")
+    job.set("method", "dpo" if loss == "DPOLoss" else "sft")
+    job.say("loss._component_", "translated", f"method={job.fields['method']}")
+    trainer.backend(job, folder)
+    job.move("checkpointer.checkpoint_dir", "model.name", text)
+    for key in [key for key in job.source if key.startswith(("checkpointer.", "profiler."))]:
+        job.say(key, *job.outcomes.get(key, ("not needed", "the model is read from its folder")))
+    _adapter(job)
+    for key, path in (("dataset", "data"), ("dataset_val", "eval_data")):
+        _data(job, key, path)
+    trainer.batch(job, "batch_size", 1)
+    schedule = _name(job, "lr_scheduler._component_")
+    job.set("optim.schedule", SCHEDULES.get(schedule, "constant"))
+    job.set("optim.warmup", 0)
+    if schedule in SCHEDULES:
+        job.say("lr_scheduler._component_", "translated", f"optim.schedule={SCHEDULES[schedule]}")
+    name = _name(job, "optimizer._component_")
+    if name in OPTIMIZERS:
+        job.set("optim.name", OPTIMIZERS[name])
+        job.say("optimizer._component_", "translated", f"optim.name={OPTIMIZERS[name]}")
+    job.set("optim.weight_decay", 0.01)  # the default of torch.optim.AdamW and bitsandbytes
+    job.set("optim.max_grad_norm", job.get("clip_grad_norm"))
+    job.say("clip_grad_norm", "translated", f"optim.max_grad_norm={job.get('clip_grad_norm')}")
+    trainer.length(job, "epochs", 1)
+    limit = "max_steps_per_epoch"
+    if job.get(limit) and job.get("epochs", 1) == 1:
+        job.move(limit, "max_steps")
+    job.set("batch.max_length", 4096)
+    if "tokenizer.max_seq_len" in job.source:
+        job.set("batch.overlong", "truncate")
+    else:
+        job.assumed.append("batch.max_length=4096: the other toolkit has no limit")
+    job.move_all(MOVED)
+    on, to_host = (
+        job.get("enable_activation_checkpointing"),
+        job.get("enable_activation_offloading"),
+    )
+    job.set("model.activation_checkpointing", "offload" if to_host else bool(on))
+    for key in ("enable_activation_checkpointing", "enable_activation_offloading"):
+        job.say(key, "translated", "model.activation_checkpointing")
+    trainer.dtype(job)
+    offload = job.get("fsdp_cpu_offload") or job.get("fsdp.cpu_offload")
+    if offload:
+        job.set("backend", "fsdp_full_shard_offload")
+    for key in ("fsdp_cpu_offload", "fsdp.cpu_offload"):
+        job.say(key, "translated", f"backend={job.fields['backend']}")
+    job.say("tensor_parallel_dim", "differs", "changes no loss: a backend of `finetune list`")
+    job.say_all("not needed", NOT_NEEDED)
+
+
+def _filled(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with those that they name, such as `${batch_size}`."""
+    for key, value in values.items():
+        whole = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+        values[key] = values.get(whole[1], value) if whole else value
+    return values
+
+
+def _flat(values: dict[str, Any], at: str = "") -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, value in values.items():
+        found |= _flat(value, f"{at}{key}.") if isinstance(value, dict) else {f"{at}{key}": value}
+    return found
+
+
+def _name(job: Translation, key: str) -> str:
+    return text(job.get(key, "")).rpartition(".")[2]
+
+
+def _adapter(job: Translation) -> None:
+    model = _name(job, "model._component_")
+    attention = job.get("model.lora_attn_modules")
+    packed = model.startswith("qlora_") or job.get("model.quantize_base")
+    job.set("model.quantization", "nf4" if packed else "none")
+    if attention is None:
+        job.set("adapter", None)
+        job.say("model._component_", "translated", "all weights of the model in its folder")
+        return
+    kind = "LoRA on a base in NF4" if packed else "LoRA"
+    job.say("model._component_", "translated", f"{kind} of the model in its folder")
+    job.say("model.quantize_base", "translated", "model.quantization=nf4")
+    targets = [RENAMED.get(each, each) for each in attention]
+    targets += ["gate_proj", "up_proj", "down_proj"] if job.get("model.apply_lora_to_mlp") else []
+    targets += ["lm_head"] if job.get("model.apply_lora_to_output") else []
+    job.set("adapter.targets", targets)
+    for key in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"):
+        job.say(f"model.{key}", "translated", f"adapter.targets={','.join(targets)}")
+
+
+def _data(job: Translation, key: str, path: str) -> None:
+    builder = _name(job, f"{key}._component_")
+    if builder not in DATA:
+        return
+    source, name, trains = DATA[builder]
+    data: dict[str, Any] = {"source": text(job.get(f"{key}.source", source)), "format": name}
+    files = job.get(f"{key}.data_files")
+    data |= {"source": text(files)} if files else {}
+    if builder == "chat_dataset" and job.get(f"{key}.conversation_style") == "sharegpt":
+        data["format"] = "sharegpt"
+    if isinstance(split := job.get(f"{key}.split"), str) and not files:
+        data["split"] = split
+    column = job.get(f"{key}.column", job.get(f"{key}.conversation_column"))
+    wanted = {"sharegpt": "conversations", "messages": "messages", "text": "text"}
+    if column and wanted.get(data["format"], column) != column:
+        data["columns"] = {text(column): wanted[data["format"]]}
+    if name == "alpaca_preference":
+        data["columns"] = {"question": "instruction", "response_j": "chosen",
+            "response_k": "rejected"}  # fmt: skip
+    job.set(path, [data])
+    if path == "data" and job.fields["method"] == "sft":
+        job.set("train_on", "all" if job.get(f"{key}.train_on_input", trains) else "assistant")
+    outcome = "differs" if "alpaca" in name else "translated"
+    reason = f"{path}, format={data['format']}: the model's own chat template renders it"
+    job.say(f"{key}._component_", outcome, reason)
+    for inner in ("source data_files split column conversation_style conversation_column "
+        "train_on_input packed subset").split():  # fmt: skip
+        if inner != "subset":
+            job.say(f"{key}.{inner}", "translated", path)
