@@ -314,13 +314,17 @@ def _disk(recipe: Recipe, backend: Backend) -> Iterator[str]:
 def _optimizer(recipe: Recipe, backend: Backend) -> Iterator[str]:
     name = recipe.optim.name
     complete = {
-        "adamw_8bit": "quantizes its moments in blocks of complete tensors",
         "paged_adamw_8bit": "quantizes its moments in blocks of complete tensors",
         "adafactor": "needs complete rows and columns of matrices",
         "muon": "orthogonalizes complete matrices",
     }
     if name in complete and (backend.shard != "none" or backend.axes.any):
         yield f"optim.name: {name} {complete[name]}, which {backend.name} shards; use adamw, or ddp"
+    if name in ("adamw_8bit", "adamw_4bit") and (backend.axes.any or backend.engine == "deepspeed"):
+        yield (
+            f"optim.name: {name} stores its moments in blocks of rows, which {backend.name} cuts; "
+            "use adamw, or fsdp_full_shard"
+        )
     if backend.engine == "deepspeed" and (":" in name or name in ("lion", "sgd")):
         yield (
             f"optim.name: checkpoints of {backend.name} hold the two moments of AdamW, and not the "

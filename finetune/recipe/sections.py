@@ -51,7 +51,9 @@ def split_of_rows(split: str) -> str:
 
 
 PART = re.compile(r"[^\[\]]+(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
-OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon", "lion", "sgd")
+OPTIMIZERS = (
+    "adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "adafactor", "muon", "lion", "sgd",
+)  # fmt: skip
 Every = Annotated[int | float | str, BeforeValidator(cadence)]
 HeldOut = Annotated[int | float, BeforeValidator(rows_or_share)]
 

@@ -16,6 +16,7 @@ from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError, first_line
 from finetune.models.scoring import head_of
 from finetune.recipe import Optim
+from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit
 from finetune.version import install
 
 Groups = list[dict[str, Any]]
@@ -92,7 +93,7 @@ def _of_groups(groups: Groups, optim: Optim, peak: float) -> Any:
     Raises:
         FinetuneError: it cannot be imported, is none, or does not take the arguments.
     """
-    if optim.name in ("adamw_8bit", "paged_adamw_8bit"):
+    if optim.name == "paged_adamw_8bit":
         return _bitsandbytes(groups, optim, peak)
     given: dict[str, Any] = {"lr": peak, "betas": optim.betas, "eps": optim.eps}
     like = {"betas": tuple, "eps": float}  # Adafactor's `eps` is a pair, of something else
@@ -193,8 +194,7 @@ def _bitsandbytes(groups: Groups, optim: Optim, peak: float) -> torch.optim.Opti
         raise FinetuneError(
             f"optim.name: {optim.name} needs bitsandbytes: {install('bitsandbytes')} ({error})"
         ) from None
-    rules = {"adamw_8bit": library.AdamW8bit, "paged_adamw_8bit": library.PagedAdamW8bit}
-    return rules[optim.name](groups, peak, optim.betas, optim.eps)
+    return library.PagedAdamW8bit(groups, peak, optim.betas, optim.eps)
 
 
 class Lion(torch.optim.Optimizer):
@@ -225,7 +225,7 @@ class Lion(torch.optim.Optimizer):
 
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "sgd": torch.optim.SGD,
-    "lion": Lion,
+    "lion": Lion, "adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit,
 }  # fmt: skip
-BY_PLAN = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon")
+BY_PLAN = ("adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "adafactor", "muon")
 """Optimizers whose backends the plan knows (`finetune.planner.rules`)."""

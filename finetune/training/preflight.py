@@ -125,7 +125,7 @@ def _missing_packages(planned: Plan) -> list[str]:
         stored = {
             "model.quantization": recipe.model.quantization,
             "teacher.quantization": "none" if taught_by is None else taught_by.quantization,
-            "optim.name": recipe.optim.name if recipe.optim.name.endswith("_8bit") else "none",
+            "optim.name": recipe.optim.name if recipe.optim.name.startswith("paged") else "none",
         }
         found += [
             f"{field}: {name} needs {missing('bitsandbytes')}"
