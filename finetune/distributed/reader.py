@@ -1,8 +1,8 @@
 """Read parameters from the shards of a checkpoint, whichever engine wrote them.
 
 Files of format 1 contain flat ranges (`name|key|first element`), files of format 2 contain boxes in
-their own shape (`name|key|offset,offset`), which are those of the parameter, or after `of` of the value itself:
-`name|key|of offset,offset`. torch's distributed checkpoint is not used, because it
+their own shape (`name|key|offset,offset`), or boxes of a value that has another shape than the
+parameter (`name|key|of offset,offset`). torch's distributed checkpoint is not used, because it
 cannot represent DeepSpeed's flat partitions, has no hashes of its files, and stores tensors in a
 format that other libraries do not read.
 """

@@ -316,10 +316,15 @@ def _optimizer(recipe: Recipe, backend: Backend) -> Iterator[str]:
     complete = {
         "paged_adamw_8bit": "quantizes its moments in blocks of complete tensors",
         "adafactor": "needs complete rows and columns of matrices",
-        "muon": "orthogonalizes complete matrices",
     }
     if name in complete and (backend.shard != "none" or backend.axes.any):
         yield f"optim.name: {name} {complete[name]}, which {backend.name} shards; use adamw, or ddp"
+    # Matrices that are cut along two axes, or flat, are not handled.
+    if name == "muon" and (backend.axes.any or backend.engine == "deepspeed"):
+        yield (
+            f"optim.name: muon orthogonalizes complete matrices, which {backend.name} cuts; use "
+            "adamw, or fsdp_full_shard"
+        )
     if name in ("adamw_8bit", "adamw_4bit") and (backend.axes.any or backend.engine == "deepspeed"):
         yield (
             f"optim.name: {name} stores its moments in blocks of rows, which {backend.name} cuts; "

@@ -17,6 +17,7 @@ from finetune.recipe.sections import (
     Batch,
     Data,
     Evaluation,
+    Group,
     HeldOut,
     Kernels,
     LoRA,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from finetune.training.passes import DataPasses, StepPasses
 
 __all__ = [
-    "STRICT", "Batch", "Data", "Evaluation", "HeldOut", "Kernels", "Kind", "LoRA", "Model",
+    "STRICT", "Batch", "Data", "Evaluation", "Group", "HeldOut", "Kernels", "Kind", "LoRA", "Model",
     "Optim", "Positive", "Recipe", "Saving", "Scores", "Teacher", "Text",
 ]  # fmt: skip
 

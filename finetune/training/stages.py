@@ -18,6 +18,7 @@ from finetune.data.audit import identity
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
+from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError
 from finetune.models import adapters, composition, model, scoring, sizes, starting_adapter, teacher
 from finetune.models.packed_attention import layout
@@ -169,6 +170,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         *_origin(engine, run, inputs.resumed), *vocabulary_notes,
         *check_context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
         *composition.notes(network, recipe), *_cadences(recipe, inputs),
+        *engine.on_every_rank(lambda: optim.group_notes(trained_shapes(network), recipe.optim)),
     ]  # fmt: skip
     engine.on_rank_0(recorder.write_request)
     folder = None if inputs.resumed is None else run.checkpoint(inputs.resumed)
@@ -181,7 +183,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         if recipe.adapter is not None:
             refuse_other_base(folder, recipe.model)
         checkpoint.load_weights(network, folder)
-    engine.prepare(network, optim.build(network, recipe.optim, plan.lr, engine.device))
+    engine.prepare(network, optim.build(network, recipe.optim, plan.lr, plan))
     progress = Progress(data=identity(data.counts), base=base)
     if folder is not None:
         checkpoint.load_state(engine, folder)
