@@ -6,7 +6,6 @@ a part of a row, and what is stored so depends on the complete tensor alone. So 
 depend on the number of processes, bit for bit, which the blocks of bitsandbytes and torchao do.
 """
 
-import functools
 import math
 from typing import Any, ClassVar
 
@@ -27,6 +26,8 @@ TINY = 1e-30
 
 Map = tuple[bool, int]
 """Whether the values of a map have a sign, and how many powers of ten it has: `values_of`."""
+Table = tuple[torch.Tensor, torch.Tensor]
+"""The values of a map on a device, and the middles between them."""
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -47,6 +48,7 @@ class AdamW8bit(torch.optim.Optimizer):
     ) -> None:
         given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, given)
+        self.tables: dict[torch.device, dict[str, Table]] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -66,14 +68,16 @@ class AdamW8bit(torch.optim.Optimizer):
                 "from its weights, with model.name or model.adapter"
             )
         state["step"] += 1
-        width = self.width(parameter) or 1
-        weights, gradient = (
-            local(each).detach().view(-1, width) for each in (parameter.data, parameter.grad)
-        )
+        width, device = self.width(parameter) or 1, parameter.device
+        if device not in self.tables:
+            self.tables[device] = {key: values_of(*kind, device) for key, kind in self.maps.items()}
+        tables = self.tables[device]
+        weights = local(parameter.data).view(-1, width)
+        gradient = local(parameter.grad).detach().reshape(-1, width)
         rows = max(1, CHUNK // width)
         for start in range(0, len(weights), rows):
             part = slice(start, start + rows)
-            moments = [_Moment(state, key, kind, width, part) for key, kind in self.maps.items()]
+            moments = [_Moment(state, key, table, width, part) for key, table in tables.items()]
             _adamw(weights[part], gradient[part].float(), moments, state["step"], group)
 
     def width(self, parameter: nn.Parameter) -> int:
@@ -110,10 +114,12 @@ class AdamW4bit(AdamW8bit):
 class _Moment:
     """Some blocks of a moment, which are read in fp32 and written back, both (blocks, width)."""
 
-    def __init__(self, state: dict[str, Any], key: str, kind: Map, width: int, part: slice) -> None:
+    def __init__(
+        self, state: dict[str, Any], key: str, table: Table, width: int, part: slice
+    ) -> None:
         stored, scale = local(state[key]), state.get(f"{key}_scale")
         self.scale = None if scale is None else local(scale).view(-1, 1)[part]
-        self.values, self.middles = values_of(*kind, stored.device)
+        self.values, self.middles = table
         self.packed = scale is not None and len(self.values) == 16
         self.stored = stored.view(-1, width // 2 if self.packed else width)[part]
 
@@ -156,10 +162,7 @@ def _adamw(
         moment.write(values)
 
 
-@functools.cache
-def values_of(
-    signed: bool, exponents: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def values_of(signed: bool, exponents: int, device: torch.device) -> Table:
     """The sorted values of a map in [-1, 1], and the middles between neighbours.
 
     The dynamic map (arXiv:1511.04561) has for each power of ten from 10^(1 - exponents) to 1 twice

@@ -184,10 +184,17 @@ def check(optim: Optim, sharded: bool) -> None:
     """
     if optim.name in BY_PLAN:
         return
-    whole = torch.linspace(-1, 1, 32).view(8, 4)
-    parts = [[nn.Parameter(whole.clone())], [nn.Parameter(half.clone()) for half in whole.split(4)]]
+    whole = torch.linspace(-1, 1, 130 * 64).view(130, 64)  # 8-bit optimizers begin at 4096
+    halves = whole.split(65)
+    parts = [[nn.Parameter(whole.clone())], [nn.Parameter(half.clone()) for half in halves]]
     for parameters in parts:
         made = _of_groups([{"params": parameters, "weight_decay": 0.1}], optim, 1e-2)
+        if callable(getattr(made, "eval", None)):  # of an unknown class
+            raise FinetuneError(
+                f"optim.name: {optim.name} has other weights for evaluation than for training "
+                "(schedule-free), and evaluations and checkpoints here would have those of "
+                "training; use adamw with optim.schedule=constant"
+            )
         for step in (1, 2):
             torch.cat([*parameters]).mul(whole * step).square().sum().backward()
             try:

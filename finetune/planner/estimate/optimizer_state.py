@@ -1,6 +1,7 @@
 """Bytes of state of an optimizer outside the table of the planner, from a step of a small one."""
 
 import functools
+import importlib
 import json
 from typing import Any
 
@@ -23,8 +24,7 @@ def measured(optim: Optim) -> float | None:
 
 @functools.cache
 def _step(path: str, arguments: str) -> float:
-    import torch  # most plans do not need it
-
+    torch: Any = importlib.import_module("torch")  # other plans need none
     try:
         kind: Any = extensions.find("optim.name", path, {})
         weight = torch.nn.Parameter(torch.ones(SIDE, SIDE))
