@@ -195,6 +195,8 @@ def check(optim: Optim, sharded: bool) -> None:
                 "(schedule-free), and evaluations and checkpoints here would have those of "
                 "training; use adamw with optim.schedule=constant"
             )
+        for group in made.param_groups:
+            group["lr"] = 1e-2  # a number, as the engine sets it
         for step in (1, 2):
             torch.cat([*parameters]).mul(whole * step).square().sum().backward()
             try:
