@@ -237,7 +237,7 @@ def test_8_bit_adamw_trains_and_resumes(tmp_path, train, name):
 def test_adamw_is_fused_and_steps_as_the_plain_one():
     torch.manual_seed(0)
     network = nn.Linear(64, 64, device="cuda")
-    (fused,) = optim.build(network, ft.Optim(weight_decay=0.1), 1e-2, torch.device("cuda"))
+    (fused,) = optim.build(network, ft.Optim(weight_decay=0.1), 1e-2)
     assert isinstance(fused, torch.optim.AdamW)
     assert all(group["fused"] for group in fused.param_groups)
     twin = nn.Linear(64, 64, device="cuda")

@@ -311,10 +311,8 @@ def test_a_hub_id_of_the_table_is_known_to_have_no_sdpa():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("adamw_8bit", "quantizes its moments in blocks"),
         ("paged_adamw_8bit", "quantizes its moments in blocks"),
         ("adafactor", "needs complete rows and columns of matrices"),
-        ("muon", "orthogonalizes complete matrices"),
     ],
 )
 def test_update_rules_that_need_whole_tensors_are_refused_where_they_are_cut(name, why):
@@ -325,6 +323,18 @@ def test_update_rules_that_need_whole_tensors_are_refused_where_they_are_cut(nam
         assert reason.startswith(f"optim.name: {name} {why}")
         assert each in reason
         assert reason.endswith("use adamw, or ddp")
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit", "muon"])
+def test_update_rules_of_rows_and_matrices_are_refused_where_rows_are_cut(name):
+    reasons = {each: refused(BASE.with_optim(name=name), each) for each in BACKENDS}
+    rows = {"single", "ddp"} | {each for each in BACKENDS if each.startswith(("fsdp", "hsdp"))}
+    assert {each for each, found in reasons.items() if not found} == rows
+    assert all(
+        found[0].startswith(f"optim.name: {name}") and found[0].endswith("or fsdp_full_shard")
+        for found in reasons.values()
+        if found
+    )
 
 
 @pytest.mark.parametrize(
@@ -343,7 +353,7 @@ def test_a_number_of_processes_that_cannot_be_is_refused(name, processes, reason
 def test_every_reason_is_reported_at_once():
     adapter = LoRA(init_lora_weights="pissa")
     recipe = SFT(INT8, adapter=adapter).with_data(ROWS).with_batch(rows=9, micro_rows=2)
-    recipe = recipe.with_optim(name="muon").with_evaluation(every=3)
+    recipe = recipe.with_optim(name="adafactor").with_evaluation(every=3)
     problems = refused(recipe, "fsdp_full_shard")
     assert [problem.split(":")[0] for problem in problems] == [
         "batch.rows", "model.quantization", "adapter.init_lora_weights", "optim.name", "evaluation",

@@ -65,7 +65,7 @@ def test_stages_together_have_the_adapter_of_one_process(model, chosen):
     assert all(adapter_keys(each, [*keys.values()]) == keys for each in stages)
     configs = [layers.complete(each).peft_config["default"].to_dict() for each in (alone, *stages)]
     assert configs[0] == configs[1] == configs[2]
-    rules = [optim.build(each, ft.Optim(), 1e-3, torch.device("cpu")) for each in stages]
+    rules = [optim.build(each, ft.Optim(), 1e-3) for each in stages]
     assert [bool(each) for each in rules] == [bool(names) for names in trained]
 
 

@@ -41,7 +41,7 @@ from finetune.distributed.base import Engine
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import trained_shapes
 from finetune.distributed.parameters import assign, to_host
-from finetune.distributed.reader import KEPT, Reader
+from finetune.distributed.reader import KEPT, OWN, Reader
 from finetune.errors import FinetuneError, TrainingFailure, reading
 from finetune.runs.manifest import FORMAT, read_manifest, sealed, sha256
 from finetune.runs.run import Run, write_json
@@ -90,12 +90,14 @@ def take(engine: Engine, staging: Staging) -> State:
     shapes = trained_shapes(engine.module)
     for fragment in engine.fragments():
         for key, values in fragment.values.items():
-            for box, part in fragment.boxes(shapes[fragment.name], staging.copy(values)):
+            shape = fragment.shape or shapes[fragment.name]
+            own = OWN if fragment.shape is not None else ""
+            for box, part in fragment.boxes(shape, staging.copy(values)):
                 # Named by its place in the complete tensor: any number of ranks finds its part.
-                tensors[f"{fragment.name}|{key}|{','.join(map(str, box.offsets))}"] = part
+                tensors[f"{fragment.name}|{key}|{own}{','.join(map(str, box.offsets))}"] = part
         for key, values in fragment.whole.items():
             tensors[f"{fragment.name}|{key}|whole"] = staging.copy(values)
-        scalars[fragment.name] = fragment.scalars
+        scalars[fragment.name] = scalars.get(fragment.name, {}) | fragment.scalars
     for name, values in kept_tensors(engine):
         tensors[f"{name}|{KEPT}|whole"] = values
     staging.wait()
@@ -284,7 +286,7 @@ def compare(engine: Engine, folder: Path) -> list[str]:
             same = (
                 torch.equal(reader.box(fragment.name, key, box), part)
                 for key, values in fragment.values.items()
-                for box, part in fragment.boxes(reader.shapes[fragment.name], to_host(values))
+                for box, part in fragment.boxes(reader.shape(fragment.name, key), to_host(values))
             )
             if not all(same):
                 differing.append(fragment.name)

@@ -117,7 +117,7 @@ def bitsandbytes(plan: Plan) -> Iterator[str]:
     stored = {
         "model.quantization": recipe.model.quantization,
         "teacher.quantization": "none" if teacher is None else teacher.quantization,
-        "optim.name": recipe.optim.name if recipe.optim.name.endswith("_8bit") else "none",
+        "optim.name": recipe.optim.name if recipe.optim.name.startswith("paged") else "none",
     }
     for field, name in stored.items():
         if name != "none":

@@ -31,6 +31,7 @@ from finetune.models.model import compute_dtype
 from finetune.planner import Plan
 from finetune.planner.engines import TRAITS
 from finetune.planner.estimate.forecast import Forecast
+from finetune.planner.estimate.optimizer_state import measured
 from finetune.runs import limits, units
 from finetune.runs.environment import TRACKERS, versions
 from finetune.runs.manifest import damage
@@ -167,11 +168,13 @@ def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     """Bytes of one checkpoint: fp32 weights, optimizer state, and the loadable model or adapter."""
     recipe = engine.plan.recipe
     trained = sum(map(math.prod, trained_shapes(engine.module).values()))
-    state = {"adamw": 8, "adamw_8bit": 2.2, "paged_adamw_8bit": 2.2, "adafactor": 1, "muon": 6}
-    state |= {"lion": 4, "sgd": 4}
+    known = {"adamw_8bit": 2.2, "adamw_4bit": 1.2, "paged_adamw_8bit": 2.2, "adafactor": 1}
+    known |= {"muon": 6, "lion": 4}
+    found = measured(recipe.optim)
+    state = known.get(recipe.optim.name, 8) if found is None else found
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes per token.
-    return int(trained * (4 + state.get(recipe.optim.name, 8) + usable)) + 100 * tokens + 2**16
+    return int(trained * (4 + state + usable)) + 100 * tokens + 2**16
 
 
 def ranks(job: Job) -> str:

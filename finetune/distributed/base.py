@@ -347,7 +347,7 @@ class Engine(Ranks):
         """Set the learning rate of the optimizers; count gradient elements at the first step."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_share", 1.0)
         if self.held_gradients is None:
             self.held_gradients = self.gradient_elements()
 

@@ -14,7 +14,8 @@ class Fragment:
 
     `values["weight"]` is the fp32 weight; the others are optimizer state under the optimizer's own
     names. Each has the flat elements [start, start + numel), or the shape of the block. `whole` has
-    state of other sizes and `scalars` plain numbers.
+    state of other sizes and `scalars` plain numbers. State of each row, such as the scales of
+    narrow moments, is a fragment of its own, with its `shape`.
     """
 
     name: str
@@ -24,6 +25,8 @@ class Fragment:
     scalars: dict[str, float] = dataclasses.field(default_factory=dict)
     offsets: tuple[int, ...] | None = None
     """Offsets of a block in each dimension; None for a range."""
+    shape: tuple[int, ...] | None = None
+    """Unsharded shape of the values, if it is not the parameter's."""
 
     def boxes(
         self, shape: tuple[int, ...], values: torch.Tensor

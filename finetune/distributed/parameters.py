@@ -61,6 +61,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def row_state(
+    parameter: nn.Parameter, width: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Zeros (rows, width) for a state of each row, sharded like the parameter's first dimension."""
+    data = parameter.data
+    zeros = torch.zeros(len(local(data)), width, dtype=dtype, device=data.device)
+    if not isinstance(data, DTensor):
+        return zeros
+    shape = torch.Size((len(data), width))
+    return DTensor.from_local(
+        zeros, data.device_mesh, data.placements, run_check=False, shape=shape, stride=(width, 1)
+    )
+
+
 def moment_elements(states: Iterable[dict[str, Any]]) -> int:
     """Elements of the first moments: the maximum over the kinds of optimizer state."""
     totals: dict[str, int] = {}

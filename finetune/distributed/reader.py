@@ -1,7 +1,8 @@
 """Read parameters from the shards of a checkpoint, whichever engine wrote them.
 
 Files of format 1 contain flat ranges (`name|key|first element`), files of format 2 contain boxes in
-their own shape (`name|key|offset,offset`). torch's distributed checkpoint is not used, because it
+their own shape (`name|key|offset,offset`), or boxes of a value that has another shape than the
+parameter (`name|key|of offset,offset`). torch's distributed checkpoint is not used, because it
 cannot represent DeepSpeed's flat partitions, has no hashes of its files, and stores tensors in a
 format that other libraries do not read.
 """
@@ -20,6 +21,9 @@ from finetune.runs.manifest import read_manifest
 
 KEPT = "kept"
 """Key in `state/` of tensors that training does not update but that a result needs."""
+
+OWN = "of "
+"""Begins the place of a box in a value that has not the shape of its parameter."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Unsharded shape of every trained parameter, by name."""
@@ -69,6 +73,8 @@ class Reader:
         ]
         self.pieces: dict[tuple[str, str], list[_Piece]] = {}
         self.uncut: dict[str, dict[str, torch.Tensor]] = {}
+        self.own: set[tuple[str, str]] = set()
+        """Values whose boxes are not those of the parameter, but of the value itself."""
         for file in self.files:
             for label in file.keys():  # noqa: SIM118 (not a dict)
                 name, key, place = label.rsplit("|", 2)
@@ -76,6 +82,8 @@ class Reader:
                     self.uncut.setdefault(name, {})[key] = file.get_tensor(label)
                 elif name in shapes:
                     sizes = tuple(file.get_slice(label).get_shape())
+                    if place.startswith(OWN):
+                        self.own.add((name, key))
                     found = _pieces(file, label, place, sizes, shapes[name])
                     self.pieces.setdefault((name, key), []).extend(found)
 
@@ -93,6 +101,14 @@ class Reader:
     def keys(self, name: str) -> list[str]:
         return [key for known, key in self.pieces if known == name]
 
+    def shape(self, name: str, key: str) -> tuple[int, ...]:
+        """Unsharded shape of a value."""
+        if (name, key) not in self.own:
+            return self.shapes.get(name, ())
+        boxes = [piece.box for piece in self.pieces[name, key]]
+        ends = ([sum(each) for each in zip(box.offsets, box.sizes, strict=True)] for box in boxes)
+        return tuple(map(max, zip(*ends, strict=True)))
+
     def range(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """Flat elements [start, start + numel) of a parameter's value.
 
@@ -101,7 +117,7 @@ class Reader:
         """
         parts: list[torch.Tensor] = []
         reached = start
-        for box in boxes_of(self.shapes.get(name, ()), start, numel):
+        for box in boxes_of(self.shape(name, key), start, numel):
             values, seen = self._box(name, key, box)
             if not bool(seen.all()):
                 reached += int(seen.reshape(-1).int().argmin())
@@ -155,8 +171,9 @@ def _pieces(
     file: Any, label: str, place: str, sizes: tuple[int, ...], shape: tuple[int, ...]
 ) -> list[_Piece]:
     """The boxes in one tensor of a file."""
-    offsets = tuple(int(each) for each in place.split(",") if each)
-    if len(offsets) == len(shape) == len(sizes):
+    own = place.startswith(OWN)
+    offsets = tuple(int(each) for each in place.removeprefix(OWN).split(",") if each)
+    if own or len(offsets) == len(shape) == len(sizes):
         return [_Piece(Box(offsets, sizes), file, label, None)]
     found: list[_Piece] = []
     reached = 0

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
 from finetune.distributed.fragments import Fragment
-from finetune.distributed.parameters import local
+from finetune.distributed.parameters import local, row_state
 from finetune.distributed.reader import Reader
 
 
@@ -37,12 +38,9 @@ class Native(Engine):
     def fragments(self) -> Iterator[Fragment]:
         states = self._states()
         numbers = scalar_values(states.values())
-        copies, mine = self.copies()
         for name, parameter in self.trained():
             flat = _flat(parameter.data)
-            share = -(-flat.numel() // copies)
-            begin = min(mine * share, flat.numel())
-            keep = slice(begin, begin + share)
+            keep = self._share(flat)
             values = {"weight": flat[keep]}
             whole: dict[str, torch.Tensor] = {}
             scalars: dict[str, float] = {}
@@ -51,11 +49,33 @@ class Native(Engine):
                     scalars[key] = value
                 elif value.dim() == 0:
                     scalars[key] = numbers[id(value)]
-                elif value.numel() == parameter.numel():
+                elif value.shape == parameter.shape:
                     values[key] = _flat(value)[keep]
+                elif value.shape[0] == parameter.shape[0]:
+                    yield self._of_rows(name, key, value, parameter)
                 elif self.rank == 0:
                     whole[key] = value
-            yield Fragment(name, self.first_element(parameter) + begin, values, whole, scalars)
+            start = self.first_element(parameter) + keep.start
+            yield Fragment(name, start, values, whole, scalars)
+
+    def _share(self, flat: torch.Tensor) -> slice:
+        """The elements that this rank writes of those that some ranks hold alike."""
+        copies, mine = self.copies()
+        share = -(-flat.numel() // copies)
+        begin = min(mine * share, flat.numel())
+        return slice(begin, begin + share)
+
+    def _of_rows(
+        self, name: str, key: str, value: torch.Tensor, parameter: nn.Parameter
+    ) -> Fragment:
+        """State of each row, which is cut with the rows of the parameter."""
+        shape, flat = tuple(value.shape), _flat(value)
+        keep = self._share(flat)
+        start = self._first_row(parameter) * math.prod(shape[1:]) + keep.start
+        return Fragment(name, start, {key: flat[keep]}, shape=shape)
+
+    def _first_row(self, parameter: nn.Parameter) -> int:
+        return self.first_element(parameter) // max(1, math.prod(parameter.shape[1:]))
 
     def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         owners = self.owners()
@@ -67,8 +87,12 @@ class Native(Engine):
                 continue  # saved before the optimizer's first step
             state: dict[str, Any] = dict(extra.whole)
             for key in extra.values:
-                values = reader.range(name, key, start, flat.numel())
-                state[key] = torch.empty_like(parameter.data, dtype=values.dtype)
+                shape, begin, made = reader.shape(name, key), start, parameter.data
+                if shape != parameter.shape:
+                    width = math.prod(shape[1:])
+                    made, begin = row_state(parameter, width), self._first_row(parameter) * width
+                values = reader.range(name, key, begin, local(made).numel())
+                state[key] = torch.empty_like(made, dtype=values.dtype)
                 _flat(state[key]).copy_(values)
             for key, number in extra.scalars.items():
                 # Counters are fp32 tensors in torch (on the device if fused), ints in bitsandbytes.

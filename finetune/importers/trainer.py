@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
     "adamw_apex_fused": "adamw", "adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit", "adafactor": "adafactor", "muon": "muon",
+    "adamw_torch_8bit": "adamw_8bit", "ao_adamw_8bit": "adamw_8bit",
+    "adamw_torch_4bit": "adamw_4bit", "ao_adamw_4bit": "adamw_4bit",
     "sgd": "sgd", "lion_32bit": "lion", "rmsprop": "torch.optim:RMSprop",
     "adagrad": "torch.optim:Adagrad",
 }  # fmt: skip
@@ -179,15 +182,26 @@ def _end_of_schedule(job: Translation) -> None:
         job.say(key, "not needed", "it is empty")
 
 
-NARROW = ("adamw_8bit", "paged_adamw_8bit")
 WIDE = "with exact moments, which need 6 more bytes of a trained weight, divided over the processes"
 
 
 def _optimizer(job: Translation) -> None:
+    job.move("loraplus_lr_ratio", "optim.loraplus_lr_ratio")
+    _groups(job)
+    if job.get("use_muon"):
+        job.set("optim.name", "muon")
+        job.say("use_muon", "translated", "optim.name=muon")
+        return
     key = "optimizer" if "optimizer" in job.source else "optim"
     name = text(job.get(key, "adamw_torch"))
     ours = OPTIMIZERS.get(name)
-    if ours in NARROW and job.shards:
+    backend = job.fields.get("backend", "single")
+    by_rows = backend in ("single", "ddp") or backend.startswith(("fsdp", "hsdp"))
+    if ours == "paged_adamw_8bit" and job.shards:
+        ours = "adamw_8bit" if by_rows else "adamw"
+        job.set("optim.name", ours)
+        job.say(key, "differs", f"{name}: replaced by optim.name={ours}, whose state is not paged")
+    elif ours in ("adamw_8bit", "adamw_4bit") and not by_rows:
         job.set("optim.name", "adamw")
         job.say(key, "differs", f"{name}: optim.name=adamw {WIDE}")
     elif ours is not None:
@@ -195,12 +209,22 @@ def _optimizer(job: Translation) -> None:
         job.say(key, "translated", f"optim.name={ours}")
     elif name == "paged_adamw_32bit":
         job.say(key, "differs", f"{name}: replaced by optim.name=adamw, whose state is not paged")
-    elif name in ("adamw_torch_8bit", "adamw_torch_4bit"):
-        ours = "adamw" if job.shards else "adamw_8bit"
-        job.set("optim.name", ours)
-        job.say(key, "differs", f"{name}: optim.name={ours}, whose moments are as exact or more")
     else:
         job.say(key, "no counterpart", f"{name}: replaced by optim.name=adamw")
+
+
+def _groups(job: Translation) -> None:
+    """Translate learning rates of their own, of embeddings and of axolotl's groups of modules."""
+    rates = [
+        ("|".join(map(re.escape, group["modules"])), group["lr"])
+        for group in job.get("lr_groups") or ()
+    ]
+    if job.get("embedding_lr"):
+        rates.append(("embed_tokens|lm_head", job.get("embedding_lr")))
+    if rates:
+        job.set("optim.groups", [{"match": match, "lr": lr} for match, lr in rates])
+        for key in ("lr_groups", "embedding_lr"):
+            job.say(key, "translated", "optim.groups")
 
 
 def length(job: Translation, epochs: str, usual: int) -> None:

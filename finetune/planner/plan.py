@@ -179,7 +179,7 @@ class Plan:
             f"batch        {self._batch()}",
             f"rows         {self.prompts.line(self.padding)}",
             f"optimizer    {recipe.optim.name}, lr {self.lr:.3g}, {recipe.optim.schedule}, "
-            f"clip {recipe.optim.max_grad_norm}",
+            f"clip {recipe.optim.max_grad_norm}{self._rates()}",
             f"kernels      {', '.join(f'{each.option} {each.value}' for each in kernels)}",
         ]
         rules = {f"{each.option}:": each.rules for each in kernels}
@@ -190,6 +190,14 @@ class Plan:
             found = [rule for kind, rule in of_devices.items() if device in (None, kind)]
             lines += [f"             {option} {'; '.join(found)}"] if found else []
         return "\n".join(lines + [f"note         {note}" for note in self.notes()])
+
+    def _rates(self) -> str:
+        """The learning rates of groups of parameters; empty if all have the same."""
+        optim = self.recipe.optim
+        rates = [(group.match, (group.lr or 0.0) / optim.lr) for group in optim.groups
+                 if group.lr is not None]  # fmt: skip
+        rates += [("lora_B", optim.loraplus_lr_ratio)] if optim.loraplus_lr_ratio != 1 else []
+        return "".join(f"; lr {self.lr * share:.3g} for {match}" for match, share in rates)
 
     def _copies(self) -> str:
         """The mesh, or the number of copies under hybrid sharding; empty otherwise."""

@@ -340,12 +340,16 @@ def rounded_on_disk(request: Request) -> Iterator[str]:
 
 
 COMPLETE = {
-    "adamw_8bit": "quantizes its moments in blocks of complete tensors",
     "paged_adamw_8bit": "quantizes its moments in blocks of complete tensors",
     "adafactor": "needs complete rows and columns of matrices",
-    "muon": "orthogonalizes complete matrices",
 }
 """Optimizers that need complete tensors."""
+ROWS = {
+    "muon": "orthogonalizes complete matrices",
+    "adamw_8bit": "stores its moments in blocks of rows",
+    "adamw_4bit": "stores its moments in blocks of rows",
+}
+"""Optimizers for which a tensor may be cut at its rows, which is how FSDP2 shards."""
 
 
 def optimizer(request: Request) -> Iterator[str]:
@@ -353,6 +357,11 @@ def optimizer(request: Request) -> Iterator[str]:
     name, backend = request.recipe.optim.name, request.backend
     if name in COMPLETE and (backend.shard != "none" or backend.axes.any):
         yield f"optim.name: {name} {COMPLETE[name]}, which {backend.name} shards; use adamw, or ddp"
+    if name in ROWS and (backend.axes.any or backend.engine == "deepspeed"):
+        yield (
+            f"optim.name: {name} {ROWS[name]}, which {backend.name} cuts; use adamw, or "
+            "fsdp_full_shard"
+        )
     if backend.engine == "deepspeed" and (":" in name or name in ("lion", "sgd")):
         yield (
             f"optim.name: checkpoints of {backend.name} hold the two moments of AdamW, and not the "

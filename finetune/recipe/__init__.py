@@ -19,6 +19,7 @@ from finetune.recipe.sections import (
     Completions,
     Data,
     Evaluation,
+    Group,
     Head,
     HeldOut,
     Kernels,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from finetune.training.passes import DataPasses, StepPasses
 
 __all__ = [
-    "LANGUAGE", "STRICT", "Batch", "Completions", "Data", "Evaluation", "Head", "HeldOut",
+    "LANGUAGE", "STRICT", "Batch", "Completions", "Data", "Evaluation", "Group", "Head", "HeldOut",
     "Kernels", "Kind", "LoRA", "Model", "Optim", "Positive", "Recipe", "Saving", "Teacher", "Text",
 ]  # fmt: skip
 

@@ -51,7 +51,9 @@ def split_of_rows(split: str) -> str:
 
 
 PART = re.compile(r"[^\[\]]+(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
-OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon", "lion", "sgd")
+OPTIMIZERS = (
+    "adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "adafactor", "muon", "lion", "sgd",
+)  # fmt: skip
 Every = Annotated[int | float | str, BeforeValidator(cadence)]
 HeldOut = Annotated[int | float, BeforeValidator(rows_or_share)]
 
@@ -232,6 +234,27 @@ class Batch(metaclass=Checked):
     """Token slots per forward pass on one device, filled with rows; replaces `micro_rows`."""
 
 
+def pattern(text: str) -> str:
+    """Check a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression: {error}") from None
+    return text
+
+
+@dataclass(frozen=True, config=STRICT)
+class Group(metaclass=Checked):
+    """Trained parameters with another learning rate or weight decay."""
+
+    match: Annotated[str, AfterValidator(pattern)]
+    """Regular expression that is searched in the names of parameters; the first group counts."""
+    lr: Annotated[float, Field(ge=0)] | None = None
+    """Peak learning rate, with the schedule of all; null for that of the others."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay of matrices; null for that of the others."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class Optim(metaclass=Checked):
     """The optimizer and its schedule, in optimizer steps of the complete job."""
@@ -267,6 +290,10 @@ class Optim(metaclass=Checked):
     """Stop when the loss of `max_loss_steps` steps in a row is above this."""
     max_loss_steps: Positive = 3
     """Steps in a row whose loss may be above `max_loss`; the last of them stops the run."""
+    groups: tuple[Group, ...] = ()
+    """Groups of parameters with their own learning rate or weight decay."""
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """LoRA+ (arXiv:2402.12354): learning rate of the matrices B relative to that of A."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the optimizer besides the fields above, such as `momentum` of `sgd`."""
     schedule_arguments: dict[str, Any] = Field(default_factory=dict)

@@ -4,7 +4,8 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from torch import nn
 from transformers import get_scheduler
 
 from finetune import extensions
+from finetune.distributed.muon import Muon
 from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError, first_line
 from finetune.models.scoring import head_of
+from finetune.planner import Plan
 from finetune.recipe import Optim
+from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit
 from finetune.version import install
 
 Groups = list[dict[str, Any]]
-"""Parameters with their weight decay, as torch's optimizers take them."""
+"""Parameters, weight decay and share of the learning rate, as torch's optimizers take them."""
 
 
 def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
@@ -72,18 +76,69 @@ def dimensions(parameter: nn.Parameter) -> int:
     return len(unsharded_shape(parameter))
 
 
-def build(model: nn.Module, optim: Optim, peak: float, device: torch.device) -> list[nn.Module]:
+def build(
+    model: nn.Module, optim: Optim, peak: float, plan: Plan | None = None
+) -> list[torch.optim.Optimizer]:
     """Optimizers that together hold each trainable parameter once.
+
+    Args:
+        plan: Backend of the run; None for one process in fp32.
 
     Raises:
         FinetuneError: the library of the optimizer is missing.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:  # a stage of a pipeline without adapters
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    if not named:  # a stage of a pipeline without adapters
         return []
     if optim.name == "muon":
-        return _muon(model, optim, peak)
-    return [_of_groups(_decay_groups(trained, optim.weight_decay), optim, peak)]
+        return _muon(model, named, optim, peak, plan)
+    return [_of_groups(groups_of(named, optim), optim, peak)]
+
+
+def groups_of(named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> Groups:
+    """Groups of parameters with equal weight decay and learning rate.
+
+    `lr_share` is the learning rate relative to that of the recipe; see `Engine.before_step`.
+    """
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        decay, share = optim.weight_decay, optim.loraplus_lr_ratio if "lora_B" in name else 1.0
+        for group in optim.groups:
+            if re.search(group.match, name):
+                decay = decay if group.weight_decay is None else group.weight_decay
+                share = share if group.lr is None else group.lr / optim.lr
+                break
+        decay = decay if dimensions(parameter) >= 2 else 0.0
+        found.setdefault((decay, share), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "lr_share": share}
+        for (decay, share), parameters in found.items()
+    ]
+
+
+def group_notes(shapes: Mapping[str, tuple[int, ...]], optim: Optim) -> list[str]:
+    """How many trained parameters each group of a recipe has, by their unsharded shapes.
+
+    Raises:
+        FinetuneError: a group has no parameter of its own, or there is no `lora_B`.
+    """
+    left, lines, empty = dict(shapes), list[str](), list[str]()
+    rates = [(group.match, group.lr) for group in optim.groups]
+    if optim.loraplus_lr_ratio != 1:
+        rates.append(("lora_B", optim.lr * optim.loraplus_lr_ratio))
+    for match, lr in rates:
+        names = [name for name in left if re.search(match, name)]
+        taken = sum(math.prod(left.pop(name)) for name in names)
+        rate = "" if lr is None else f", lr {lr:g}"
+        lines.append(f"optim: {match!r} has {taken:,} parameters in {len(names)} tensors{rate}")
+        if not names:
+            empty.append(
+                f"optim: {match!r} matches no trained parameter that is not in an earlier group; "
+                f"trained are {', '.join(sorted(shapes)[:3])}, ..."
+            )
+    if empty:
+        raise FinetuneError(*empty)
+    return lines
 
 
 def _of_groups(groups: Groups, optim: Optim, peak: float) -> Any:
@@ -92,7 +147,7 @@ def _of_groups(groups: Groups, optim: Optim, peak: float) -> Any:
     Raises:
         FinetuneError: it cannot be imported, is none, or does not take the arguments.
     """
-    if optim.name in ("adamw_8bit", "paged_adamw_8bit"):
+    if optim.name == "paged_adamw_8bit":
         return _bitsandbytes(groups, optim, peak)
     given: dict[str, Any] = {"lr": peak, "betas": optim.betas, "eps": optim.eps}
     like = {"betas": tuple, "eps": float}  # Adafactor's `eps` is a pair, of something else
@@ -109,7 +164,9 @@ def _of_groups(groups: Groups, optim: Optim, peak: float) -> Any:
         if name in taken and isinstance(taken[name].default, like.get(name, object))
     } | optim.arguments
     if "weight_decay" not in taken:  # else each group has its own
-        groups = [{"params": group["params"]} for group in groups]
+        groups = [{**group} for group in groups]
+        for group in groups:
+            del group["weight_decay"]
     try:
         return kind(groups, **given)
     except (TypeError, ValueError) as error:
@@ -127,10 +184,19 @@ def check(optim: Optim, sharded: bool) -> None:
     """
     if optim.name in BY_PLAN:
         return
-    whole = torch.linspace(-1, 1, 32).view(8, 4)
-    parts = [[nn.Parameter(whole.clone())], [nn.Parameter(half.clone()) for half in whole.split(4)]]
+    whole = torch.linspace(-1, 1, 130 * 64).view(130, 64)  # 8-bit optimizers begin at 4096
+    halves = whole.split(65)
+    parts = [[nn.Parameter(whole.clone())], [nn.Parameter(half.clone()) for half in halves]]
     for parameters in parts:
         made = _of_groups([{"params": parameters, "weight_decay": 0.1}], optim, 1e-2)
+        if callable(getattr(made, "eval", None)):  # of an unknown class
+            raise FinetuneError(
+                f"optim.name: {optim.name} has other weights for evaluation than for training "
+                "(schedule-free), and evaluations and checkpoints here would have those of "
+                "training; use adamw with optim.schedule=constant"
+            )
+        for group in made.param_groups:
+            group["lr"] = 1e-2  # a number, as the engine sets it
         for step in (1, 2):
             torch.cat([*parameters]).mul(whole * step).square().sum().backward()
             try:
@@ -149,39 +215,37 @@ def check(optim: Optim, sharded: bool) -> None:
         )
 
 
-def _decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> Groups:
-    matrices = [parameter for parameter in parameters if dimensions(parameter) >= 2]
-    vectors = [parameter for parameter in parameters if dimensions(parameter) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def _muon(
+    model: nn.Module,
+    named: list[tuple[str, nn.Parameter]],
+    optim: Optim,
+    peak: float,
+    plan: Plan | None,
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside blocks, also of experts, and AdamW for all other parameters.
 
-
-def _muon(model: nn.Module, optim: Optim, peak: float) -> list[torch.optim.Optimizer]:
-    """Muon (arXiv:2502.16982) for the matrices inside blocks, AdamW for all other parameters.
-
-    Updates are scaled to the RMS of AdamW's, so that one learning rate fits both.
+    It iterates in bf16 where the run computes in 16 bits, as its authors do, and else in fp32.
     """
-    outer = {
+    outside = {
         id(parameter)
-        for module in (model.get_input_embeddings(), head_of(model))
-        if module is not None
+        for module in model.modules()
+        if module in (model.get_input_embeddings(), head_of(model))
+        or isinstance(module, nn.modules.conv._ConvNd)
         for parameter in module.parameters()
     }
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hidden = [p for p in trained if dimensions(p) == 2 and id(p) not in outer]
-    rest = [p for p in trained if dimensions(p) != 2 or id(p) in outer]
+    hidden, rest = list[tuple[str, nn.Parameter]](), list[tuple[str, nn.Parameter]]()
+    for name, parameter in named:
+        matrix = dimensions(parameter) in (2, 3) and not name.endswith("bias")
+        (hidden if matrix and id(parameter) not in outside else rest).append((name, parameter))
+    narrow = plan is not None and plan.backend.precision != "fp32"
+    copied = plan is not None and plan.processes > 1 and plan.backend.shard == "none"
+    copies = torch.distributed.group.WORLD if copied else None
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
-        optimizers.append(
-            torch.optim.Muon(
-                hidden, peak, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        dtype = torch.bfloat16 if narrow else torch.float32
+        optimizers.append(Muon(groups_of(hidden, optim), peak, dtype=dtype, copies=copies))
     if rest:
-        groups = _decay_groups(rest, optim.weight_decay)
+        groups = groups_of(rest, optim)
         optimizers.append(torch.optim.AdamW(groups, peak, optim.betas, optim.eps, fused=True))
     return optimizers
 
@@ -193,8 +257,7 @@ def _bitsandbytes(groups: Groups, optim: Optim, peak: float) -> torch.optim.Opti
         raise FinetuneError(
             f"optim.name: {optim.name} needs bitsandbytes: {install('bitsandbytes')} ({error})"
         ) from None
-    rules = {"adamw_8bit": library.AdamW8bit, "paged_adamw_8bit": library.PagedAdamW8bit}
-    return rules[optim.name](groups, peak, optim.betas, optim.eps)
+    return library.PagedAdamW8bit(groups, peak, optim.betas, optim.eps)
 
 
 class Lion(torch.optim.Optimizer):
@@ -225,7 +288,7 @@ class Lion(torch.optim.Optimizer):
 
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "sgd": torch.optim.SGD,
-    "lion": Lion,
+    "lion": Lion, "adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit,
 }  # fmt: skip
-BY_PLAN = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon")
+BY_PLAN = ("adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "adafactor", "muon")
 """Optimizers whose backends the plan knows (`finetune.planner.rules`)."""

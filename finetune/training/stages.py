@@ -22,6 +22,7 @@ from finetune.data.audit import identity, mistakes
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import Prepared, prepare
 from finetune.distributed.base import Engine
+from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError
 from finetune.kernels import cpu, pointwise
 from finetune.models import adapters, composition, model, scoring, sizes, starting_adapter, teacher
@@ -177,6 +178,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         *vocabulary_notes,
         *context(recipe, network, data), *model.kernel_notes(network, plan), *compiled,
         *composition.notes(network, recipe), *_cadences(recipe, inputs),
+        *engine.on_every_rank(lambda: optim.group_notes(trained_shapes(network), recipe.optim)),
     ]  # fmt: skip
     adapter = None
     if recipe.model.adapter is not None:
@@ -195,7 +197,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
             refuse_other_base(folder, recipe.model)
         # Complete weights go into the model before it is sharded, the optimizer's state after.
         checkpoint.load_weights(network, folder)
-    engine.prepare(network, optim.build(network, recipe.optim, plan.lr, engine.device))
+    engine.prepare(network, optim.build(network, recipe.optim, plan.lr, plan))
     progress = Progress(data=identity(data.counts), base=base)
     if folder is not None:
         checkpoint.load_state(engine, folder)

@@ -16,6 +16,7 @@ from finetune.planner.estimate import (
 from finetune.planner.estimate.adapter_sizes import Adapter, lora, named_expert_size
 from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORES
 from finetune.planner.estimate.judges import leaving_room
+from finetune.planner.estimate.optimizer_state import measured
 from finetune.planner.estimate.row_counts import steps_of
 from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding.nvme import Swapped
@@ -58,6 +59,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         reference_shape=_shape_of(recipe, second_model(recipe)),
         reference_stays=recipe.needs_second_model,
         update=recipe.optim.name,
+        state=measured(recipe.optim),
         accumulation=plan.accumulation,
         root_unit=place.axes.any,
         synchronise_each=synchronises_each(recipe),

@@ -24,6 +24,7 @@ NF4_SECOND_BLOCK = 256
 # bitsandbytes 8-bit optimizers (arXiv:2110.02861): two moments, each with one byte per element and
 # one fp32 maximum per 256 elements; smaller tensors than 4096 keep fp32 moments (min_8bit_size).
 ADAM8_BLOCK = 256
+ADAM4_BLOCK = 128
 
 
 def nf4_bits(double_quantised: bool = True, block: int = NF4_BLOCK) -> float:
@@ -37,9 +38,9 @@ def nf4_bytes(weights: float, double_quantised: bool = True) -> float:
     return weights * nf4_bits(double_quantised) / 8
 
 
-def adam_moments(width: float, eight_bit: bool) -> float:
-    """Bytes per parameter of the two AdamW moments, stored in `width` bytes or in 8 bits."""
-    return 2 * (1 + 4 / ADAM8_BLOCK) if eight_bit else 2 * width
+def adam_moments(width: float, narrow: bool) -> float:
+    """Bytes per parameter of the two AdamW moments of `width` bytes, with scales if `narrow`."""
+    return 2 * (width + narrow * 4 / (ADAM8_BLOCK if width == 1 else ADAM4_BLOCK))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Workload:
     attention: AttentionKind = "flash"
     loss: Loss = HF
     update: str = "adamw"
+    state: float | None = None
+    """Bytes of optimizer state per weight in fp32, if it is not known by `update`."""
     accumulation: int = 1
     stepping: Literal["fused", "foreach", "loop"] = "fused"
     """Optimizer step: `foreach` copies all gradients, `loop` copies one tensor at a time twice."""
@@ -305,12 +308,16 @@ class Workload:
     def moments(self) -> float:
         """Optimizer bytes per trained parameter before sharding."""
         if self.update in ("adamw_8bit", "paged_adamw_8bit"):
-            return adam_moments(1, eight_bit=True)
+            return adam_moments(1, narrow=True)
+        if self.update == "adamw_4bit":
+            return adam_moments(0.5, narrow=True)
         if self.update == "adafactor":
             return 0.0  # rows and columns of second moments: under a thousandth of the weights
         width = 4 if self.scheme in ("fsdp", "deepspeed") else self.trained_width
         masters = 4 if self.scheme == "deepspeed" else 0
-        if self.update in ("lion", "sgd"):
+        if self.state is not None:
+            return masters + self.state * width / 4
+        if self.update == "lion":
             return width
         if self.update != "muon":
             return masters + adam_moments(width, False)

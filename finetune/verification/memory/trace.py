@@ -83,12 +83,12 @@ class Step:
         """`Engine.prepare` in two parts, as Accelerate 1.15 finds FSDP2's parameters by address."""
         engine = self.engine
         if isinstance(engine, MeshEngine):
-            optimizer = optim.build(network, self.plan.recipe.optim, self.plan.lr, engine.device)
+            optimizer = optim.build(network, self.plan.recipe.optim, self.plan.lr, self.plan)
             engine.wrap(network, optimizer)
             return
         engine.wrap_model(network)
         engine.optimizers = optim.build(
-            engine.model, self.plan.recipe.optim, self.plan.lr, engine.device
+            engine.model, self.plan.recipe.optim, self.plan.lr, self.plan
         )
 
     def _watch(self, index: int, layer: nn.Module) -> None:

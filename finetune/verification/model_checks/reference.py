@@ -66,7 +66,7 @@ def ours(recipe: Recipe, folder: Path) -> Iterator[Engine]:
     try:
         network = models.build(engine, recipe.seed)
         fill_lora_b(network)
-        engine.prepare(network, optim.build(network, recipe.optim, recipe.optim.lr, engine.device))
+        engine.prepare(network, optim.build(network, recipe.optim, recipe.optim.lr))
         yield engine
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
