@@ -265,6 +265,11 @@ def test_an_imported_file_is_the_recipe_that_means_the_same(folder, name):
         ("activation_offloading: true", "model.activation_checkpointing", "offload"),
         ("tokens: {eos_token: <e>}", "model.special_tokens.eos_token", "<e>"),
         ("tokens: [<e>]", "model.add_tokens", ["<e>"]),
+        ("unfrozen_parameters: [lm_head.*, 'model.layers.2[0-9]+']", "model.trainable",
+            ["lm_head.*", "model.layers.2[0-9]+"]),
+        ("noisy_embedding_alpha: 5", "model.neftune_alpha", 5),
+        ("use_eaft: true\neaft_alpha: 2", "token_weight", "eaft"),
+        ("label_smoothing_factor: 0.1", "label_smoothing", 0.1),
         ("datasets: [{path: a/b, type: completion, split: 'train[:5%]'}]", "data.0.split",
             "train[:5%]"),
     ],
@@ -277,6 +282,21 @@ def test_what_public_configurations_use_is_translated(tmp_path, lines, path, val
         found = found[int(part)] if isinstance(found, list) else found.get(part)
     assert (found or None) == value
     assert "no counterpart" not in {outcome for outcome, _ in job.outcomes.values()}
+
+
+def test_layers_that_are_not_frozen_are_named(tmp_path):
+    model = "model_name_or_path: Qwen/Qwen2.5-0.5B\nfinetuning_type: freeze\n"
+    lines = "freeze_trainable_layers: 3\nfreeze_trainable_modules: mlp,self_attn\n"
+    for more, wanted in (
+        (lines, [r".*\.(21|22|23)\.mlp", r".*\.(21|22|23)\.self_attn"]),
+        ("freeze_trainable_layers: -1\nuse_dft_loss: true\n", [r".*\.(0)\."]),
+    ):
+        (tmp_path / "f.yml").write_text(f"{model}{more}stage: pt\n")
+        recipe, job, _ = importers.import_recipe(tmp_path / "f.yml", 1)
+        assert (recipe.adapter, recipe.model.trainable) == (None, tuple(wanted))
+        assert "no counterpart" not in {outcome for outcome, _ in job.outcomes.values()}
+        assert isinstance(recipe, ft.SFT)
+        assert recipe.token_weight == ("dft" if "dft" in more else "none")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -33,6 +33,7 @@ from finetune.distributed.plan_differences import Compare, comparing, wrapped_by
 from finetune.distributed.ranks import Ranks, group_on_host
 from finetune.distributed.reader import Reader
 from finetune.errors import FinetuneError
+from finetune.kernels.embedding_noise import Noise
 from finetune.planner import Plan
 from finetune.process import rendezvous
 
@@ -287,6 +288,7 @@ class Engine(Ranks):
             if last:
                 before_last()
             torch.manual_seed(seed)
+            Noise.current = batches[index].noise
             with self.unsynchronised(last):
                 self.backward(loss_of(index, self.model), last)
 

@@ -27,6 +27,7 @@ from finetune.distributed.mesh import Block, MeshEngine
 from finetune.distributed.parameters import local
 from finetune.errors import TrainingFailure
 from finetune.kernels.balance import documents_of
+from finetune.kernels.embedding_noise import Noise
 from finetune.planner import schedules
 from finetune.process import rendezvous
 
@@ -337,6 +338,7 @@ class Stage(nn.Module):
         assert step is not None
         batch, balance = step.batches[at], self.network.balance if step.training else None
         torch.manual_seed(step.seeds[at] + self.index)
+        Noise.current = batch.noise
         inputs = {k: v for k, v in batch.inputs().items() if v is not None and k != "input_ids"}
         source = {"input_ids": batch.ids} if self.first else {"inputs_embeds": given}
         routed = {} if balance is None else {"output_router_logits": True}

@@ -133,6 +133,20 @@ def _method(recipe: Recipe, backend: Backend) -> Iterator[str]:
             f"kernels.head: whole{because}, but {recipe.method} compares two heads in chunks; use "
             "kernels.head=chunked, without an adapter or trained rows on the head"
         )
+    smoothing, weight, _ = recipe.token_loss or (0.0, "none", 1.0)
+    if smoothing and weight != "none":
+        yield f"label_smoothing: {smoothing}, but {weight} weighs the plain loss; use one of them"
+    if recipe.teaches and recipe.token_loss is not None:
+        yield (
+            f"{'label_smoothing' if smoothing else 'token_weight'}: {recipe.method} compares two "
+            "distributions, not a token's loss; remove it, or use method=sft"
+        )
+    noisy = recipe.model.neftune_alpha is not None
+    if noisy and (recipe.takes == "prompts" or recipe.passes_before_step):
+        yield (
+            f"model.neftune_alpha: {recipe.method} compares log-probabilities of the model with "
+            "those of a pass without noise; remove it"
+        )
     sharded = backend.shard == "params" or TRAITS[backend.engine].shards_all
     if recipe.needs_second_model and sharded:
         yield (
@@ -189,6 +203,11 @@ def _adapter(recipe: Recipe, backend: Backend) -> Iterator[str]:
     adapter = recipe.adapter
     if adapter is None:
         return
+    if recipe.model.trainable:
+        yield (
+            "model.trainable: it chooses among all weights, and an adapter freezes them; use "
+            "adapter.modules_to_save or adapter.layers_to_transform, or adapter=null"
+        )
     yield from _patterns(adapter)
     init = adapter.init_lora_weights
     if isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):

@@ -166,6 +166,12 @@ class Recipe(Changes, metaclass=Checked):
         return 1.0
 
     @property
+    def token_loss(self) -> tuple[float, Literal["none", "dft", "eaft"], float] | None:
+        """Label smoothing, weight and its exponent, if a token's loss in training is other than its
+        cross-entropy."""
+        return None
+
+    @property
     def sampled(self) -> tuple[int, int, int] | None:
         """Sampling sizes; None for a method that does not sample.
 

@@ -10,6 +10,7 @@ import torch
 
 from finetune.data.rows.shared_prompts import computed_once
 from finetune.data.rows.store import Columns, Rows
+from finetune.kernels.embedding_noise import Noise
 
 UNTRAINED = -100
 """The label that PyTorch's cross entropy ignores."""
@@ -78,6 +79,8 @@ class MicroBatch:
     document are then those of the first process; the others have no documents."""
     unpadded: torch.Tensor | None = None  # as attention_mask
     """Mask of rows that were padded to a common shape, after which attention needs none."""
+    noise: Noise | None = None
+    """Noise of the embeddings in training; None without any."""
     of_step: Any = None
     """What the method's `before_step` returned for the complete step, on every rank the same."""
     in_step: torch.Tensor | None = None  # (documents,) int64
@@ -137,6 +140,35 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
     of_tokens = {n: _on_device(each.of(numbers), device) for n, each in rows.token_columns.items()}
     columns = {name: _on_device(values[numbers], device) for name, values in known.items()}
     return replace(batch, columns=columns, token_columns=of_tokens)
+
+
+def with_noise(
+    batch: MicroBatch, rows: Rows, indices: np.ndarray, alpha: float, key: tuple[int, int]
+) -> MicroBatch:
+    """A micro-batch of `collate` with noise on its embeddings.
+
+    Args:
+        batch: The micro-batch of these rows.
+        rows: All rows.
+        indices: Rows of the micro-batch.
+        alpha: `model.neftune_alpha`.
+        key: Seed and step.
+    """
+    if not len(indices):
+        return batch
+    documents = np.concatenate([rows.numbers(int(index)) for index in indices])
+    shape, bounds = tuple(batch.ids.shape), batch.boundaries
+    lengths = np.array([len(rows.documents.document(int(each))[0]) for each in documents])
+    width = shape[1] if bounds is None else 0
+    names, places, scales = np.zeros((3, batch.ids.numel()))
+    for number, (document, length) in enumerate(zip(documents, lengths, strict=True)):
+        first = number * width if bounds is None else bounds.numbers[number]
+        mine = slice(first, first + length)
+        names[mine], places[mine], scales[mine] = document, np.arange(length), alpha / length**0.5
+    device = batch.ids.device
+    integers = (_on_device(each.astype(np.int64), device).view(shape) for each in (names, places))
+    noise = Noise(key, *integers, _on_device(scales.astype(np.float32), device).view(shape))
+    return replace(batch, noise=noise)
 
 
 def _nothing(tokens: int, pad_id: int) -> Columns:
