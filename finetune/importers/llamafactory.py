@@ -160,7 +160,6 @@ def _frozen(job: Translation) -> None:
     count = job.get("freeze_trainable_layers", 2)
     named = SFT(Model(text(job.get("model_name_or_path"))))
     layers = fields_of(named).get("num_hidden_layers")
-    keys = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
     if not isinstance(count, int) or not isinstance(layers, int):
         reason = "the model's number of layers is not known here: set model.trainable"
         job.say("finetuning_type", "no counterpart", reason)
@@ -169,10 +168,10 @@ def _frozen(job: Translation) -> None:
     numbers = "|".join(map(str, chosen))
     modules = _names(job.get("freeze_trainable_modules", "all"))
     patterns = [rf".*\.({numbers})\.{'' if each == 'all' else each}" for each in modules]
-    patterns += [f".*{each}" for each in _names(job.get("freeze_extra_modules", ""))]
+    patterns += [f".*{each}" for each in _names(job.get("freeze_extra_modules", [])) if each]
     job.set("model.trainable", patterns)
-    for key in keys:
-        job.say(key, "translated", f"model.trainable={shown(patterns)}")
+    for key in ("trainable_layers", "trainable_modules", "extra_modules"):
+        job.say(f"freeze_{key}", "translated", f"model.trainable={shown(patterns)}")
 
 
 def _adapter(job: Translation) -> None:

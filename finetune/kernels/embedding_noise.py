@@ -18,55 +18,45 @@ AT_ONCE = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Where the tokens of a micro-batch are in the data; all tensors are (micro_rows, tokens)."""
+    """What the noise of a micro-batch depends on."""
 
     current: ClassVar["Noise | None"] = None
     """Noise of the micro-batch that is trained, like the seed of torch's generator."""
 
+    alpha: float
     key: tuple[int, int]
     """Seed and step."""
-    documents: torch.Tensor  # int64
-    """Number of each token's document."""
-    places: torch.Tensor  # int64
-    """Place of each token in its document."""
-    scales: torch.Tensor  # fp32
-    """alpha / sqrt(tokens of the document); 0 for padding."""
-
-    def _each(self, change: Any) -> "Noise":
-        tensors = (change(each) for each in (self.documents, self.places, self.scales))
-        return Noise(self.key, *tensors)
+    tokens: torch.Tensor  # (3, micro_rows, tokens) int64
+    """Each token's document, its place there, and the document's length, which is 0 for padding."""
 
     def padded(self, by: tuple[int, ...]) -> "Noise":
         """With tokens of no noise, as `torch.nn.functional.pad` counts them."""
-        return self._each(lambda each: F.pad(each, by))
+        return dataclasses.replace(self, tokens=F.pad(self.tokens, by))
 
     def part(self, tokens: slice) -> "Noise":
         """That of some tokens of each row."""
-        return self._each(lambda each: each[:, tokens])
+        return dataclasses.replace(self, tokens=self.tokens[..., tokens])
 
     def added(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Embeddings (micro_rows, tokens, width) with noise in [-1, 1] x scale / sqrt(width).
-
-        Jain et al. 2023, arXiv:2310.05914, algorithm 1.
-        """
-        width, device = hidden.shape[-1], hidden.device
-        blocks = torch.arange(-(-width // 4), device=device)
-        found = torch.empty(self.places.numel(), width, dtype=torch.float32, device=device)
-        tokens = max(1, AT_ONCE // width)
-        parts = (each.flatten().split(tokens) for each in (self.documents, self.places))
-        for rows, documents, places in zip(found.split(tokens), *parts, strict=True):
-            counters = (blocks[None], places[:, None], documents[:, None], blocks.new_zeros(1, 1))
+        """Embeddings (micro_rows, tokens, width), each with noise in [-1, 1] x alpha / sqrt(length
+        x width) (Jain et al. 2023, arXiv:2310.05914, algorithm 1)."""
+        width, blocks = hidden.shape[-1], torch.arange(-(-hidden.shape[-1] // 4)).to(hidden.device)
+        parts = list[torch.Tensor]()
+        for tokens in self.tokens.flatten(1).split(max(1, AT_ONCE // width), 1):
+            document, place, length = tokens[..., None]
+            counters = (blocks[None], place, document, torch.zeros_like(place))
             words = torch.cat(philox(counters, self.key), 1)[:, :width]
-            rows.copy_(words.double().add_(0.5).mul_(2.0**-31).sub_(1.0))
-        found *= self.scales.flatten()[:, None] / width**0.5
-        return (hidden.float() + found.view(hidden.shape)).to(hidden.dtype)
-
-
-def _add(table: nn.Module, _: Any, hidden: torch.Tensor) -> torch.Tensor:
-    noise = Noise.current
-    return hidden if noise is None or not table.training else noise.added(hidden)
+            scale = (length > 0) * self.alpha / (length.clamp(min=1) * width).sqrt()
+            uniform = words.double().add_(0.5).mul_(2.0**-31).sub_(1.0)
+            parts.append(uniform.mul_(scale).float())
+        return (hidden.float() + torch.cat(parts).view(hidden.shape)).to(hidden.dtype)
 
 
 def add_noise(table: nn.Module) -> None:
     """Add `Noise.current` to what an embedding returns in training."""
-    table.register_forward_hook(_add)
+
+    def add(table: nn.Module, _: Any, hidden: torch.Tensor) -> torch.Tensor:
+        noise = Noise.current
+        return hidden if noise is None or not table.training else noise.added(hidden)
+
+    table.register_forward_hook(add)

@@ -158,17 +158,14 @@ def with_noise(
         return batch
     documents = np.concatenate([rows.numbers(int(index)) for index in indices])
     shape, bounds = tuple(batch.ids.shape), batch.boundaries
-    lengths = np.array([len(rows.documents.document(int(each))[0]) for each in documents])
-    width = shape[1] if bounds is None else 0
-    names, places, scales = np.zeros((3, batch.ids.numel()))
-    for number, (document, length) in enumerate(zip(documents, lengths, strict=True)):
-        first = number * width if bounds is None else bounds.numbers[number]
-        mine = slice(first, first + length)
-        names[mine], places[mine], scales[mine] = document, np.arange(length), alpha / length**0.5
-    device = batch.ids.device
-    integers = (_on_device(each.astype(np.int64), device).view(shape) for each in (names, places))
-    noise = Noise(key, *integers, _on_device(scales.astype(np.float32), device).view(shape))
-    return replace(batch, noise=noise)
+    tokens = np.zeros((3, batch.ids.numel()), np.int64)
+    for number, document in enumerate(documents.tolist()):
+        length = int(rows.documents.lengths[document])
+        first = number * shape[1] if bounds is None else bounds.numbers[number]
+        tokens[:, first : first + length] = np.broadcast_arrays(document, np.arange(length), length)
+    return replace(
+        batch, noise=Noise(alpha, key, _on_device(tokens, batch.ids.device).view(3, *shape))
+    )
 
 
 def _nothing(tokens: int, pad_id: int) -> Columns:
