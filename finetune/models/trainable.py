@@ -17,26 +17,21 @@ def freeze_others(model: PreTrainedModel, recipe: Recipe) -> None:
     Tied tables are one parameter with two names. A score head is always trained, as with an
     adapter.
 
-    Args:
-        model: Model of this process, perhaps a stage of a pipeline.
-        recipe: Recipe with the patterns.
-
     Raises:
         FinetuneError: a pattern matches no name of the complete model, or added tokens are frozen.
     """
     whole: PreTrainedModel = layers.complete(model)
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
-    given = recipe.model.trainable
+    near = [*names, *(name.rpartition(".")[0] for name in names)]
     problems = [
-        f"model.trainable: '{each}' matches no parameter of the model"
-        f"{did_you_mean(each, [*names, *(name.rpartition('.')[0] for name in names)])}; "
+        f"model.trainable: '{each}' matches no parameter of the model{did_you_mean(each, near)}; "
         f"its parameters are {grouped(names)}"
-        for each in given
+        for each in recipe.model.trainable
         if not any(re.match(each, name) for name in names)
     ]
     if problems:
         raise FinetuneError(*problems)
-    wanted = given if recipe.scores is None else (*given, HEAD)
+    wanted = (*recipe.model.trainable, *([] if recipe.scores is None else [HEAD]))
     for part in {id(each): each for each in (whole, model)}.values():
         trained = {
             id(parameter)

@@ -145,15 +145,7 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
 def with_noise(
     batch: MicroBatch, rows: Rows, indices: np.ndarray, alpha: float, key: tuple[int, int]
 ) -> MicroBatch:
-    """A micro-batch of `collate` with noise on its embeddings.
-
-    Args:
-        batch: The micro-batch of these rows.
-        rows: All rows.
-        indices: Rows of the micro-batch.
-        alpha: `model.neftune_alpha`.
-        key: Seed and step.
-    """
+    """A micro-batch of `collate`, of the rows `indices`, with noise of a seed and step (`key`)."""
     if not len(indices):
         return batch
     documents = np.concatenate([rows.numbers(int(index)) for index in indices])

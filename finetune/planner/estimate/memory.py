@@ -84,10 +84,9 @@ class _Step:
         width = workload.gradient_width / layout.share("grads")
         self.layer_gradient = 0.0 if self.immediate else held * width
         self.outer_gradient = 0.0 if self.immediate else self.trained_outer * width
-        if adapter is None and layout.group == 1:
-            table = shape.embedding * workload.trains("embedding")
+        if adapter is None and layout.group == 1 and workload.trains("embedding"):
             # The gradient of a table that tensor parallelism splits is not divided.
-            self.outer_gradient += (shape.ways - 1) * table * width
+            self.outer_gradient += (shape.ways - 1) * shape.embedding * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient
         self.standing = 0.0
         if self.deepspeed:

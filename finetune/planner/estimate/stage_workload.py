@@ -63,8 +63,9 @@ def _share(workload: Workload, whole: Share) -> Share:
     axes = workload.layout.axes
     spans = schedules.spans(workload.shape.layers, axes)
     numbers = schedules.parts_of(workload.layout.stage, axes)
-    mine = tuple(whole.layers[at] for number in numbers for at in spans[number])
-    return dataclasses.replace(whole, layers=mine)
+    mine = [at for number in numbers for at in spans[number]]
+    shares, skipped = tuple(whole.layers[at] for at in mine), sum(at < whole.skipped for at in mine)
+    return dataclasses.replace(whole, layers=shares, skipped=skipped)
 
 
 def _cut(matrix: Matrix, ways: int) -> Matrix:

@@ -70,12 +70,8 @@ def _passes(workload: Workload) -> float:
         return 2.0 + workload.recomputes
     if share is None:
         return 3.0 + workload.recomputes
-    back = 1 - share.frozen_first / layers
-    return (
-        1.0
-        + back * (1 + workload.recomputes)
-        + workload.trained_inner / (layers * workload.shape.held_layer)
-    )
+    back = (1 - share.skipped / layers) * (1 + workload.recomputes)
+    return 1.0 + back + sum(share.layers) / layers
 
 
 def step_flops(

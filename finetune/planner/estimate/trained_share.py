@@ -16,6 +16,8 @@ class Share:
     head: bool
     norm: bool
     """Whether the final norm is trained."""
+    skipped: int
+    """Number of first layers that no gradient enters."""
 
     def inner(self, shape: Architecture) -> float:
         """Trained parameters in the layers of a part of the model."""
@@ -23,17 +25,9 @@ class Share:
 
     def outer(self, shape: Architecture) -> int:
         """Trained parameters outside the layers."""
-        tied = shape.tied and not shape.scores
-        table = self.embedding or (tied and self.head)
-        found = shape.first * (table * shape.embedding + self.embedding * shape.positions)
-        head = 0 if tied else self.head * shape.head_weights
-        return found + shape.last * (self.norm * shape.norm_size + head)
-
-    @property
-    def frozen_first(self) -> int:
-        """Number of first layers that no gradient enters."""
-        reached = (at for at, share in enumerate(self.layers) if share)
-        return 0 if self.embedding else next(reached, len(self.layers))
+        tables = self.embedding * (shape.embedding + shape.positions * shape.hidden)
+        head = 0 if shape.tied and not shape.scores else self.head * shape.head_weights
+        return shape.first * tables + shape.last * (self.norm * shape.norm_size + head)
 
 
 def share(shape: Architecture, patterns: tuple[str, ...]) -> Share | None:
@@ -44,27 +38,26 @@ def share(shape: Architecture, patterns: tuple[str, ...]) -> Share | None:
     if not patterns:
         return None
 
-    def has(*names: str) -> bool:
-        return any(re.match(each, name) for each in patterns for name in names)
+    def has(name: str) -> bool:
+        return any(re.match(each, name) for each in patterns)
 
-    base = shape.prefix.rpartition(".")[0]
-    outside = f"{base}." if base else ""
-    embedding = has(f"{outside}{shape.table}.weight")
+    sizes = {f"{matrix.name}.weight": matrix.weights for matrix in shape.matrices}
+    sizes |= {f"{each.name}.bias": each.outputs for each in shape.matrices if each.bias}
+    sizes["input_layernorm.weight"] = shape.norms * shape.norm_size
+    sizes["self_attn.q_norm.weight"] = 2 * shape.head_dim * shape.qk_norm
+    if shape.experts is not None:
+        third = shape.experts.count * shape.hidden * shape.experts.width
+        sizes |= {"mlp.experts.gate_up_proj": 2 * third, "mlp.experts.down_proj": third}
+        sizes["mlp.gate.weight"] = shape.experts.count * shape.hidden
+    layers = [
+        sum(size for name, size in sizes.items() if has(f"{shape.prefix}.{layer}.{name}"))
+        / shape.layer_parameters
+        for layer in range(shape.layers)
+    ]
+    outside = shape.prefix.rpartition(".")[0] + "."
+    embedding, norm = has(f"{outside}{shape.table}.weight"), has(f"{outside}norm.weight")
     head = bool(shape.scores) or has(f"{shape.head}.weight")
-    tied = shape.tied and not shape.scores and (embedding or head)
-    layers: list[float] = []
-    for layer in range(shape.layers):
-        name = f"{shape.prefix}.{layer}"
-        found = 0
-        if shape.experts is not None:
-            each = shape.experts.count * shape.experts.weights(shape.hidden)
-            found += (2 * each // 3) * has(f"{name}.mlp.experts.gate_up_proj")
-            found += (each // 3) * has(f"{name}.mlp.experts.down_proj")
-            found += shape.experts.count * shape.hidden * has(f"{name}.mlp.gate.weight")
-        for matrix in shape.matrices:
-            found += matrix.weights * has(f"{name}.{matrix.name}.weight")
-            found += (matrix.parameters - matrix.weights) * has(f"{name}.{matrix.name}.bias")
-        found += shape.norms * shape.norm_size * has(f"{name}.input_layernorm.weight")
-        found += 2 * shape.head_dim * shape.qk_norm * has(f"{name}.self_attn.q_norm.weight")
-        layers.append(found / shape.layer_parameters)
-    return Share(tuple(layers), embedding or tied, head or tied, has(f"{outside}norm.weight"))
+    if shape.tied and not shape.scores:
+        embedding = head = embedding or head
+    reached = next((at for at, each in enumerate(layers) if each), shape.layers)
+    return Share(tuple(layers), embedding, head, norm, 0 if embedding else reached)

@@ -45,7 +45,7 @@ def traces(workload: Workload) -> Traces:
     if workload.activations_on_host and not workload.cpu:
         kept = least = 0.0
     share = None if workload.adapter is not None else workload.share
-    skipped = 0 if share is None else share.frozen_first
+    skipped = 0 if share is None else share.skipped
     return Traces(layer, kept, least, head(workload), skipped)
 
 
