@@ -1,4 +1,4 @@
-"""Losses of supervised fine-tuning other than the cross-entropy; their formulas: test_kernels_head."""
+"""Losses of a token other than its cross-entropy, on backends; formulas: test_kernels_head."""
 
 from typing import Any
 
