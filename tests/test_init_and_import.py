@@ -144,7 +144,7 @@ num_train_epochs: 2.0, lr_scheduler_type: cosine, warmup_ratio: 0.1, bf16: true,
 ddp_timeout: 180000000, neat_packing: true,
 ### eval
 val_size: 64, per_device_eval_batch_size: 4, eval_strategy: steps, eval_steps: 500,
-neftune_noise_alpha: 5}
+use_swanlab: true}
 """
 LLAMA_FULL = """
 {
@@ -224,7 +224,7 @@ MEANT: dict[str, tuple[int, dict[str, Any], str, str]] = {
             "batch": {"rows": 16, "micro_rows": 1, "max_length": 1024, "overlong": "truncate",
                 "packing": True}, "optim": {"lr": 1e-4, "warmup": 0.1},
             "evaluation": {"every": 500, "micro_rows": 4}, "saving": {"every": 500}, "epochs": 2,
-            "seed": 42, "backend": "zero3_offload"}, "neftune_noise_alpha", "max_samples template"),
+            "seed": 42, "backend": "zero3_offload"}, "use_swanlab", "max_samples template"),
     "llama_full": (1,
         {"method": "pretrain", "model": {"name": "models/mine"},
             "data": [{"source": "FOLDER/data/books.jsonl", **BODY}],
@@ -334,7 +334,7 @@ def test_any_value_is_imported_or_refused_with_a_sentence(folder, name):
 def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finetune, folder):
     done = finetune("import", "llama.yml", "--processes", "2", cwd=folder).passed()
     assert (
-        "no counterpart  neftune_noise_alpha  noise on embeddings is not supported" in done.stdout
+        "no counterpart  use_swanlab  trackers are tensorboard, wandb, mlflow and trackio" in done.stdout
     )
     assert "assumed         batch.rows=16: rows of a step over all processes, assumed to be 2" in (
         done.stdout
@@ -361,8 +361,8 @@ def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finet
             "f.yml: stage: ppo: sft, pt, dpo and kto are imported"),
         ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",
             "f.yml: pref_loss: kto_pair: expected one of sigmoid"),
-        ("model_name_or_path: m\nfinetuning_type: freeze",
-            "f.yml: finetuning_type: freeze: expected lora or full"),
+        ("model_name_or_path: m\nfinetuning_type: oft",
+            "f.yml: finetuning_type: oft: expected lora, full or freeze"),
         ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: no dataset_info.json"),
     ],
 )  # fmt: skip

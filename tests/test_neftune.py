@@ -11,9 +11,11 @@ from families import build
 import finetune as ft
 from finetune import catalog
 from finetune.data.rows.collate import collate, with_noise
+from finetune.data.rows.noise import Noise
 from finetune.data.rows.store import Documents, Rows
-from finetune.kernels.embedding_noise import Noise, add_noise
 from finetune.kernels.philox import philox
+from finetune.models import embedding_noise
+from finetune.models.embedding_noise import add_noise
 
 ALPHA, WIDTH, KEY = 40.0, 64, (3, 5)
 NOISY: dict[str, Any] = {"model": {"neftune_alpha": ALPHA}}
@@ -46,7 +48,7 @@ def test_each_token_has_the_noise_of_its_place_in_any_layout(layout: str):
     chosen = np.array([0, 2])  # documents 2 and 1
     batch = with_noise(collate(rows, chosen, 0, "cpu"), rows, chosen, ALPHA, KEY)
     assert batch.noise is not None
-    found = batch.noise.added(torch.zeros(*batch.ids.shape, WIDTH))
+    found = embedding_noise.with_noise(torch.zeros(*batch.ids.shape, WIDTH), batch.noise)
     wanted = torch.zeros(2, 9, WIDTH, dtype=torch.float64)
     wanted[0], wanted[1, :3] = by_hand(2), by_hand(1)
     if layout != "padded":

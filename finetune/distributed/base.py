@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from finetune import backend as backends
 from finetune.data.rows.collate import MicroBatch
+from finetune.data.rows.noise import Noise
 from finetune.distributed import workarounds
 from finetune.distributed.device import numbered
 from finetune.distributed.fragments import Fragment
@@ -33,7 +34,6 @@ from finetune.distributed.plan_differences import Compare, comparing, wrapped_by
 from finetune.distributed.ranks import Ranks, group_on_host
 from finetune.distributed.reader import Reader
 from finetune.errors import FinetuneError
-from finetune.kernels.embedding_noise import Noise
 from finetune.planner import Plan
 from finetune.process import rendezvous
 

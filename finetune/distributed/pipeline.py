@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from finetune.data.rows.collate import MicroBatch
+from finetune.data.rows.noise import Noise
 from finetune.distributed import layers
 from finetune.distributed.filling import padded
 from finetune.distributed.mesh import Block, MeshEngine
 from finetune.distributed.parameters import local
 from finetune.errors import TrainingFailure
 from finetune.kernels.balance import documents_of
-from finetune.kernels.embedding_noise import Noise
 from finetune.planner import schedules
 from finetune.process import rendezvous
 

@@ -18,7 +18,6 @@ from finetune.distributed.device import on_cpu
 from finetune.errors import FinetuneError, reading
 from finetune.kernels.activation import FusedGate, fuse_activations
 from finetune.kernels.balance import balance_of
-from finetune.kernels.embedding_noise import add_noise
 from finetune.kernels.expert_products import compute_as_autocast
 from finetune.kernels.head import LabelledHead, give_loss
 from finetune.kernels.lora import group_adapters, left_alone, reasons_against_tiles
@@ -29,6 +28,7 @@ from finetune.kernels.score_head import give_scores
 from finetune.kernels.token_loss import TokenLoss
 from finetune.models import adapters, resume_adapter, teacher, vocabulary
 from finetune.models.compiled_blocks import compile_blocks
+from finetune.models.embedding_noise import add_noise
 from finetune.models.gradients import without_unreached
 from finetune.models.network import compute_dtype, from_scratch, pretrained, weight_dtype
 from finetune.models.packed_attention import (

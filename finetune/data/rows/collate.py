@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from finetune.data.rows.noise import Noise
 from finetune.data.rows.shared_prompts import computed_once
 from finetune.data.rows.store import Columns, Rows
-from finetune.kernels.embedding_noise import Noise
 
 UNTRAINED = -100
 """The label that PyTorch's cross entropy ignores."""
