@@ -333,14 +333,13 @@ def test_any_value_is_imported_or_refused_with_a_sentence(folder, name):
 
 def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finetune, folder):
     done = finetune("import", "llama.yml", "--processes", "2", cwd=folder).passed()
-    assert (
-        "no counterpart  use_swanlab  trackers are tensorboard, wandb, mlflow and trackio" in done.stdout
-    )
+    reason = "trackers are tensorboard, wandb, mlflow and trackio"
+    assert f"no counterpart  use_swanlab  {reason}" in done.stdout
     assert "assumed         batch.rows=16: rows of a step over all processes, assumed to be 2" in (
         done.stdout
     )
     text = (folder / "recipes/llama.yaml").read_text()
-    assert "# no counterpart neftune_noise_alpha noise on embeddings is not supported" in text
+    assert f"# no counterpart use_swanlab {reason}" in text
     expected, _, _ = importers.import_recipe(Path(folder / "llama.yml"), 2)
     assert catalog.load(folder / "recipes/llama.yaml").batch == expected.batch
     assert "already exists" in finetune("import", "llama.yml", cwd=folder).refused()
