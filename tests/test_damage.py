@@ -374,7 +374,7 @@ def test_another_base_under_the_same_name_is_refused(tiny, train, tmp_path, caps
     save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
     now = base_weights.fingerprint(Model(str(model)))
     told = (
-        f"{run.checkpoint(2)}: its adapter was trained on different weights than {model} "
+        f"{run.checkpoint(2)}: it was trained on different frozen weights than {model} "
         f"has now ({first} then, {now} now): restore the old weights, or start another run"
     )
     assert refusal(train, **mine, max_steps=4) == told

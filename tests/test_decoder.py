@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import slow_but
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from finetune.inference import batch as batching
 from finetune.inference.batch import Batch, Forward, can_join
@@ -147,3 +154,40 @@ def test_a_token_follows_the_probabilities_and_top_p():
     chi = ((counts - 4000 * shares) ** 2 / (4000 * shares)).sum().item()
     assert chi < 16.3  # 0.1 % of chi-squared with 3 degrees of freedom
     assert drawn(200, 0.7).unique().tolist() == [0, 1]  # 0.5 is below 0.7, 0.8 is not
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"top_k": 3}, {"min_p": 0.4}, {"top_k": 4, "top_p": 0.7, "min_p": 0.2},
+     {"repetition_penalty": 1.7}, {"repetition_penalty": 0.6, "top_k": 5}],
+)  # fmt: skip
+def test_the_tokens_that_are_left_have_the_probabilities_of_transformers(fields: dict[str, Any]):
+    torch.manual_seed(4)
+    logits, seen = torch.randn(64, 12) * 2, [3, 5, 5, 7]
+    wanted = torch.stack([logits_of_transformers(each, seen, fields) for each in logits])
+    rows = [Row(seen[:3], 2, (), 1.5, name=(0, n), ids=seen[3:], **fields) for n in range(64)]
+    decoder = Decoder(tiny("llama", SMALL), 0, 64)
+    decoder.rows = rows
+    before = logits.clone()
+    tokens = decoder._choose(logits)[0]
+    assert torch.equal(logits, before)
+    found = wanted.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert found.isfinite().all()
+    assert torch.allclose(torch.tensor([row.logps[0] for row in rows]), found, atol=1e-5)
+    greedy = [Row(seen, 1, (), name=(0, n), **fields) for n in range(64)]
+    decoder.rows = greedy
+    best = torch.stack([logits_of_transformers(each, seen, fields) for each in logits]).argmax(-1)
+    assert torch.equal(decoder._choose(logits)[0], best)
+
+
+def logits_of_transformers(
+    logits: torch.Tensor, seen: list[int], fields: dict[str, Any]
+) -> torch.Tensor:
+    """After its processors, in its order; temperature 1.5."""
+    ids, scores = torch.tensor([seen]), logits[None]
+    if "repetition_penalty" in fields:
+        scores = RepetitionPenaltyLogitsProcessor(fields["repetition_penalty"])(ids, scores)
+    scores = scores / 1.5
+    for name, kind in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper)):
+        scores = kind(fields[name])(ids, scores) if name in fields else scores
+    return (MinPLogitsWarper(fields["min_p"])(ids, scores) if "min_p" in fields else scores)[0]

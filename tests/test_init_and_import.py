@@ -144,7 +144,7 @@ num_train_epochs: 2.0, lr_scheduler_type: cosine, warmup_ratio: 0.1, bf16: true,
 ddp_timeout: 180000000, neat_packing: true,
 ### eval
 val_size: 64, per_device_eval_batch_size: 4, eval_strategy: steps, eval_steps: 500,
-neftune_noise_alpha: 5}
+use_galore: true}
 """
 LLAMA_FULL = """
 {
@@ -224,7 +224,7 @@ MEANT: dict[str, tuple[int, dict[str, Any], str, str]] = {
             "batch": {"rows": 16, "micro_rows": 1, "max_length": 1024, "overlong": "truncate",
                 "packing": True}, "optim": {"lr": 1e-4, "warmup": 0.1},
             "evaluation": {"every": 500, "micro_rows": 4}, "saving": {"every": 500}, "epochs": 2,
-            "seed": 42, "backend": "zero3_offload"}, "neftune_noise_alpha", "max_samples template"),
+            "seed": 42, "backend": "zero3_offload"}, "use_galore", "max_samples template"),
     "llama_full": (1,
         {"method": "pretrain", "model": {"name": "models/mine"},
             "data": [{"source": "FOLDER/data/books.jsonl", **BODY}],
@@ -281,6 +281,11 @@ def test_an_imported_file_is_the_recipe_that_means_the_same(folder, name):
             " template_thinking_key: thinking}]", "data.0.format", "messages"),
         ("rl: dpo\ndatasets: [{path: d, type: chat_template.default, roles: {user: [user]},"
             " message_property_mappings: {role: role, content: content}}]", "method", "dpo"),
+        ("unfrozen_parameters: [lm_head.*, 'model.layers.2[0-9]+']", "model.trainable",
+            ["lm_head.*", "model.layers.2[0-9]+"]),
+        ("noisy_embedding_alpha: 5", "model.neftune_alpha", 5),
+        ("use_eaft: true\neaft_alpha: 2", "token_weight", "eaft"),
+        ("label_smoothing_factor: 0.1", "label_smoothing", 0.1),
         ("datasets: [{path: a/b, type: completion, split: 'train[:5%]'}]", "data.0.split",
             "train[:5%]"),
     ],
@@ -293,6 +298,20 @@ def test_what_public_configurations_use_is_translated(tmp_path, lines, path, val
         found = found[int(part)] if isinstance(found, list) else found.get(part)
     assert (found or None) == value
     assert "no counterpart" not in {outcome for outcome, _ in job.outcomes.values()}
+
+
+def test_layers_that_are_not_frozen_are_named(tmp_path):
+    model = "model_name_or_path: Qwen/Qwen2.5-0.5B\nfinetuning_type: freeze\n"
+    lines = "freeze_trainable_layers: 3\nfreeze_trainable_modules: mlp,self_attn\n"
+    for more, wanted in (
+        (lines, [r".*\.(21|22|23)\.mlp", r".*\.(21|22|23)\.self_attn"]),
+        ("freeze_trainable_layers: -1\nuse_dft_loss: true\n", [r".*\.(0)\."]),
+    ):
+        (tmp_path / "f.yml").write_text(f"{model}{more}stage: pt\n")
+        recipe, job, _ = importers.import_recipe(tmp_path / "f.yml", 1)
+        assert (recipe.adapter, recipe.model.trainable) == (None, tuple(wanted))
+        assert "no counterpart" not in {outcome for outcome, _ in job.outcomes.values()}
+        assert job.fields.get("token_weight", "none") == ("dft" if "dft" in more else "none")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -330,14 +349,13 @@ def test_any_value_is_imported_or_refused_with_a_sentence(folder, name):
 
 def test_import_prints_the_outcome_of_each_key_and_writes_it_into_the_file(finetune, folder):
     done = finetune("import", "llama.yml", "--processes", "2", "--allow-lost", cwd=folder).passed()
-    assert (
-        "no counterpart  neftune_noise_alpha  noise on embeddings is not supported" in done.stdout
-    )
+    reason = "for the available optimizers, see optim.name"
+    assert f"no counterpart  use_galore  {reason}" in done.stdout
     assert "assumed         batch.rows=16: rows of a step over all processes, assumed to be 2" in (
         done.stdout
     )
     text = (folder / "recipes/llama.yaml").read_text()
-    assert "# no counterpart neftune_noise_alpha noise on embeddings is not supported" in text
+    assert f"# no counterpart use_galore {reason}" in text
     expected, _, _ = importers.import_recipe(Path(folder / "llama.yml"), 2)
     assert catalog.load(folder / "recipes/llama.yaml").batch == expected.batch
     assert "already exists" in finetune("import", "llama.yml", cwd=folder).refused()
@@ -368,8 +386,8 @@ def test_a_lost_key_ends_an_import_with_status_1_and_writes_nothing(typed, tmp_p
             "f.yml: stage: ppo: sft, pt, rm, dpo and kto are imported"),
         ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",
             "f.yml: pref_loss: kto_pair: expected one of sigmoid"),
-        ("model_name_or_path: m\nfinetuning_type: freeze",
-            "f.yml: finetuning_type: freeze: expected lora or full"),
+        ("model_name_or_path: m\nfinetuning_type: oft",
+            "f.yml: finetuning_type: oft: expected lora, full or freeze"),
         ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: no dataset_info.json"),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """The loss in chunks is that of transformers, with all gradients, for every kind of head."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from finetune.errors import FinetuneError
 from finetune.kernels import head
 from finetune.kernels.chunked_loss import ChunkedLogProbs
 from finetune.kernels.pointwise import Chain
+from finetune.kernels.token_loss import TokenLoss
 from finetune.methods.losses import _token_values, sequence_logps, token_logps, token_loss_sum
 from finetune.planner.families import FAMILIES as KNOWN
 from finetune.planner.kernels import CHUNK_ENTRIES, TILE_ENTRIES
@@ -273,3 +275,38 @@ def test_a_head_with_an_adapter_is_refused_in_chunks() -> None:
         head.give_loss(model.get_base_model(), chunked=True)
     head.give_loss(model.get_base_model(), chunked=False)
     compare(adapt(build("llama"), target_modules=["q_proj", "lm_head"]), model, False)
+
+
+def by_hand(logits: torch.Tensor, targets: torch.Tensor, rule: TokenLoss) -> torch.Tensor:
+    """The loss of each token, from its distribution."""
+    shares = logits.softmax(-1)
+    logs = shares.log()
+    nll = -logs[torch.arange(len(targets)), targets]
+    if rule.weight == "dft":
+        return shares[torch.arange(len(targets)), targets].detach() * nll
+    if rule.weight == "eaft":
+        top = shares.detach().sort(-1, descending=True).values[:, :20]
+        top = top / top.sum(-1, keepdim=True)
+        return (-(top * top.log()).sum(-1) / math.log(20)) ** rule.power * nll
+    return (1 - rule.smoothing) * nll - rule.smoothing * logs.mean(-1)
+
+
+@CHUNKED
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere"])
+@pytest.mark.parametrize(
+    "rule", [TokenLoss(0.1), TokenLoss(weight="dft"), TokenLoss(weight="eaft", power=1.5)]
+)
+def test_other_losses_of_a_token_are_those_of_their_formulas(kind, rule, chunked):
+    plain = build(kind, **OTHERS.get(kind, {}))
+    given, read = copy.deepcopy(plain), batch()
+    head.give_loss(given, chunked, rule=rule)
+    assert token_loss_sum(given.eval(), read).item() == pytest.approx(
+        reference(copy.deepcopy(plain), False)[0], rel=FP32
+    )
+    loss, by_ours = ours(given.train(), False)
+    logits = plain(input_ids=read.ids, attention_mask=read.attention_mask).logits[:, :-1]
+    labels = read.labels[:, 1:]
+    wanted = by_hand(logits[labels != -100].double(), labels[labels != -100], rule).sum()
+    (wanted * SCALE).backward()
+    assert loss == pytest.approx(wanted.item(), rel=FP32)
+    assert distance(by_ours, gradients(plain)) < FP32

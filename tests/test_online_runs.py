@@ -126,3 +126,17 @@ def test_inspect_samples_what_the_first_step_samples(tiny, prompts, finetune, tm
 def test_only_online_methods_are_sampled_from(tiny: Tiny) -> None:
     with pytest.raises(FinetuneError, match="--completions: method sft samples no completions"):
         inspect_samples(catalog.from_fields(tiny.fields()), rows=1, each=1)
+
+
+def test_tokens_sampled_from_few_are_weighted_by_their_probability_in_training(
+    tiny, prompts, tmp_path
+):
+    """Without tokens that are left out, those that stay are likelier: a weight is at most 1."""
+    every, some = (
+        one_step(tiny, prompts, tmp_path / str(count), "lengths:length", top_k=count)
+        for count in (0, 3)
+    )
+    ratio = "sampling/importance_sampling_ratio"
+    (plain,), (few,) = (list(run.read_metrics("train")) for run in (every, some))
+    assert f"{ratio}/mean" not in plain["metrics"]
+    assert 0 < few["metrics"][f"{ratio}/mean"] < few["metrics"][f"{ratio}/max"] <= 1 + 1e-5

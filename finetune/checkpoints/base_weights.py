@@ -52,7 +52,7 @@ def refuse_other_base(checkpoint: Path, model: Model) -> None:
     then, now = read_manifest(checkpoint)["progress"].get("base"), fingerprint(model)
     if None not in (then, now) and then != now:
         raise FinetuneError(
-            f"{checkpoint}: its adapter was trained on different weights than {model.name} has "
+            f"{checkpoint}: it was trained on different frozen weights than {model.name} has "
             f"now ({then} then, {now} now): restore the old weights, or start another run"
         )
 

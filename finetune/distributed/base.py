@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from finetune import backend as backends
 from finetune.data.rows.collate import MicroBatch
+from finetune.data.rows.noise import Noise
 from finetune.distributed import workarounds
 from finetune.distributed.device import numbered
 from finetune.distributed.fragments import Fragment
@@ -291,6 +292,7 @@ class Engine(Ranks):
                 before_last()
             # For each micro-batch: its dropout must not depend on what this rank computed before.
             torch.manual_seed(seed)
+            Noise.current = batches[index].noise
             with self.unsynchronised(last):
                 self.backward(loss_of(index, self.model), last)
 

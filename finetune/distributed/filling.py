@@ -39,6 +39,7 @@ def _filled(batch: MicroBatch, rows: int, longest: int, pad_id: int) -> MicroBat
         ids=F.pad(batch.ids, by, value=pad_id),
         labels=F.pad(batch.labels, by, value=UNTRAINED),
         attention_mask=None,
+        noise=None if batch.noise is None else batch.noise.padded(by),
         unpadded=None if mask is None else F.pad(mask, by),
         boundaries=bounds,
     )

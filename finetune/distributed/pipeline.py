@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from finetune.data.rows.collate import MicroBatch
+from finetune.data.rows.noise import Noise
 from finetune.distributed import layers
 from finetune.distributed.filling import padded
 from finetune.distributed.mesh import Block, MeshEngine
@@ -353,6 +354,7 @@ class Stage(nn.Module):
         batch, balance = step.batches[at], self.network.balance if step.training else None
         # Set here, because a schedule interleaves micro-batches; another stage draws other dropout.
         torch.manual_seed(step.seeds[at] + self.index)
+        Noise.current = batch.noise
         inputs = {k: v for k, v in batch.inputs().items() if v is not None and k != "input_ids"}
         source = {"input_ids": batch.ids} if self.first else {"inputs_embeds": given}
         routed = {} if balance is None else {"output_router_logits": True}

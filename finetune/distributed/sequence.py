@@ -95,6 +95,7 @@ def part(batch: MicroBatch, rank: int, ways: int, group: Any) -> MicroBatch:
         labels=labels,
         trained_tokens=trained,
         token_columns=of_tokens,
+        noise=None if batch.noise is None else batch.noise.part(mine),
         boundaries=dataclasses.replace(bounds, positions=bounds.positions[:, mine].contiguous()),
     )
 

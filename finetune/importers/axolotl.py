@@ -18,6 +18,7 @@ MOVED = {
     "trust_remote_code": "model.trust_remote_code", 
     "sample_packing": "batch.packing", "eval_batch_size": "evaluation.micro_rows",
     "loss_watchdog_threshold": "optim.max_loss", "loss_watchdog_patience": "optim.max_loss_steps",
+    "noisy_embedding_alpha": "model.neftune_alpha", "neftune_noise_alpha": "model.neftune_alpha",
     "adam_eps": "optim.eps", "cosine_min_lr_ratio": "optim.min_lr",
     "early_stopping_patience": "evaluation.patience",
 }  # fmt: skip
@@ -94,6 +95,7 @@ def translate(job: Translation, folder: Path) -> None:
     job.say("batch_size", "translated", "batch.rows, with micro_batch_size and accumulation")
     trainer.batch(job, "micro_batch_size", 1)
     trainer.length(job, "num_epochs", 1)
+    trainer.token_loss(job)
     trainer.schedule(job, "lr_scheduler", "cosine", 0.03)
     job.move_all(MOVED)
     trainer.evaluation_and_saving(job)
@@ -136,6 +138,12 @@ def _method(job: Translation) -> None:
 
 def _model(job: Translation) -> None:
     job.move("base_model", "model.name", text)
+    names = listed(job.get("unfrozen_parameters"))
+    if any(re.search(r"\[\d*:\d*\]$", text(name)) for name in names):
+        reason = "rows of a table: name it without [a:b], or see adapter.trainable_token_indices"
+        job.say("unfrozen_parameters", "no counterpart", reason)
+    elif not job.get("adapter"):
+        job.move("unfrozen_parameters", "model.trainable", listed)
     job.move("revision_of_model", "model.revision", text)
     job.move("tokenizer_config", "model.tokenizer", text)
     reason = "the tokenizer of transformers, with its chat template"

@@ -8,6 +8,9 @@ from typing import Any
 from finetune.errors import FinetuneError, did_you_mean, reading
 from finetune.importers import preference_methods, trainer
 from finetune.importers.translation import Translation, shown, text
+from finetune.methods.sft import SFT
+from finetune.planner.shapes.config_files import fields_of
+from finetune.recipe import Model
 
 INFO = "dataset_info.json"
 SOURCE = ("hf_hub_url", "file_name", "subset", "split", "num_samples", "formatting", "columns")
@@ -20,6 +23,7 @@ OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
 OPENAI_TAGS |= {"assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
 
 MOVED = {
+    "neftune_noise_alpha": "model.neftune_alpha",
     "trust_remote_code": "model.trust_remote_code", "moe_aux_loss_coef": "model.router_aux_loss",
     "per_device_eval_batch_size": "evaluation.micro_rows",
 }  # fmt: skip
@@ -64,7 +68,6 @@ NOT_NEEDED_IF_OFF = {
     "the loss is computed in fp32": "upcast_lmhead_output",
     "stream=true is a field of each source, and needs `first`": "streaming",
     "see `finetune inspect`": "split_special_tokens",
-    "noise on embeddings is not supported": "neftune_noise_alpha",
 }
 
 
@@ -90,6 +93,7 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.length(job, "num_train_epochs", 3)
     job.move_or_assume("learning_rate", "optim.lr", 5e-5)
     job.move_all(MOVED)
+    trainer.token_loss(job)
     trainer.schedule(job, "lr_scheduler_type", "linear", 0.0)
     trainer.evaluation_and_saving(job)
     trainer.without_evaluation(job)
@@ -125,8 +129,8 @@ def _method(job: Translation) -> None:
         job.set("method", method)
         job.say("stage", "translated", f"method={method}")
     kind = text(job.get("finetuning_type", "lora"))
-    if kind not in ("lora", "full"):
-        raise FinetuneError(f"finetuning_type: {kind}: expected lora or full")
+    if kind not in ("lora", "full", "freeze"):
+        raise FinetuneError(f"finetuning_type: {kind}: expected lora, full or freeze")
 
 
 def _model(job: Translation) -> None:
@@ -159,10 +163,31 @@ def _model(job: Translation) -> None:
         job.say(key, "translated" if given in known else "differs", reason)
 
 
+def _frozen(job: Translation) -> None:
+    """Translate the number of trained layers, the last or the first, to `model.trainable`."""
+    count = job.get("freeze_trainable_layers", 2)
+    named = SFT(Model(text(job.get("model_name_or_path"))))
+    layers = fields_of(named).get("num_hidden_layers")
+    if not isinstance(count, int) or not isinstance(layers, int):
+        reason = "the model's number of layers is not known here: set model.trainable"
+        job.say("finetuning_type", "no counterpart", reason)
+        return
+    chosen = range(layers)[-count:] if count > 0 else range(layers)[:-count]
+    numbers = "|".join(map(str, chosen))
+    modules = _names(job.get("freeze_trainable_modules", "all"))
+    patterns = [rf".*\.({numbers})\.{'' if each == 'all' else each}" for each in modules]
+    patterns += [f".*{each}" for each in _names(job.get("freeze_extra_modules", [])) if each]
+    job.set("model.trainable", patterns)
+    for key in ("trainable_layers", "trainable_modules", "extra_modules"):
+        job.say(f"freeze_{key}", "translated", f"model.trainable={shown(patterns)}")
+
+
 def _adapter(job: Translation) -> None:
-    if job.get("finetuning_type", "lora") == "full":
+    if job.get("finetuning_type", "lora") != "lora":
         job.set("adapter", None)
         job.say("finetuning_type", "translated", "adapter=null")
+        if job.get("finetuning_type") == "freeze":
+            _frozen(job)
         for key in job.source:
             if key.startswith("lora") or key in ("use_dora", "use_rslora", "additional_target"):
                 job.say(key, "not needed", "no adapter: all weights are trained")

@@ -458,3 +458,20 @@ def _defaults() -> dict[str, Any]:
         field.name: None if field.default is dataclasses.MISSING else field.default
         for field in dataclasses.fields(TrainingArguments)
     }
+
+
+def token_loss(job: Translation) -> None:
+    """Translate other losses of supervised fine-tuning than the cross-entropy."""
+    if job.fields.get("method", "sft") not in ("sft", "pretrain"):
+        return
+    job.move("label_smoothing_factor", "label_smoothing")
+    for key, weight in {"use_dft_loss": "dft", "use_eaft_loss": "eaft", "use_eaft": "eaft"}.items():
+        if not job.get(key):
+            job.say(key, "not needed", "it is off")
+            continue
+        job.set("token_weight", weight)
+        job.say(key, "translated", f"token_weight={weight}")
+        job.move("eaft_alpha", "eaft_alpha")
+    same = job.get("eaft_k", 20) == 20
+    reason = "the entropy of the 20 likeliest tokens is used"
+    job.say("eaft_k", "not needed" if same else "differs", reason)

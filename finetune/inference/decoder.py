@@ -41,12 +41,27 @@ class Row:
     """Total probability of the smallest set of most likely tokens that are considered."""
     name: tuple[int, int] = (0, 0)
     """Two words below 2**32 on which the noise of this row depends."""
+    top_k: int = 0
+    """Number of most likely tokens that are considered; 0 for all."""
+    min_p: float = 0.0
+    """Least probability of a token that is considered, as a share of the largest."""
+    repetition_penalty: float = 1.0
+    """Divisor of positive logits of tokens in the prompt or the answer; a factor of negative ones
+    (arXiv:1909.05858, section 4.1)."""
     ids: list[int] = dataclasses.field(default_factory=list[int])
     """New tokens, including the stop token."""
     stopped: bool = False
     """Whether it ended with a stop token rather than at its limit."""
     entropy: float = 0.0
-    """Entropy of the sampling distribution in nats, summed over the new tokens."""
+    """Entropy in nats before tokens are left out, summed over the new tokens."""
+    logps: list[float] = dataclasses.field(default_factory=list[float])
+    """Log-probability of each new token among those considered, if the row `is_changed`."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it samples from another distribution than the softmax of logits / temperature."""
+        left_out = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return left_out or self.repetition_penalty != 1
 
     @property
     def ended(self) -> bool:
@@ -215,6 +230,7 @@ class Decoder:
         """
         sampled = [number for number, row in enumerate(self.rows) if row.temperature]
         rows, device = [self.rows[number] for number in sampled], logits.device
+        logits = with_penalties(logits, self.rows)
         entropies = torch.zeros(len(logits), device=device)
         if not sampled:
             return logits.argmax(-1), entropies
@@ -223,11 +239,17 @@ class Decoder:
         logps = ((logits[sampled] if mixed else logits).float() / heat).log_softmax(-1)
         shares = logps.exp()
         spread = -torch.linalg.vecdot(shares, logps)
-        for number, row in enumerate(rows):
-            if row.top_p < 1:
-                keep_likely(shares[number], row.top_p)
+        changed = [number for number, row in enumerate(rows) if row.is_changed]
+        for number in changed:
+            keep_likely(shares[number], rows[number])
         names = torch.tensor([row.name for row in rows], device=device)
         tokens = draw(shares, self.key, names, [len(row.ids) for row in rows])
+        if changed:
+            kept = shares[changed]
+            logs = (kept.gather(1, tokens[changed, None]) / kept.sum(-1, keepdim=True)).log()
+            for number, logp in zip(changed, logs[:, 0].tolist(), strict=True):
+                if not rows[number].ended:
+                    rows[number].logps.append(logp)
         if not mixed:
             return tokens, spread
         best = logits.argmax(-1)
@@ -235,11 +257,32 @@ class Decoder:
         return best, entropies
 
 
-def keep_likely(shares: torch.Tensor, top_p: float) -> None:
-    """Set probabilities (vocabulary,) to 0, except the smallest set with at least `top_p`."""
+def with_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Logits (rows, vocabulary) after each row's `repetition_penalty`; without any, as given."""
+    if all(row.repetition_penalty == 1 for row in rows):
+        return logits
+    logits = logits.float()
+    found = logits.clone()  # callers read the original
+    for number, row in enumerate(rows):
+        seen = torch.tensor(sorted({*row.prompt, *row.ids}), device=logits.device)
+        given, penalty = logits[number, seen], row.repetition_penalty
+        found[number, seen] = torch.where(given > 0, given / penalty, given * penalty)
+    return found
+
+
+def keep_likely(shares: torch.Tensor, row: Row) -> None:
+    """Set probabilities (vocabulary,) to 0 by `top_k`, `top_p` and `min_p`, in this order.
+
+    `top_p` is a share of what `top_k` leaves; `min_p` is one of the largest probability.
+    """
     falling, order = shares.sort(descending=True)
+    if row.top_k:
+        falling[row.top_k :] = 0
     before = falling.cumsum(-1) - falling
-    shares[order[before >= top_p]] = 0
+    left_out = (before >= row.top_p * falling.sum()) | (falling < row.min_p * falling[0])
+    if row.top_k:
+        left_out[row.top_k :] = True
+    shares[order[left_out]] = 0
 
 
 def in_passes(rows: Iterable[Row]) -> list[list[Row]]:

@@ -245,6 +245,9 @@ def generate(
     batch_rows: int = 8,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
 ) -> list[str]:
     """The new text for each prompt, in order; greedy at temperature 0.
 
@@ -255,7 +258,8 @@ def generate(
         FinetuneError: a prompt leaves no room for an answer in the context.
     """
     rows = [prompt_ids(loaded, asked) for asked in prompts]
-    found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p)
+    more = (top_k, min_p, repetition_penalty)
+    found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p, *more)
     return [text_of(loaded, row) for row in found]
 
 
@@ -271,6 +275,9 @@ def continue_ids(
     batch_rows: int = 8,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
 ) -> list[Row]:
     """Rows with the tokens that continue each prompt of token ids, in order."""
     rows = [row_of(loaded, ids, max_new_tokens, temperature, top_p) for ids in prompts]
@@ -282,7 +289,8 @@ def continue_ids(
     ]
     refuse(problems)
     for number, row in enumerate(rows):
-        row.name = number, 0
+        row.name, row.top_k, row.min_p = (number, 0), top_k, min_p
+        row.repetition_penalty = repetition_penalty
     with progress("generating", len(rows), "answers") as count, torch.inference_mode():
         decode(loaded.model, rows, pad_of(loaded), batch_rows, random_key(), report=count)
     return rows

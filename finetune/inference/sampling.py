@@ -24,7 +24,7 @@ class Completion:
     entropy: float
     """Entropy of the sampling distribution in nats, summed over the tokens; 0 if greedy."""
     logps: tuple[float, ...] = ()
-    """Log-probability of each token, if another program sampled it."""
+    """Log-probability of each token, if another program sampled it, or from fewer tokens."""
 
 
 def sample(
@@ -32,4 +32,4 @@ def sample(
 ) -> list[Completion]:
     """One completion per row, in order; see `decode`."""
     decode(model, rows, pad, at_once, (seed, step))
-    return [Completion(row.ids, row.stopped, row.entropy) for row in rows]
+    return [Completion(row.ids, row.stopped, row.entropy, tuple(row.logps)) for row in rows]

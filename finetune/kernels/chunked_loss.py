@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from finetune.kernels.pointwise import chain
 from finetune.kernels.precision import compute_dtype
+from finetune.kernels.token_loss import TokenLoss
 
 RAISED = 1024.0
 """Scale of logit gradients for products in fp16. Gradients are at most 1, so they do not overflow,
@@ -34,12 +35,13 @@ class ChunkedLoss(torch.autograd.Function):
         cap: float | None,
         chunk: int,  # rows of logits that are in memory
         tile: int,  # rows of logits that are converted to gradients at a time
+        rule: TokenLoss | None = None,
     ) -> torch.Tensor:
         loss, dtype = torch.zeros((), device=hidden.device), compute_dtype(weight)
         with torch.autocast(weight.device.type, enabled=False):
             grads = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], tile, dtype)
             for part, logits in grads.chunks(chunk):
-                losses = grads.count(part, logits, targets[part], scale, cap)
+                losses = grads.count(part, logits, targets[part], scale, cap, rule=rule)
                 loss += sum(each.sum() for each in losses.split(tile))
                 del logits  # or two chunks are held while the next is made
         ctx.grads = grads.of(hidden, weight, bias)
@@ -162,12 +164,17 @@ class Gradients:
         cap: float | None,
         weights: torch.Tensor | None = None,  # (chunk,)
         entropy: bool = False,
+        rule: TokenLoss | None = None,
     ) -> torch.Tensor:
         """Add the gradients of a chunk, and return its losses, (chunk,) in fp32.
 
         With `entropy`, the entropies follow: (2, chunk). Overwrites `logits`, (chunk, vocabulary).
-        `weights` multiply the gradient of each row.
+        `weights` multiply the gradient of each row; those of `rule` its loss, too.
         """
+        smoothing = 0.0 if rule is None else rule.smoothing
+        of_rule = None if rule is None else rule.by_entropy(logits, self.added, scale, cap)
+        tiled = tile_loss if smoothing == 0 else tile_loss.eager
+        more = (smoothing,) if smoothing else ()
         shape = (2, len(logits)) if entropy else (len(logits),)
         losses = torch.empty(shape, dtype=torch.float32, device=logits.device)
         if self.narrow:  # probabilities of a large vocabulary underflow in fp16
@@ -175,12 +182,14 @@ class Gradients:
         for start in range(0, len(logits), self.rows):
             tile = slice(start, start + self.rows)
             given = logits[tile], targets[tile], self.added
-            losses[..., tile] = tile_loss(*given, scale, cap, self.any, entropy)
+            losses[..., tile] = tiled(*given, scale, cap, self.any, entropy, *more)
+        if rule is not None:
+            weights = rule.by_loss(losses) if of_rule is None else of_rule
         if weights is None:
             self.add(part, logits)
         else:
             self._count_weighted(part, logits, weights)
-        return losses
+        return losses * weights if rule is not None and weights is not None else losses
 
     def add(self, part: slice, by_logits: torch.Tensor) -> None:
         """Add the gradients that follow from those of a chunk's logits, (chunk, vocabulary)."""
@@ -232,6 +241,7 @@ def tile_loss(
     cap: float | None,
     wanted: bool,
     entropy: bool = False,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Loss of each of some rows of logits (tile, vocabulary), (tile,) in fp32.
 
@@ -254,6 +264,9 @@ def tile_loss(
     shares = F.log_softmax(wide, -1)
     of_target = shares.gather(1, rows)
     losses = -of_target[:, 0]
+    if smoothing:  # the mean of -log p over the vocabulary, for that share
+        even = losses + wide.gather(1, rows)[:, 0] - wide.mean(-1)
+        losses = losses.lerp(even, smoothing)
     if not (wanted or entropy):
         return losses
     # In place: the losses are copies already, and a second table would double the memory of a tile.
@@ -263,6 +276,9 @@ def tile_loss(
         losses = torch.stack([losses, of_sum - wide.mul_(by_logits).sum(-1)])
     if not wanted:
         return losses
+    if smoothing:
+        by_logits -= smoothing / logits.shape[1]
+        at_target += smoothing - smoothing / logits.shape[1]
     if slope is not None:
         by_logits *= slope
         at_target *= slope.gather(1, rows)

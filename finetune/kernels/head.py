@@ -19,6 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.kernels.balance import Balance, documents_of
 from finetune.kernels.chunked_loss import ChunkedLogProbs, ChunkedLoss
 from finetune.kernels.mixin import mix_in
+from finetune.kernels.token_loss import TokenLoss
 from finetune.planner.families import family_of
 from finetune.planner.kernels import (
     CHUNK_ENTRIES,
@@ -37,6 +38,7 @@ def give_loss(
     balance: Balance | None = None,
     temperature: float = 1.0,
     labelled: bool = False,
+    rule: TokenLoss | None = None,
 ) -> None:
     """Enable a model to compute its loss if its forward pass is given the labelled tokens.
 
@@ -48,6 +50,7 @@ def give_loss(
         balance: Load-balancing loss that is added in training, or None.
         temperature: Divisor of the logits in the loss, after scale and cap.
         labelled: Compute the loss from the logits of labelled tokens only.
+        rule: The loss of a token in training; None for its cross-entropy.
 
     Raises:
         FinetuneError: `chunked`, but the head is not a plain linear layer.
@@ -57,6 +60,7 @@ def give_loss(
         head.__class__ = LabelledHead
         scale, cap = logit_function(model.config)
         # c tanh(s x / c) / t is the same function with c / t and s / t.
+        head.rule = rule
         head.scale, head.cap = scale / temperature, None if cap is None else cap / temperature
     mix_in(
         model,
@@ -64,6 +68,7 @@ def give_loss(
         loss_in_chunks=chunked,
         balance=balance,
         temperature=temperature,
+        rule=rule,
         logits_of_labelled=logit_function(model.config) if labelled else None,
     )
 
@@ -106,6 +111,7 @@ class WithLoss:
     """Scale and soft cap, if the head computes logits for labelled tokens only; else None."""
     balance: Balance | None
     temperature: float
+    rule: TokenLoss | None
 
     def forward(
         self,
@@ -144,7 +150,7 @@ class WithLoss:
         else:
             output = super().forward(*args, **inputs)
             labelled = output.logits.flatten(0, 1)[places]  # (labelled, vocabulary)
-            loss = _from_logits(self._tempered(labelled.float()), targets, logps, statistics)
+            loss = self._of_logits(labelled.float(), targets, logps, statistics)
         if not balanced:
             return loss
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
@@ -168,11 +174,16 @@ class WithLoss:
         scale, cap = self.logits_of_labelled or (1.0, None)
         logits = logits * scale if scale != 1.0 else logits
         logits = (logits / cap).tanh() * cap if cap is not None else logits
-        return _from_logits(self._tempered(logits), targets, logps, statistics)
+        return self._of_logits(logits, targets, logps, statistics)
 
-    def _tempered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits divided by the temperature, without a copy if that is 1."""
-        return logits if self.temperature == 1.0 else logits / self.temperature
+    def _of_logits(
+        self, logits: torch.Tensor, targets: torch.Tensor, logps: bool, statistics: bool
+    ) -> torch.Tensor:
+        """`_from_logits` with the model's temperature and, in training, its rule."""
+        logits = logits if self.temperature == 1.0 else logits / self.temperature
+        if self.rule is not None and self.training and not logps:
+            return self.rule.summed(logits, targets)
+        return _from_logits(logits, targets, logps, statistics)
 
 
 def _from_logits(
@@ -193,6 +204,7 @@ class LabelledHead(nn.Linear):
 
     scale: float
     cap: float | None
+    rule: TokenLoss | None = None
     entries: tuple[int, int] | None = None
     """Number of logits of a chunk and of a tile; None for the device's defaults."""
 
@@ -213,8 +225,9 @@ class LabelledHead(nn.Linear):
         if statistics:
             found, entropies = ChunkedLogProbs.apply(*given, *settings, True)
             return torch.cat([found, self.means(input), entropies])
-        kind = ChunkedLogProbs if logps else ChunkedLoss
-        return kind.apply(*given, *settings)  # type: ignore[no-any-return]
+        if logps:
+            return ChunkedLogProbs.apply(*given, *settings)  # type: ignore[no-any-return]
+        return ChunkedLoss.apply(*given, *settings, self.rule if self.training else None)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def means(self, hidden: torch.Tensor) -> torch.Tensor:

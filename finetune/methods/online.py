@@ -69,6 +69,14 @@ class Online(Recipe):
     """Maximum tokens of a completion; `batch.max_length` covers prompt and completion together."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divisor of the logits, both for sampling completions and in the loss."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Total probability of the most likely tokens that are sampled from."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Number of most likely tokens that are sampled from; 0 for all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least probability of a token that is sampled, as a share of the largest."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divisor of the logits of tokens that occurred, of negative ones a factor; 1 for none."""
     num_iterations: Positive = 1
     """Passes over the completions of one sampling, each of `steps_per_generation` steps."""
     steps_per_generation: Positive = 1
@@ -86,7 +94,8 @@ class Online(Recipe):
     vllm_server_timeout: Annotated[float, Field(gt=0)] = 240.0
     """Maximum seconds of a request to vLLM."""
     vllm_importance_sampling_clip_max: Annotated[float, Field(ge=1)] = 3.0
-    """Largest weight of a token that vLLM sampled: its probability in training / in vLLM."""
+    """Largest weight of a token that vLLM sampled, or sampled from fewer tokens: its probability in
+    training / in sampling."""
 
     @property
     def encoded_length(self) -> int:
@@ -104,6 +113,16 @@ class Online(Recipe):
             self.max_completion_length,
             elsewhere=self.vllm_server_base_url is not None,
         )
+
+    @property
+    def chooses(self) -> dict[str, float]:
+        """Fields of a `Row` that change the distribution of which it samples, if there are any.
+
+        A token is then weighted by its probability in training / in sampling.
+        """
+        names = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value != names[name]}
 
     @property
     def reward_models(self) -> tuple[tuple[str, ...], ...]:
@@ -190,6 +209,8 @@ class Online(Recipe):
                 f"got '{self.vllm_server_base_url}', expected a URL such as http://localhost:8000"
             )
         adapter = self.adapter
+        if self.chooses:
+            found.append(f"its log-probabilities are without {', '.join(self.chooses)}; leave out")
         if adapter is None:
             found.append(
                 "all weights are trained, and a running server reloads only adapters; set "
@@ -291,10 +312,12 @@ def sums_of_completions(values: "torch.Tensor", lengths: "torch.Tensor") -> "tor
 def importance_weights(
     old: "torch.Tensor", batch: "MicroBatch", largest: float
 ) -> "tuple[torch.Tensor | None, dict[str, Sum], dict[str, torch.Tensor]]":
-    """Weights min(exp(old - sampler), largest) of tokens that vLLM sampled, and their metrics.
+    """Weights min(exp(old - sampler), largest) of tokens that another policy sampled, and metrics.
+
+    That is vLLM, or the model with fewer tokens or a penalty (`Online.chooses`).
 
     They correct for the difference between the policies that sample and that are trained (truncated
-    importance sampling, Ionides 2008), and have no gradient. None if the run samples itself.
+    importance sampling, Ionides 2008), and have no gradient. None if both are the same.
 
     Args:
         old: (tokens,) fp32, log-probabilities of the old policy, as training computes them.

@@ -25,8 +25,10 @@ from finetune.kernels.norm import FusedNorm, fuse_norms
 from finetune.kernels.pointwise import Chain
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.kernels.score_head import give_scores
+from finetune.kernels.token_loss import TokenLoss
 from finetune.models import adapters, resume_adapter, teacher, vocabulary
 from finetune.models.compiled_blocks import compile_blocks
+from finetune.models.embedding_noise import add_noise
 from finetune.models.gradients import without_unreached
 from finetune.models.network import compute_dtype, from_scratch, pretrained, weight_dtype
 from finetune.models.packed_attention import (
@@ -49,6 +51,7 @@ from finetune.models.soundness import (
 )
 from finetune.models.starting_adapter import tokenizer_of
 from finetune.models.threads import settle_threads
+from finetune.models.trainable import freeze_others
 from finetune.planner import Plan
 from finetune.planner.kernels import PARTS, choices
 from finetune.planner.request import Request
@@ -212,8 +215,10 @@ def as_trained(
     """
     model.config.use_cache = False
     if recipe.model.activation_checkpointing:
-        recompute(model, recipe.model.activation_checkpointing)
+        recompute(model, recipe.model.activation_checkpointing, not recipe.model.trainable)
     if recipe.adapter is None:
+        if recipe.model.trainable:
+            freeze_others(model, recipe)
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -222,7 +227,7 @@ def as_trained(
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Install the plan's kernels in a base that already has its adapter."""
-    kind = model.config.model_type
+    kind, table = model.config.model_type, model.get_input_embeddings()
     chosen = {each.option: each.value for each in choices(plan.recipe, plan.backend, kind)}
     head = chosen["head"]
     if head == "scores":
@@ -232,11 +237,14 @@ def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
         if layers.is_elsewhere(model.get_output_embeddings()):
             head = "labelled"
         temperature = plan.recipe.loss_temperature
-        give_loss(model, head == "chunked", balance, temperature, labelled=head == "labelled")
+        rule = None if plan.recipe.token_loss is None else TokenLoss(*plan.recipe.token_loss)
+        give_loss(model, head == "chunked", balance, temperature, head == "labelled", rule)
         _give_loss_to_base_head(model)
     if chosen.get("lora") == "grouped":
         group_adapters(model)
     install_fused(model, plan)
+    if plan.recipe.model.neftune_alpha is not None and not layers.is_elsewhere(table):
+        add_noise(table)
     if "blocks" in chosen:
         compile_blocks(model)
 
@@ -303,11 +311,14 @@ def _is_part(module: nn.Module, option: str) -> bool:
     return type(module).__name__.removeprefix("FSDP").endswith(ENDINGS[option])
 
 
-def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]) -> None:
+def recompute(
+    model: PreTrainedModel, how: Literal[True, "attention", "offload"], first: bool = True
+) -> None:
     """Enable activation checkpointing of every block: save its input, with `offload` on the host.
 
     With `attention`, outputs of attention are saved too. Without an accelerator the input already
     is on the host, and transformers 5.23 would request pinned memory, which is not available.
+    Unless the `first` block recomputes too, the backward pass ends at the first trained weight.
     """
     settings: dict[str, Any] = {"use_reentrant": False}
     if how == "attention":
@@ -317,7 +328,8 @@ def recompute(model: PreTrainedModel, how: Literal[True, "attention", "offload"]
         gradient_checkpointing_kwargs=settings,
         offload=how == "offload" and not on_cpu(),
     )
-    model.enable_input_require_grads()
+    if first:
+        model.enable_input_require_grads()
 
 
 def _attention_is_kept(_: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:

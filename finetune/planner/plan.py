@@ -163,7 +163,9 @@ class Plan:
             device: type of the devices that the plan is for; None describes both.
         """
         recipe, backend = self.recipe, self.backend
-        trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else "all weights"
+        some = recipe.model.trainable
+        whole = f"weights named {', '.join(some)}" if some else "all weights"
+        trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else whole
         base = recipe.model.name or f"{(recipe.model.config or {}).get('model_type')} from scratch"
         stored = f", {self._stored()}" if recipe.model.quantization != "none" else ""
         offload = (

@@ -63,6 +63,8 @@ def against_sharing(recipe: Recipe, backend: Backend, fields: Mapping[str, Any])
         yield f"{backend.name} divides models or rows between processes"
     if recipe.adapter is not None and recipe.adapter.dropout:
         yield "adapter.dropout differs between repetitions of a token"
+    if recipe.model.neftune_alpha is not None:
+        yield "model.neftune_alpha differs between repetitions of a token"
     yield from _of_model(recipe, fields)
 
 

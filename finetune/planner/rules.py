@@ -140,6 +140,39 @@ def second_heads(request: Request) -> Iterator[str]:
         )
 
 
+def token_loss(request: Request) -> Iterator[str]:
+    """label_smoothing, token_weight: two of them, or no such loss to change; use one of them."""
+    recipe = request.recipe
+    smoothing, weight, _ = recipe.token_loss or (0.0, "none", 1.0)
+    if smoothing and weight != "none":
+        yield f"label_smoothing: {smoothing}, but {weight} weighs the plain loss; use one of them"
+    if recipe.teaches and recipe.token_loss is not None:
+        yield (
+            f"{'label_smoothing' if smoothing else 'token_weight'}: {recipe.method} compares two "
+            "distributions, not a token's loss; remove it, or use method=sft"
+        )
+
+
+def noise(request: Request) -> Iterator[str]:
+    """model.neftune_alpha: the method compares with a pass without noise; remove it."""
+    recipe = request.recipe
+    noisy = recipe.model.neftune_alpha is not None
+    if noisy and (recipe.takes == "prompts" or recipe.passes_before_step):
+        yield (
+            f"model.neftune_alpha: {recipe.method} compares log-probabilities of the model with "
+            "those of a pass without noise; remove it"
+        )
+
+
+def trained_weights(request: Request) -> Iterator[str]:
+    """model.trainable: an adapter freezes all weights; use its own fields, or adapter=null."""
+    if request.recipe.model.trainable and request.recipe.adapter is not None:
+        yield (
+            "model.trainable: it chooses among all weights, and an adapter freezes them; use "
+            "adapter.modules_to_save or adapter.layers_to_transform, or adapter=null"
+        )
+
+
 def second_model(request: Request) -> Iterator[str]:
     """beta: the reference would be unsharded; train an adapter, use beta=0, ddp or zero2."""
     backend = request.backend
@@ -440,9 +473,9 @@ LAYOUT: tuple[Rule, ...] = (layout, shared_prompts)
 OF_CONFIG: tuple[Rule, ...] = (*limits.RULES, mesh_rules.of_config)
 """Rules of a config file, asked again where only the hub had it when the plan was made."""
 RULES: tuple[Rule, ...] = (
-    completeness, *limits.RULES, of_data, second_heads, second_model, batch_rows, *LAYOUT,
-    precision, quantization, patterns, initial_adapter, gathered_by_module, added_tokens,
-    attention, compiled_blocks, rounded_on_disk, optimizer, evaluation, best_metric, processes,
-    divided,
+    completeness, *limits.RULES, of_data, second_heads, token_loss, noise, trained_weights,
+    second_model, batch_rows, *LAYOUT, precision, quantization, patterns, initial_adapter,
+    gathered_by_module, added_tokens, attention, compiled_blocks, rounded_on_disk, optimizer,
+    evaluation, best_metric, processes, divided,
 )  # fmt: skip
 """Every rule. Those that only collect others have no field in their docstring."""

@@ -169,6 +169,12 @@ class Recipe(Changes, metaclass=Checked):
         return 1.0
 
     @property
+    def token_loss(self) -> tuple[float, Literal["none", "dft", "eaft"], float] | None:
+        """Label smoothing, weight and its exponent, if a token's loss in training is other than its
+        cross-entropy."""
+        return None
+
+    @property
     def sampled(self) -> Completions | None:
         """What the method samples; None for a method that does not sample."""
         return None

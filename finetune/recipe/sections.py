@@ -50,6 +50,15 @@ def split_of_rows(split: str) -> str:
     return split
 
 
+def pattern(text: str) -> str:
+    """Check a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"'{text}' is not a valid regular expression: {error}") from None
+    return text
+
+
 PART = re.compile(r"[^\[\]]+(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 OPTIMIZERS = (
     "adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "adafactor", "muon", "lion", "sgd",
@@ -106,6 +115,12 @@ class Model(metaclass=Checked):
     """Special tokens that differ from those of the tokenizer, by their names in transformers."""
     trust_remote_code: bool = False
     """Run the code in the model's repository. Only this field enables it."""
+    trainable: tuple[Annotated[Text, AfterValidator(pattern)], ...] = ()
+    """Without an adapter: regular expressions that a trained parameter's name begins with, such as
+    `model.layers.2[0-9]`; the rest is frozen. Empty trains all weights."""
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Noise on embeddings in training: uniform, up to alpha / sqrt(tokens of a row x width)
+    (NEFTune, arXiv:2310.05914)."""
     router_aux_loss: Literal["model", "none"] | Annotated[float, Field(ge=0)] = "model"
     """Load-balancing loss of experts: as in config.json (`model`), `none`, or its coefficient."""
     pickle: bool = False
@@ -232,15 +247,6 @@ class Batch(metaclass=Checked):
     """Compute a prompt of several answers once: `auto` where exact, `true` or refuse to run."""
     micro_tokens: Positive | None = None
     """Token slots per forward pass on one device, filled with rows; replaces `micro_rows`."""
-
-
-def pattern(text: str) -> str:
-    """Check a regular expression."""
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"expected a regular expression: {error}") from None
-    return text
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -80,7 +80,10 @@ class Reply(Row):
         """Raises FinetuneError for an invalid prompt, as `room` does."""
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         limit, stops = room(served, ids, asked.most), served.loaded.stops
-        super().__init__(ids, limit, stops, asked.temperature, asked.top_p, words_of(seed))
+        super().__init__(
+            ids, limit, stops, asked.temperature, asked.top_p, words_of(seed), max(0, asked.top_k),
+            asked.min_p, asked.repetition_penalty,
+        )  # fmt: skip
         self.served, self.likelihoods = served, asked.likelihoods
         self.answer: Future[Answer] = Future()
         self.answer.set_running_or_notify_cancel()  # only `cancelled` ends an answer

@@ -46,6 +46,10 @@ class Request(BaseModel):
     temperature: float = Field(0.0, ge=0, le=10)
     """Greedy by default; OpenAI's default is 1."""
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    """As in vLLM: 0 and -1 for all tokens; also the next two."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Stops = None
     """A text, or a list of texts."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from finetune.data.rows.collate import MicroBatch, collate
+from finetune.data.rows.collate import MicroBatch, collate, with_noise
 from finetune.data.rows.order import of_rank, rows_of_step, split_rows
 from finetune.data.rows.prefetch import Feed, feed
 from finetune.data.rows.store import Rows
@@ -159,6 +159,9 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     cut = micro_batches(engine, rows, chosen)
     numbers, mine = [number for number, _ in cut], [taken for _, taken in cut]
     batches = [collate(rows, taken, pad_id, engine.device) for taken in mine]
+    if (alpha := recipe.model.neftune_alpha) is not None:
+        given = zip(batches, mine, strict=True)
+        batches = [with_noise(b, rows, taken, alpha, (recipe.seed, step)) for b, taken in given]
     # A pipeline needs equal shapes; processes that share a row take their tokens of it.
     batches, passes = engine.local_batches(batches, pad_id), None
     if recipe.passes_before_step:

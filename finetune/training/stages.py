@@ -193,7 +193,7 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         stop_tokens.follow_umask(run.initial_adapter)
     reference = second_model(engine, network)  # a copy of the start, so before the checkpoint
     if folder is not None:
-        if recipe.adapter is not None:
+        if recipe.adapter is not None or recipe.model.trainable:
             refuse_other_base(folder, recipe.model)
         # Complete weights go into the model before it is sharded, the optimizer's state after.
         checkpoint.load_weights(network, folder)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from finetune.data.rows.noise import Noise
 from finetune.data.rows.shared_prompts import computed_once
 from finetune.data.rows.store import Columns, Rows
 
@@ -78,6 +79,8 @@ class MicroBatch:
     document are then those of the first process; the others have no documents."""
     unpadded: torch.Tensor | None = None  # as attention_mask
     """Mask of rows that were padded to a common shape, after which attention needs none."""
+    noise: Noise | None = None
+    """Noise of the embeddings in training; None without any."""
     of_step: Any = None
     """What the method's `before_step` returned for the complete step, on every rank the same."""
     in_step: torch.Tensor | None = None  # (documents,) int64
@@ -137,6 +140,24 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
     of_tokens = {n: _on_device(each.of(numbers), device) for n, each in rows.token_columns.items()}
     columns = {name: _on_device(values[numbers], device) for name, values in known.items()}
     return replace(batch, columns=columns, token_columns=of_tokens)
+
+
+def with_noise(
+    batch: MicroBatch, rows: Rows, indices: np.ndarray, alpha: float, key: tuple[int, int]
+) -> MicroBatch:
+    """A micro-batch of `collate`, of the rows `indices`, with noise of a seed and step (`key`)."""
+    if not len(indices):
+        return batch
+    documents = np.concatenate([rows.numbers(int(index)) for index in indices])
+    shape, bounds = tuple(batch.ids.shape), batch.boundaries
+    tokens = np.zeros((3, batch.ids.numel()), np.int64)
+    for number, document in enumerate(documents.tolist()):
+        length = int(rows.documents.lengths[document])
+        first = number * shape[1] if bounds is None else bounds.numbers[number]
+        tokens[:, first : first + length] = np.broadcast_arrays(document, np.arange(length), length)
+    return replace(
+        batch, noise=Noise(alpha, key, _on_device(tokens, batch.ids.device).view(3, *shape))
+    )
 
 
 def _nothing(tokens: int, pad_id: int) -> Columns:

@@ -67,10 +67,12 @@ class _Step:
         self.gathered, self.buckets = Gathered(workload), Gradients(workload)
         self.fsdp = self.gathered.fsdp
         # Trained parameters of a layer, and outside the layers.
-        self.trained_layer, self.trained_outer = float(shape.layer_parameters), 0.0
+        held = workload.trained_inner / max(1, self.layers)
+        self.trained_layer = held * shape.layer_parameters / shape.held_layer
+        self.trained_outer = float(workload.trained_outer)
         if adapter is not None:
-            self.trained_layer = (workload.sharded - adapter.whole) / self.layers
-        self.trained_outer = float(shape.outer_parameters if adapter is None else adapter.whole)
+            held = self.trained_layer = (workload.sharded - adapter.whole) / self.layers
+            self.trained_outer = float(adapter.whole)
         # DeepSpeed with fp32 accumulation stores gradients in its buckets.
         self.deepspeed = self.buckets.accumulates and not self.buckets.leave
         # DDP's gradients are views of its buckets, except those of earlier micro-batches.
@@ -80,10 +82,9 @@ class _Step:
         self.immediate = workload.immediate or self.buckets.leave or self.in_buckets
         self.immediate |= self.deepspeed and layout.shard != "optimizer"
         width = workload.gradient_width / layout.share("grads")
-        held = shape.held_layer if adapter is None else self.trained_layer
         self.layer_gradient = 0.0 if self.immediate else held * width
         self.outer_gradient = 0.0 if self.immediate else self.trained_outer * width
-        if adapter is None and layout.group == 1:
+        if adapter is None and layout.group == 1 and workload.trains("embedding"):
             # The gradient of a table that tensor parallelism splits is not divided.
             self.outer_gradient += (shape.ways - 1) * shape.embedding * width
         self.whole = self.layers * self.layer_gradient + self.outer_gradient

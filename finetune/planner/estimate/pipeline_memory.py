@@ -72,7 +72,8 @@ class _Stage:
         width = float(here.reduce_width if self.sharded else here.gradient_width)
         adapter = here.adapter
         if adapter is None:
-            self.layer_gradient = shape.layer_parameters * width
+            self.layer_gradient = here.trained_inner / max(1, shape.layers) * width
+            self.layer_gradient *= shape.layer_parameters / shape.held_layer
         else:
             inside = (adapter.parameters - adapter.whole) / max(1, shape.layers)
             self.layer_gradient = inside * width

@@ -21,6 +21,7 @@ from finetune.planner.estimate.row_counts import steps_of
 from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding.nvme import Swapped
 from finetune.planner.estimate.timing import Times, forward_share
+from finetune.planner.estimate.trained_share import share
 from finetune.planner.estimate.workload import AttentionKind, Workload
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
@@ -47,6 +48,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         fp16=backend.precision == "fp16",
         layout=place,
         adapter=_adapter(recipe, shape),
+        share=share(shape, recipe.model.trainable),
         quantization=recipe.model.quantization,
         checkpointing=recipe.model.checkpointing,
         activations_on_host=recipe.model.activation_checkpointing == "offload",

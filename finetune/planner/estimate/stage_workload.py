@@ -5,6 +5,7 @@ import math
 
 from finetune.planner import schedules
 from finetune.planner.estimate.adapter_sizes import Adapter
+from finetune.planner.estimate.trained_share import Share
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture, Matrix
 
@@ -23,6 +24,7 @@ def here(workload: Workload) -> Workload:
         workload,
         shape=found,
         length=math.ceil(workload.length / workload.layout.axes.parts),
+        share=None if workload.share is None else _share(workload, workload.share),
         adapter=None if workload.adapter is None else _adapter(workload, found),
         teacher_shape=None if teacher is None else _part(workload, teacher),
         reference_shape=None if reference is None else _part(workload, reference),
@@ -54,6 +56,16 @@ def _part(workload: Workload, shape: Architecture) -> Architecture:
         last=last,
         expert_groups=groups,
     )
+
+
+def _share(workload: Workload, whole: Share) -> Share:
+    """What is trained of the layers of this stage; gradients of earlier ones enter it, too."""
+    axes = workload.layout.axes
+    spans = schedules.spans(workload.shape.layers, axes)
+    numbers = schedules.parts_of(workload.layout.stage, axes)
+    mine = [at for number in numbers for at in spans[number]]
+    shares, skipped = tuple(whole.layers[at] for at in mine), sum(at < whole.skipped for at in mine)
+    return dataclasses.replace(whole, layers=shares, skipped=skipped)
 
 
 def _cut(matrix: Matrix, ways: int) -> Matrix:

@@ -60,9 +60,18 @@ def forward_share(workload: Workload) -> float:
     return forward / (1 + workload.ahead * forward)
 
 
-def _passes(workload: Workload) -> int:
-    """Computation of a step including gradients, in forward passes."""
-    return (2 if workload.adapter is not None else 3) + workload.recomputes
+def _passes(workload: Workload) -> float:
+    """Computation of a step including gradients, in forward passes.
+
+    Weights that are frozen have no gradient, and layers before the first trained one no pass back.
+    """
+    share, layers = workload.share, workload.shape.layers
+    if workload.adapter is not None:
+        return 2.0 + workload.recomputes
+    if share is None:
+        return 3.0 + workload.recomputes
+    back = (1 - share.skipped / layers) * (1 + workload.recomputes)
+    return 1.0 + back + sum(share.layers) / layers
 
 
 def step_flops(

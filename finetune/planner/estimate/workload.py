@@ -7,6 +7,7 @@ from finetune.planner.engines import Scheme
 from finetune.planner.estimate.adapter_sizes import NO_ADAPTER, Adapter
 from finetune.planner.estimate.head_losses import HF, Loss
 from finetune.planner.estimate.layout import Layout
+from finetune.planner.estimate.trained_share import Share
 from finetune.planner.families import family_of
 from finetune.planner.shapes.architecture import Architecture
 
@@ -55,6 +56,8 @@ class Workload:
     scheme: Scheme = "autocast"
     layout: Layout = dataclasses.field(default_factory=Layout)
     adapter: Adapter | None = None
+    share: Share | None = None
+    """What is trained without an adapter; None for all weights."""
     quantization: Literal["none", "nf4", "nf4_single", "int8"] = "none"
     kbit_prepared: bool = False
     """Embedding, head and norms in fp32, as after PEFT's `prepare_model_for_kbit_training`."""
@@ -186,11 +189,26 @@ class Workload:
     @property
     def trained(self) -> int:
         """Number of parameters with gradients."""
-        return self.shape.parameters if self.adapter is None else self.adapter.parameters
+        if self.adapter is not None:
+            return self.adapter.parameters
+        return round(self.trained_inner) + self.trained_outer
+
+    @property
+    def trained_inner(self) -> float:
+        """Without an adapter: parameters with gradients inside layers."""
+        shape, share = self.shape, self.share
+        return shape.layers * shape.held_layer if share is None else share.inner(shape)
+
+    @property
+    def trained_outer(self) -> int:
+        """Without an adapter: parameters with gradients outside layers."""
+        return self.shape.outer_parameters if self.share is None else self.share.outer(self.shape)
 
     def trains(self, part: Literal["embedding", "head"]) -> bool:
         """Whether all weights of the embedding or the head get gradients."""
-        return self.adapter is None or part in self.adapter.saved
+        if self.adapter is not None:
+            return part in self.adapter.saved
+        return self.share is None or getattr(self.share, part)
 
     @property
     def tied(self) -> bool:
@@ -329,8 +347,9 @@ class Workload:
     @property
     def frozen_bytes(self) -> float:
         """Bytes of all frozen weights as stored, unsharded."""
-        if self.adapter is None:
-            return 0.0
+        if self.adapter is None:  # stored like those that are trained
+            width = 4 if self.scheme == "fsdp" else self.trained_width
+            return float((self.shape.parameters - self.trained) * width)
         elsewhere = (self.shape.held_layer - self.shape.layer_parameters) * self.frozen_width
         inside = self.shape.layers * (self.frozen_layer_bytes + elsewhere)
         return inside + self.frozen_outer_bytes

@@ -1,6 +1,7 @@
 """Sample and score completions of an online method's initial model, without a run."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -66,9 +67,15 @@ def _first_samples(
     stops = all_ends(model.generation_config.eos_token_id, tokenizer.eos_token_id)
     prompts = np.repeat(permutation(len(train), recipe.seed, 0)[:rows], each)
     asked = [train.documents.document(int(train.members[row]))[0].tolist() for row in prompts]
+    chooses: dict[str, Any] = recipe.chooses
     wanted = [
         Row(
-            ids, recipe.max_completion_length, stops, recipe.temperature, name=(int(row), at % each)
+            ids,
+            recipe.max_completion_length,
+            stops,
+            recipe.temperature,
+            name=(int(row), at % each),
+            **chooses,
         )
         for at, (ids, row) in enumerate(zip(asked, prompts, strict=True))
     ]

@@ -152,7 +152,7 @@ class Rollouts:
         rows = sampled.rows(self.train, recipe)
         if not resumes:
             of_tokens = self._token_logps(rows)
-            if self.server is not None:
+            if self.server is not None or recipe.chooses:
                 of_tokens[SAMPLER] = records.sampler_logps(sampled, rows)
             if recipe.penalty:
                 sampled = penalised(sampled, recipe, rows, of_tokens)
@@ -212,10 +212,11 @@ class Rollouts:
             if order[row] % engine.world == engine.rank
         ]
         limit, stops = self.recipe.max_completion_length, self.stops
+        chooses: dict[str, Any] = self.recipe.chooses if temperature else {}
+        names = {i: (int(prompts[i]), int(numbers[i])) for i in mine}
         wanted = [
-            Row(self._prompt(rows, row), limit, stops, temperature, name=(row, int(numbers[i])))
-            for i in mine
-            for row in [int(prompts[i])]
+            Row(self._prompt(rows, name[0]), limit, stops, temperature, name=name, **chooses)
+            for name in names.values()
         ]
         if self.server is not None:
             found = self._ask_server(self.server, wanted, step)

@@ -18,10 +18,13 @@ class Traces:
     first: float
     """Bytes that the first layer keeps, which is less if its input needs no gradient."""
     head: Head
+    skipped: int = 0
+    """Number of first layers that no gradient enters, which keep nothing."""
 
     def kept_by(self, layers: int) -> float:
         """Bytes that the first `layers` layers keep for the backward pass."""
-        return (layers - 1) * self.kept + self.first if layers else 0.0
+        layers -= self.skipped
+        return (layers - 1) * self.kept + self.first if layers > 0 else 0.0
 
 
 def traces(workload: Workload) -> Traces:
@@ -41,7 +44,9 @@ def traces(workload: Workload) -> Traces:
         kept = least = Layer(workload).kept_selectively()
     if workload.activations_on_host and not workload.cpu:
         kept = least = 0.0
-    return Traces(layer, kept, least, head(workload))
+    share = None if workload.adapter is not None else workload.share
+    skipped = 0 if share is None else share.skipped
+    return Traces(layer, kept, least, head(workload), skipped)
 
 
 def _layer_trace(workload: Workload, held: bool, enters: bool) -> Trace:

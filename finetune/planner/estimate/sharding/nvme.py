@@ -48,8 +48,7 @@ class Swapped:
         """Weights that stay in host memory."""
         self.waiting_weights = max(0.0, share - HELD) * width if full else swapped
         """Weights that are read from disk in each pass."""
-        if not full:
-            self.weights += workload.frozen_bytes / group - swapped
+        self.weights += workload.frozen_bytes / group - (0.0 if full else swapped)
         self.buffers = float(WEIGHT_BUFFERS * max(shares) * width)
         """Host memory for weights in transfer."""
         self.states = STATE_BUFFERS * STATE_WIDTH * min(share, SUB_GROUP + max(shares))

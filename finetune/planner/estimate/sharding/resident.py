@@ -18,7 +18,7 @@ def state(workload: Workload) -> dict[str, float]:
     weights = (workload.frozen_bytes - scales) / shards
     mine = (workload.sharded if shards > 1 else trained) * held / shards
     if workload.adapter is None:
-        parts["weights"] = 0.0 if on_host else mine
+        parts["weights"] = 0.0 if on_host else mine + weights
     else:
         parts["weights"] = scales + (0.0 if on_host else weights)
         parts["adapters"] = 0.0 if on_host else mine

@@ -1,0 +1,27 @@
+"""Losses of a token other than its cross-entropy, on backends; formulas: test_kernels_head."""
+
+from typing import Any
+
+import pytest
+from conftest import Tiny, assert_same_losses, problems_of, slow
+
+import finetune as ft
+from finetune import catalog
+
+RULES = [{"token_weight": "eaft", "eaft_alpha": 0.5}, {"token_weight": "dft"}]
+RULES += [{"label_smoothing": 0.2}]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", *map(slow, ("zero3", "tp", "pp", "sp"))])
+def test_backends_have_the_losses_of_one_process(run_of, backend: str, rule: dict[str, Any]):
+    assert_same_losses(run_of(**rule), run_of(backend, **rule))
+
+
+def test_a_plain_loss_and_one_that_weighs_it_exclude_each_other(tiny: Tiny):
+    fields = tiny.fields(token_weight="dft", label_smoothing=0.1)
+    (problem,) = problems_of(ft.plan, catalog.from_fields(fields), "single")
+    assert problem.startswith("label_smoothing: 0.1, but dft weighs the plain loss")
+    taught = tiny.fields(method="distill", teacher={"name": str(tiny.model)}, token_weight="eaft")
+    (problem,) = problems_of(ft.plan, catalog.from_fields(taught), "single")
+    assert problem.startswith("token_weight: distill compares two distributions")
