@@ -1,5 +1,6 @@
 """Translate an axolotl configuration, with the names of axolotl's configuration reference."""
 
+import re
 from pathlib import Path
 
 from finetune.errors import FinetuneError
