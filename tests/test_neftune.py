@@ -11,7 +11,7 @@ from families import build
 import finetune as ft
 from finetune import catalog
 from finetune.data.rows.collate import collate, with_noise
-from finetune.data.rows.noise import Noise
+from finetune.data.rows.embedding_noise import Noise
 from finetune.data.rows.store import Documents, Rows
 from finetune.kernels.philox import philox
 from finetune.models import embedding_noise

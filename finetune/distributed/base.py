@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from finetune import backend as backends
 from finetune.data.rows.collate import MicroBatch
-from finetune.data.rows.noise import Noise
+from finetune.data.rows.embedding_noise import Noise
 from finetune.distributed import workarounds
 from finetune.distributed.device import numbered
 from finetune.distributed.fragments import Fragment

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from finetune.data.rows.collate import MicroBatch
-from finetune.data.rows.noise import Noise
+from finetune.data.rows.embedding_noise import Noise
 from finetune.distributed import layers
 from finetune.distributed.filling import padded
 from finetune.distributed.mesh import Block, MeshEngine

@@ -25,7 +25,7 @@ from finetune.planner.estimate import advice, choice, hardware, wording
 from finetune.planner.estimate.plan_api import described, whole_numbers
 from finetune.planner.estimate.row_counts import local_rows
 from finetune.planner.rules import incompatibilities
-from finetune.planner.shapes.config_files import known_fields, model_source
+from finetune.planner.shapes.config_files import decoder_fields, fields_of, model_source
 from finetune.recipe import Optim, Recipe
 from finetune.reports.inspection import recipe_of_data
 from finetune.runs import limits
@@ -139,7 +139,7 @@ def _sizes(recipe: Recipe, fields: dict[str, Any], processes: int) -> Iterator[s
     lengths = rows.documents.lengths[rows.members]
     count = max(len(rows), local_rows(recipe) or 0)
     longest, most = int(lengths.max()), int(np.quantile(lengths, 0.99))
-    context = known_fields(recipe).get("max_position_embeddings") or longest
+    context = decoder_fields(fields_of(recipe)).get("max_position_embeddings") or longest
     asked = longest if longest <= 2 * most else most
     length = min(64 * math.ceil(asked / 64), context - recipe.completion_length)
     whole = recipe.data[0].format == "text"

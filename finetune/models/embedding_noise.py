@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.data.rows.noise import Noise
+from finetune.data.rows.embedding_noise import Noise
 from finetune.kernels.philox import philox
 
 AT_ONCE = 2**22

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.data.rows.noise import Noise
+from finetune.data.rows.embedding_noise import Noise
 from finetune.data.rows.shared_prompts import computed_once
 from finetune.data.rows.store import Columns, Rows
 
