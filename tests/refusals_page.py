@@ -11,12 +11,12 @@ from typing import Any
 from finetune.checks import files, machine, model, request, start
 from finetune.distributed import device
 from finetune.models import starting_adapter, starting_run
-from finetune.planner import mesh_rules, rules
+from finetune.planner import data_rules, mesh_rules, rules
 
 PAGE = Path(__file__).parent.parent / "docs/refusals.md"
 MOMENTS: dict[str, Iterable[Callable[..., Any]]] = {
     "The request, before anything is read": (
-        *rules.OF_DATA, *rules.RULES, *mesh_rules.OF_MODEL, *mesh_rules.RULES, request.misnamed,
+        *data_rules.RULES, *rules.RULES, *mesh_rules.OF_MODEL, *mesh_rules.RULES, request.misnamed,
     ),
     "What it names": (
         *files.FILES, files.formats, starting_run.resolved, starting_adapter.unfit,

@@ -248,12 +248,13 @@ def test_the_reference_has_every_field_as_the_code_describes_it(section):
 
 
 def test_the_reference_has_what_supervised_fine_tuning_adds():
-    (added,) = (
+    added = (
         {field.name for field in dataclasses.fields(ft.SFT)}
         - {field.name for field in dataclasses.fields(ft.Recipe)}
     )  # fmt: skip
-    (row,) = [line for line in reference(ft.SFT).splitlines() if line.startswith(f"| `{added}` |")]
-    assert row in (ROOT / "docs/recipes.md").read_text()
+    rows = {line.split("`")[1]: line for line in reference(ft.SFT).splitlines() if "`" in line}
+    text = (ROOT / "docs/recipes.md").read_text()
+    assert [name for name in sorted(added) if rows[name] not in text] == []
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from finetune.data.read.sources import HUB_NAME, find_sources
 from finetune.errors import FinetuneError, problems_of, refuse
 from finetune.methods.online import Online
 from finetune.models import starting_adapter
-from finetune.planner import Plan
+from finetune.planner import Plan, data_rules
 from finetune.planner.engines import TRAITS
-from finetune.planner.rules import OF_DATA
 from finetune.recipe import Recipe
 from finetune.rewards.functions import problems as reward_problems
 from finetune.version import install, missing
@@ -146,7 +145,7 @@ def check_files(recipe: Recipe) -> None:
     Raises:
         FinetuneError: with every problem.
     """
-    found = [*problems_of(OF_DATA, recipe), *missing_files(recipe)]
+    found = [*problems_of(data_rules.RULES, recipe), *missing_files(recipe)]
     if recipe.model.name is None and recipe.model.tokenizer is None:
         found.append("model: set model.name or model.tokenizer; the data needs a tokenizer")
     refuse(found)

@@ -203,13 +203,11 @@ class PipelineEngine(MeshEngine):
         axes, shape = self.plan.backend.axes, batches[0].ids.shape
         network = self.stages[0].network
         meta = {"device": "meta", "requires_grad": training}
-        hidden = torch.empty(
-            *shape, network.config.get_text_config().hidden_size, dtype=self._dtype(), **meta
-        )
+        width = network.config.get_text_config().hidden_size
+        hidden = torch.empty(*shape, width, dtype=self._dtype(), **meta)
         between: Any = hidden
         if training and network.balance is not None:
-            # A row for each document and one for padding. All micro-batches are sent in buffers
-            # of one shape, so the one with the most documents decides.
+            # A row for each document of the fullest micro-batch, and one for padding.
             size = (_most_documents(batches) + 1, 2 * network.balance.experts + 1)
             between = (hidden, torch.empty(*size, dtype=torch.float32, **meta))
         scalar = torch.empty(1, dtype=torch.float32, **meta)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from finetune.errors import FinetuneError
-from finetune.importers import axolotl_data, preference_methods, trainer
+from finetune.importers import axolotl_data, backends, preference_methods, trainer
 from finetune.importers.translation import Translation, listed, mapping, shown, text
 from finetune.recipe.sections import SPECIAL_TOKENS
 
@@ -81,7 +81,7 @@ def translate(job: Translation, folder: Path) -> None:
     Raises:
         FinetuneError: no method here matches the kind of training.
     """
-    trainer.backend(job, folder)
+    backends.translate(job, folder)
     _method(job)
     _model(job)
     _adapter(job)

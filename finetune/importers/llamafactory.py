@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError, did_you_mean, reading
-from finetune.importers import preference_methods, trainer
+from finetune.importers import backends, preference_methods, trainer
 from finetune.importers.translation import Translation, shown, text
 from finetune.methods.sft import SFT
 from finetune.planner.shapes.config_files import fields_of
@@ -78,7 +78,7 @@ def translate(job: Translation, folder: Path) -> None:
         FinetuneError: no method here matches the kind of training, or a data set is not
             described.
     """
-    trainer.backend(job, folder)
+    backends.translate(job, folder)
     _method(job)
     _model(job)
     _adapter(job)

@@ -24,6 +24,7 @@ from finetune.models.model import load_tokenizer
 from finetune.planner.estimate import advice, choice, hardware, wording
 from finetune.planner.estimate.plan_api import described, whole_numbers
 from finetune.planner.estimate.row_counts import local_rows
+from finetune.planner.request import requested
 from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import decoder_fields, fields_of, model_source
 from finetune.recipe import Optim, Recipe
@@ -206,7 +207,7 @@ def _fitted(
             words = f"{ranked[0].speed} with {ranked[0].name}"
         elif fitting:
             backend = choice.backend_of(fitting[0], machine, precision)
-            problems += incompatibilities(made, backend, machine.count)
+            problems += incompatibilities(requested(made, backend, machine.count))
             words = f"only {backend.name} fits, and cannot train it"
         notes.append(f"{name}: {words}")
     where = "this machine" if cpu else wording.machine_words(machine)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import preference_methods, trainer
+from finetune.importers import backends, preference_methods, trainer
 from finetune.importers.command_line import COMMAND, PROGRAM
 from finetune.importers.translation import Translation, listed, shown, text
 
@@ -68,7 +68,7 @@ def translate(job: Translation, folder: Path) -> None:
             job.assumed.append(f"{field}={value}: the other toolkit's default")
     for key in (PROGRAM, COMMAND, "rlhf_type"):
         job.say(key, "translated", f"method={job.fields['method']}")
-    trainer.backend(job, folder)
+    backends.translate(job, folder)
     tuned = text(job.get("tuner_type", job.get("train_type", "lora")))
     if tuned not in ("lora", "full"):
         raise FinetuneError(f"tuner_type: {tuned}: expected lora or full")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import trainer
+from finetune.importers import backends, trainer
 from finetune.importers.translation import Translation, text
 
 DATA = {
@@ -69,7 +69,7 @@ def translate(job: Translation, folder: Path) -> None:
         raise FinetuneError(f"dataset: {builder}: expected one of {known}; rewrite it as such")
     job.set("method", "dpo" if loss == "DPOLoss" else "sft")
     job.say("loss._component_", "translated", f"method={job.fields['method']}")
-    trainer.backend(job, folder)
+    backends.translate(job, folder)
     job.move("checkpointer.checkpoint_dir", "model.name", text)
     for key in [key for key in job.source if key.startswith(("checkpointer.", "profiler."))]:
         job.say(key, *job.outcomes.get(key, ("not needed", "the model is read from its folder")))

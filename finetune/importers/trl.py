@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import preference_methods, trainer
+from finetune.importers import backends, preference_methods, trainer
 from finetune.importers.command_line import COMMAND, PROGRAM
 from finetune.importers.translation import Translation, listed, mapping, text
 
@@ -63,7 +63,7 @@ def translate(job: Translation, folder: Path) -> None:
     for key in (PROGRAM, COMMAND):
         job.say(key, "translated", f"method={method}")
     job.set("method", method)
-    trainer.backend(job, folder)
+    backends.translate(job, folder)
     _model(job)
     _data(job, method)
     _loss(job, method)
@@ -81,7 +81,7 @@ def translate(job: Translation, folder: Path) -> None:
 
 def translate_arguments(job: Translation, folder: Path) -> None:
     """Fill the fields of a recipe from a TrainingArguments JSON, which has no model and no data."""
-    trainer.backend(job, folder)
+    backends.translate(job, folder)
     job.set("optim.lr", 5e-5)
     job.assumed.append("model, data: the file has neither; set model.name and data")
     trainer.arguments(job)

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator
 
 from finetune.errors import problems_of
-from finetune.planner import limits, mesh_rules
+from finetune.planner import data_rules, limits, mesh_rules
 from finetune.planner.families import family_of
 from finetune.planner.kernels import choices
 from finetune.planner.padding import against, leaks, padding
 from finetune.planner.prompt_sharing import against_sharing
 from finetune.planner.request import Request, Rule
 from finetune.planner.shapes.config_files import decoder_fields
-from finetune.recipe import Batch, Data, Recipe
+from finetune.recipe import Batch, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
@@ -42,63 +42,8 @@ def completeness(request: Request) -> Iterator[str]:
         yield "data: none; add a source with its format"
 
 
-def mixture(recipe: Recipe) -> Iterator[str]:
-    """data.N.weight, data.N.repeat: they contradict each other; weigh every source, or none."""
-    for section in ("data", "eval_data"):
-        sources: tuple[Data, ...] = getattr(recipe, section)
-        weighted = [data.weight is not None for data in sources]
-        if not any(weighted):
-            continue
-        for number, data in enumerate(sources):
-            if data.weight is None:
-                yield (
-                    f"{section}.{number}.weight: none, while {section}.{weighted.index(True)} has "
-                    "one; give every source of the mixture a weight, or none of them"
-                )
-            elif data.repeat > 1:
-                yield (
-                    f"{section}.{number}.repeat: {data.repeat}, but the weights determine how much "
-                    "of each source an epoch contains; remove one of the two"
-                )
-
-
-def overlong(recipe: Recipe) -> Iterator[str]:
-    """batch.overlong: this method needs whole sequences; use drop or truncate."""
-    if recipe.batch.overlong == "split" and recipe.takes != "prompts":
-        if recipe.head.scored:
-            why = "scores whole sequences"
-        elif recipe.takes == "judged":
-            why = "learns from the label of a whole answer"
-        else:
-            why = "compares the documents of a row, and pieces of them are not comparable"
-        if "split" not in recipe.fits_rows_by:
-            yield f"batch.overlong: split, but {recipe.method} {why}; use drop or truncate"
-
-
-def prompts(recipe: Recipe) -> Iterator[str]:
-    """batch.rows, reward_funcs: groups are sampled and scored; use whole groups and a reward."""
-    batch = recipe.batch
-    if recipe.takes != "prompts":
-        return
-    if batch.overlong in ("truncate", "split"):
-        yield (
-            f"batch.overlong: {batch.overlong}, but part of a prompt is a different request; use "
-            "drop"
-        )
-    if batch.packing:
-        yield (
-            "batch.packing: true, but completions are sampled during training and concatenated by "
-            "batch.padding_free; remove batch.packing"
-        )
-    yield from recipe.problems()
-
-
-OF_DATA = (mixture, overlong, prompts)
-"""Checks that commands without a plan make too (`inspect`, `teach`): they read data alone."""
-
-
 def of_data(request: Request) -> Iterator[str]:
-    yield from problems_of(OF_DATA, request.recipe)
+    yield from problems_of(data_rules.RULES, request.recipe)
 
 
 def batch_rows(request: Request) -> Iterator[str]:
