@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.methods.sft import SFT
 from finetune.recipe import Data, Model
+from finetune.verification.model_checks.examination import Examination
 from finetune.verification.model_checks.finding import Finding
-from finetune.verification.model_checks.report import Examination
 from finetune.verification.proofs.exports import Delivery, check_deliveries
 from finetune.verification.proofs.fixtures import write_data, write_tokenizer
 from finetune.verification.proofs.matrix import FP32

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from finetune.runs.run import Run, open_run
     from finetune.training.run_options import Options
     from finetune.training.worker import train
-    from finetune.verification.model_checks.report import doctor
+    from finetune.verification.model_checks.examination import doctor
     from finetune.verification.proofs.prove import prove
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -115,7 +115,7 @@ HOMES = {
     "Options": "finetune.training.run_options",
     "export": "finetune.exporters.export",
     "prove": "finetune.verification.proofs.prove",
-    "doctor": "finetune.verification.model_checks.report",
+    "doctor": "finetune.verification.model_checks.examination",
     "report": "finetune.reports.page",
     "plot_loss": "finetune.reports.plot",
     "load": "finetune.inference.generate",

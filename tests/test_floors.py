@@ -48,7 +48,7 @@ LIGHT = [
     "finetune.catalog", "finetune.methods", "finetune.runs.run", "finetune.runs.manifest",
     "finetune.planner", "finetune.planner.estimate.plan_api", "finetune.checkpoints.resume",
     "finetune.models.starting_adapter", "finetune.process.quiet", "finetune.process.signals",
-    "finetune.process.error_report", "finetune.process.start", "finetune.checks.request",
+    "finetune.process.error_report", "finetune.process.imports", "finetune.checks.request",
     "finetune.launchers.accelerate", "finetune.launchers.job",
     "finetune.verification.memory.traced_step", "finetune.cli.main",
     *(f"finetune.cli.{name}" for name in VERBS.values()),

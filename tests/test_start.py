@@ -16,7 +16,7 @@ from finetune.cache import COMPILED, keep_compiled
 from finetune.distributed.deepspeed import without_values
 from finetune.distributed.deepspeed_nvme import require_async_io
 from finetune.kernels.pointwise import usual_folder
-from finetune.process.start import collecting_later, compiling_later
+from finetune.process.imports import collecting_later, compiling_later
 from finetune.runs import limits
 
 
@@ -40,7 +40,7 @@ def test_what_is_compiled_while_importing_is_compiled_when_it_is_called():
 def test_libraries_are_imported_without_a_compiler():
     """bitsandbytes and DeepSpeed's Muon would load it; should that change, the context may go."""
     script = (
-        "import sys; from finetune.process.start import compiling_later\n"
+        "import sys; from finetune.process.imports import compiling_later\n"
         "with compiling_later():\n"
         "    import finetune.training.worker, deepspeed.runtime.zero.muon.muon_optimizer\n"
         "print('bitsandbytes' in sys.modules, 'torch._inductor.compile_fx' in sys.modules)"
@@ -116,7 +116,7 @@ def test_the_limits_of_a_container_are_what_a_process_may_use(files, tmp_path, m
 
 def test_models_are_listed_once():
     script = (
-        "import sys; from finetune.process.start import read_models_once; read_models_once()\n"
+        "import sys; from finetune.process.imports import read_models_once; read_models_once()\n"
         "opened = 0\n"
         "def hook(event, given):\n"
         "    global opened\n"

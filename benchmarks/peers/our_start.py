@@ -7,8 +7,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from finetune.process.imports import collecting_later, compiling_later, read_models_once
 from finetune.process.quiet import growing_segments, quiet
-from finetune.process.start import collecting_later, compiling_later, read_models_once
 
 
 def main(module: str, name: str, place: Path) -> None:

@@ -12,7 +12,7 @@ from finetune import catalog
 from finetune.checks.files import FILES, NEEDED, formats, missing_files, raised
 from finetune.errors import FinetuneError, problems_of, refuse
 from finetune.models import starting_adapter
-from finetune.planner import Plan, limits, plan
+from finetune.planner import Plan, library_limits, plan
 from finetune.planner.engines import TRAITS
 from finetune.planner.shapes.config_files import fields_of
 from finetune.process import rendezvous
@@ -72,7 +72,7 @@ def misnamed(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.model.trust_remote_code and fields.get("auto_map"):
         return  # the code is loaded with the weights
-    if limits.unfit(recipe, fields) or limits.names_only_matrices(adapter, fields):
+    if library_limits.unfit(recipe, fields) or library_limits.names_only_matrices(adapter, fields):
         return
     from finetune.models import adapters, shell
 
@@ -89,7 +89,7 @@ def misnamed(recipe: Recipe) -> Iterator[str]:
 def below_a_plan(recipe: Recipe) -> Iterator[str]:
     """Lines below a printed plan: which experts are adapted, and missing files."""
     fields = fields_of(recipe)
-    if recipe.adapter is not None and limits.expert_count(fields) > 1:
+    if recipe.adapter is not None and library_limits.expert_count(fields) > 1:
         from finetune.models import composition
 
         for note in composition.planned(recipe, fields):

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns the exit status, which is 1 if a check failed.
     """
     from finetune.cache import cache
-    from finetune.verification.model_checks.report import Examination
+    from finetune.verification.model_checks.examination import Examination
     from finetune.verification.model_checks.system import describe_system
     from finetune.verification.model_checks.target import named
 

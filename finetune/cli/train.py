@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from finetune.checks.request import check_here, read_words
     from finetune.process import error_report
+    from finetune.process.imports import collecting_later, compiling_later, read_models_once
     from finetune.process.quiet import growing_segments
-    from finetune.process.start import collecting_later, compiling_later, read_models_once
 
     error_report.forget_earlier_attempts()
     growing_segments()

@@ -22,7 +22,7 @@ from finetune.distributed.workarounds import without_deepspeed
 from finetune.planner import Plan
 from finetune.planner.estimate.sharding.zero import REDUCE_BUCKET
 from finetune.process import rendezvous
-from finetune.process.start import collecting_later, compiling_later
+from finetune.process.imports import collecting_later, compiling_later
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """State of AdamW, the only optimizer that the planner allows on a sharded backend."""

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.models.load_checks import full_shape
 from finetune.models.scoring import head_of
-from finetune.planner.limits import against_parameters
+from finetune.planner.library_limits import against_parameters
 from finetune.recipe import LoRA
 
 ALL = "all-linear"

@@ -6,7 +6,7 @@ import math
 from finetune import backend as backends
 from finetune.backend import Backend
 from finetune.errors import FinetuneError, refuse
-from finetune.planner import limits, schedules
+from finetune.planner import library_limits, schedules
 from finetune.planner.engines import TRAITS, Traits
 from finetune.planner.kernels import Choice, DeviceType, attention_rules, choices, model_type
 from finetune.planner.mesh import Mesh, mesh_of
@@ -121,7 +121,7 @@ class Plan:
                 f"{self.processes} processes ({optim.lr:.3g} on one)"
             )
         notes += self.recipe.advice()
-        notes += limits.advice(self.recipe, fields_of(self.recipe))
+        notes += library_limits.advice(self.recipe, fields_of(self.recipe))
         return notes + [choice.line() for choice in self.kernels if choice.fallback]
 
     def summary(self) -> dict[str, object]:

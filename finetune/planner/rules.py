@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from finetune.errors import problems_of
-from finetune.planner import data_rules, limits, mesh_rules
+from finetune.planner import data_rules, library_limits, mesh_rules
 from finetune.planner.families import family_of
 from finetune.planner.kernels import choices
 from finetune.planner.padding import against, leaks, padding
@@ -415,10 +415,10 @@ def divided(request: Request) -> Iterator[str]:
 
 LAYOUT: tuple[Rule, ...] = (layout, shared_prompts)
 """Rules of the rows, asked again with the config as transformers loads it, defaults filled in."""
-OF_CONFIG: tuple[Rule, ...] = (*limits.RULES, mesh_rules.of_config)
+OF_CONFIG: tuple[Rule, ...] = (*library_limits.RULES, mesh_rules.of_config)
 """Rules of a config file, asked again where only the hub had it when the plan was made."""
 RULES: tuple[Rule, ...] = (
-    completeness, *limits.RULES, of_data, second_heads, token_loss, noise, trained_weights,
+    completeness, *library_limits.RULES, of_data, second_heads, token_loss, noise, trained_weights,
     second_model, batch_rows, *LAYOUT, precision, quantization, patterns, initial_adapter,
     gathered_by_module, added_tokens, attention, compiled_blocks, rounded_on_disk, optimizer,
     evaluation, best_metric, processes, divided,

@@ -141,7 +141,7 @@ def asked_by(command: Sequence[str], process: int) -> int | None:
 
 def main(folder: Path, modules: Sequence[str]) -> None:
     """Import the modules, then fork a process for each request, until the parent process ends."""
-    from finetune.process.start import collecting_later, compiling_later, read_models_once
+    from finetune.process.imports import collecting_later, compiling_later, read_models_once
 
     with collecting_later(), compiling_later():
         read_models_once()
