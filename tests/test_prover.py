@@ -278,7 +278,7 @@ def test_a_backend_that_was_named_and_cannot_run_here_is_not_proved():
     checks_of_ddp = (Check("own", "ddp", "equal", True, ""),) * 6
     refused = Refused("own", "zero2", "why", named=True)
     for not_tried, proved_all_the_same, said in (
-        (LACKING, True, "; 1 pairs not proved, because zero3 needs DeepSpeed: pip install"),
+        (LACKING, True, "; 1 pairs not proved, because zero3 needs deepspeed: pip install"),
         (dataclasses.replace(LACKING, named=True), False, "not proved: 0 of 6 checks failed; 1"),
         (refused, True, "; 1 pairs are refused by the plann"),
     ):
@@ -301,7 +301,8 @@ def test_a_machine_without_deepspeed_proves_the_rest_and_ends_with_1(proved, fin
     assert done.status == 1, done.output
     told = " ".join(done.stdout.split())  # the terminal's lines are folded
     assert "not possible here: the recipe on zero3: zero3 needs DeepSpeed" in told
-    assert "1 pairs not proved, because zero3 needs DeepSpeed: pip install" in told
+    lacking = "zero3 needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19'"
+    assert f"1 pairs not proved, because {lacking}" in told
     assert "not proved: 0 of " in told
 
 
