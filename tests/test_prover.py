@@ -278,7 +278,7 @@ def test_a_backend_that_was_named_and_cannot_run_here_is_not_proved():
     checks_of_ddp = (Check("own", "ddp", "equal", True, ""),) * 6
     refused = Refused("own", "zero2", "why", named=True)
     for not_tried, proved_all_the_same, said in (
-        (LACKING, True, "; 1 pairs not proved, because zero3 needs deepspeed: pip install"),
+        (LACKING, True, "; 1 pairs not proved, because zero3 needs DeepSpeed: pip install"),
         (dataclasses.replace(LACKING, named=True), False, "not proved: 0 of 6 checks failed; 1"),
         (refused, True, "; 1 pairs are refused by the plann"),
     ):
