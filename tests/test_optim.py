@@ -19,6 +19,7 @@ from finetune.data.prepare import prepare
 from finetune.data.rows.collate import collate
 from finetune.data.rows.order import rows_of_step
 from finetune.distributed.muon import Muon
+from finetune.errors import FinetuneError
 from finetune.models.model import load_tokenizer
 from finetune.planner.estimate.workload import adam_moments
 from finetune.recipe import Optim
@@ -443,3 +444,14 @@ def test_an_optimizer_shards_and_resumes_on_one_process(
     assert whole.steps() == [3, 6]
     assert apart(whole, cut) < 1e-5
     assert apart(whole, cut, "eval") < 1e-5
+
+
+def test_moments_in_blocks_of_bitsandbytes_are_not_taken_for_our_own():
+    """As a checkpoint of an earlier version holds them."""
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = AdamW8bit([weight])
+    optimizer.state[weight] = {"step": 3, "state1": torch.zeros(64, 64, dtype=torch.uint8)}
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(FinetuneError, match=r"optim\.name: .* blocks of bitsandbytes"):
+        optimizer.step()
+    assert torch.equal(weight, torch.ones(64, 64))
