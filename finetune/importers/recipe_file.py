@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def _field(
     elif max(len(line), COLUMN) + len(meaning) + 4 <= WIDTH:
         yield f"{line:<{COLUMN}}  # {meaning}"
     else:
-        yield f"{indent}# {meaning}"
+        yield from (f"{indent}# {part}" for part in textwrap.wrap(meaning, WIDTH - len(indent) - 2))
         yield line
 
 
