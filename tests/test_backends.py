@@ -141,7 +141,7 @@ def test_two_machines_train_as_one(run_of, machines, tmp_path):
     assert apart(run_of(**LORA), ft.Run(tmp_path / "run")) < FP32
 
 
-@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3"])
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero2", "zero3"])
 def test_resuming_continues_bit_for_bit(run_of, finetune, tmp_path, backend):
     straight = run_of(backend)
     resumed = cut_off(straight, tmp_path / "run", step=3)
