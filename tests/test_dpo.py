@@ -142,7 +142,10 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("conservative", "ipo", "with supervised tuning"), LOSSES))
+EACH_DAY = ("conservative", "ipo", "with supervised tuning")
+
+
+@pytest.mark.parametrize("name", slow_but(EACH_DAY, LOSSES))
 def test_each_loss_is_its_definition(trained, tiny, whole, name):
     settings = LOSSES[name]
     run = trained(**settings) if settings else whole

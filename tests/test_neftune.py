@@ -72,10 +72,12 @@ def test_training_does_not_depend_on_batches_and_evaluations_have_no_noise(run_o
     reference = run_of(**NOISY)
     assert_same_losses(reference, train("one", **NOISY, batch={"micro_rows": 1}))
     assert_same_losses(reference, train("padded", **NOISY, batch={"padding_free": False}))
-    still = {"max_steps": 1, "optim": {"lr": 1e-30, "weight_decay": 0.0}}
+    still = {"max_steps": 2, "optim": {"lr": 1e-30, "weight_decay": 0.0}, "batch": {"rows": 48}}
     noisy, plain = train("noisy", **NOISY, **still), train("plain", **still)
     assert losses(noisy, "eval") == losses(plain, "eval")
+    assert losses(plain)[1] == pytest.approx(losses(plain)[0], abs=1e-6)  # the same rows again
     assert abs(losses(noisy)[0] - losses(plain)[0]) > 1e-3
+    assert abs(losses(noisy)[0] - losses(noisy)[1]) > 1e-3
 
 
 @pytest.mark.parametrize(

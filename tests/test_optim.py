@@ -269,6 +269,8 @@ def test_eight_bits_are_as_near_to_adamw_as_those_of_bitsandbytes() -> None:
     moved = (exact - START).norm()
     assert (ours - theirs).norm() < 0.01 * moved
     assert (ours - exact).norm() < (theirs - exact).norm() < 0.05 * moved
+    in_four_bits = steps_of(AdamW4bit, START, weight_decay=0.1)
+    assert (in_four_bits - exact).norm() < 0.25 * moved
 
 
 def test_a_small_tensor_has_the_moments_of_adamw() -> None:
@@ -380,7 +382,10 @@ def test_muon_on_two_processes_is_that_of_one(backend: str, run_of: Train) -> No
 def test_the_first_group_that_matches_counts_and_vectors_are_not_decayed() -> None:
     optim = Optim(
         lr=1e-3, weight_decay=0.5, loraplus_lr_ratio=16,
-        groups=[{"match": "embed|norm", "lr": 1e-5, "weight_decay": 0.1}, {"match": "head|embed"}],
+        groups=[
+            {"match": "embed|norm", "lr": 1e-5, "weight_decay": 0.1},
+            {"match": "head|embed", "lr": 1e-4},
+        ],
     )  # fmt: skip
     shapes = {
         "embed.weight": (4, 2), "norm.weight": (2,), "lm_head.weight": (4, 2),
@@ -392,12 +397,12 @@ def test_the_first_group_that_matches_counts_and_vectors_are_not_decayed() -> No
         (each["weight_decay"], round(each["lr_share"], 9)): [names[id(p)] for p in each["params"]]
         for each in groups_of(named.items(), optim)
     } == {
-        (0.1, 0.01): ["embed"], (0.0, 0.01): ["norm"], (0.5, 1.0): ["lm_head", "q.lora_A"],
-        (0.5, 16.0): ["q.lora_B"],
+        (0.1, 0.01): ["embed"], (0.0, 0.01): ["norm"], (0.5, 0.1): ["lm_head"],
+        (0.5, 1.0): ["q.lora_A"], (0.5, 16.0): ["q.lora_B"],
     }  # fmt: skip
     assert group_notes(shapes, optim) == [
         "optim: 'embed|norm' has 10 parameters in 2 tensors, lr 1e-05",
-        "optim: 'head|embed' has 8 parameters in 1 tensors",
+        "optim: 'head|embed' has 8 parameters in 1 tensors, lr 0.0001",
         "optim: 'lora_B' has 2 parameters in 1 tensors, lr 0.016",
     ]
 
