@@ -8,7 +8,7 @@ SUMMARY = "write a run's report as one HTML page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run directory")
+    parser.add_argument("run", type=options.run_word, help="run directory")
     parser.add_argument(
         "--proof", type=options.local_path, help="folder of a proof of the run's recipe"
     )
@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from finetune.reports.page import report
     from finetune.runs.run import open_run
+    from finetune.runs.store import share
 
     run = open_run(arguments.run)
     if arguments.proof is not None:
@@ -24,4 +25,5 @@ def run(arguments: argparse.Namespace) -> int:
 
         take_proof(run, arguments.proof)
     print(f"wrote {report(run)}")
+    share(run)
     return 0

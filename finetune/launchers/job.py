@@ -13,6 +13,7 @@ from finetune.launchers import LAUNCHERS
 from finetune.planner import Plan
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
+from finetune.runs.store import stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,21 +77,29 @@ def launch(
     machine, count = backends.divided(machine, processes, axes or {})
     machine = backends.sized(machine, count, machines(flags), shard_size)
     plan = check(recipe, machine, count, precision)
-    run = Run(Path(output or Path("runs") / "latest"))
-    if resume and finished(run, plan) and card(run).is_file():
-        print(f"{run.root}: complete, nothing to resume", flush=True)
-        return run
-    if max_restarts:
-        # A restarted process gets the same arguments as the first. `auto` works for both, once it
-        # is checked here that the first may start.
-        claim(run, plan, resume)
-        resume = "auto"
-    start(
-        Job(
-            plan, run, resume, precision, tuple(arguments), tuple(flags), max_restarts, join_minutes
+    with stored(output or Path("runs") / "latest", resume) as folder:
+        run = Run(folder)
+        if resume and finished(run, plan) and card(run).is_file():
+            print(f"{run.root}: complete, nothing to resume", flush=True)
+            return run
+        if max_restarts:
+            # A restarted process gets the arguments of the first. `auto` works for both, once it is
+            # checked here that the first may start.
+            claim(run, plan, resume)
+            resume = "auto"
+        start(
+            Job(
+                plan,
+                run,
+                resume,
+                precision,
+                tuple(arguments),
+                tuple(flags),
+                max_restarts,
+                join_minutes,
+            )
         )
-    )
-    return run
+        return run
 
 
 def machines(flags: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """Run one process of a training: start it, train, and handle every way it can end."""
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import signal
@@ -28,6 +29,7 @@ from finetune.process.loopback import listen_on_loopback
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
+from finetune.runs.store import is_address, stored
 from finetune.training.out_of_memory import out_of_memory
 from finetune.training.recorder import Recorder
 from finetune.training.run_options import Options
@@ -52,16 +54,26 @@ def train(
         TrainingFailure: training started and could not continue.
         Interrupted: by SIGTERM, SIGINT or SIGHUP; the progress is saved.
     """
-    options = options or Options(Path(output or "runs/latest"), resume)
+    options = options or Options(output or "runs/latest", resume)
     return carry_out(check_here(recipe, backend, precision), options)
 
 
 def carry_out(plan: Plan, options: Options) -> Run:
     """`train` for a request that was checked in this process."""
+    if is_address(options.output) and rendezvous.world() > 1:
+        raise FinetuneError(
+            f"--output {options.output}: one process copies for all of them; use finetune launch"
+        )
+    with stored(options.output, options.resume) as folder:
+        return _carry_out(plan, dataclasses.replace(options, output=folder))
+
+
+def _carry_out(plan: Plan, options: Options) -> Run:
     listen_on_loopback()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    nvme, run = options.nvme_path or options.output / "offload", Run(options.output)
+    run = Run(Path(options.output))
+    nvme = options.nvme_path or run.root / "offload"
     if options.resume and finished(run, plan):
         if rendezvous.rank() == 0:
             finish(run, options.plot)
