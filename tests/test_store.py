@@ -27,9 +27,10 @@ from conftest import (
 
 import finetune as ft
 from finetune import catalog
+from finetune.checkpoints.copies import Copier
+from finetune.checkpoints.store import Store
 from finetune.cli import main as cli
 from finetune.runs.run import Run
-from finetune.runs.store import Copier, Store
 from finetune.training.run_options import Options
 
 SAVES: dict[str, Any] = {"saving": {"every": 2, "keep": 2}}
@@ -96,7 +97,7 @@ def test_a_run_that_another_process_trains_is_refused(address, monkeypatch):
         )
         first.beat()
         # Of another host, it is waited for; one that stands still has ended.
-        monkeypatch.setattr("finetune.runs.store.STALE_SECONDS", 3.0)
+        monkeypatch.setattr("finetune.checkpoints.store.STALE_SECONDS", 3.0)
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         with second.locked():
             with pytest.raises(ft.FinetuneError, match="another process trains there now"):
@@ -195,10 +196,10 @@ def line(server: int, monkeypatch: pytest.MonkeyPatch) -> Line:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-to-be-printed")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
     import fsspec
 
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+    fsspec.filesystem("s3", skip_instance_cache=True).makedirs("bucket", exist_ok=True)
     return made
 
 
@@ -254,7 +255,7 @@ def newest_row(disk: Path) -> int:
 
 
 def remote_steps(address: str) -> list[int]:
-    from finetune.runs.store import steps_of
+    from finetune.checkpoints.store import steps_of
 
     return steps_of(Store(address).sizes())
 
@@ -264,8 +265,7 @@ def test_a_store_that_fails_at_the_end_is_told_and_the_run_stays_here(
     line: Line, tiny, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("finetune.runs.store.PATIENCE_SECONDS", 0.0)
-    monkeypatch.setenv("FSSPEC_S3_CONFIG_KWARGS", '{"retries": {"max_attempts": 0}}')
+    monkeypatch.setattr("finetune.checkpoints.copies.PATIENCE_SECONDS", 0.0)
     (problem,) = problems_of(Store("s3://missing/run").try_out)
     assert problem.startswith("s3://missing/run: .")
     store = Store("s3://bucket/ends")

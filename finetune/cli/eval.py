@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
+    from finetune.checkpoints.copies import share
     from finetune.evaluation import results
     from finetune.evaluation.evaluation import evaluate
     from finetune.runs.run import Run
-    from finetune.runs.store import share
 
     options.without_bars()
     if arguments.output is not None:
@@ -136,8 +136,8 @@ def _request(arguments: argparse.Namespace) -> "Request":
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse mistakes that can be found before slow imports."""
+    from finetune.checkpoints.copies import bring
     from finetune.runs.run import Run, open_run
-    from finetune.runs.store import bring
 
     if arguments.rows_of is not None:
         open_run(arguments.rows_of)

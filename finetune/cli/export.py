@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from finetune.checkpoints.copies import bring
     from finetune.runs.run import open_run
-    from finetune.runs.store import bring
 
     if arguments.merge and arguments.format not in (None, "merged"):
         raise FinetuneError(f"--merge: conflicts with --format {arguments.format}; omit one")

@@ -5,8 +5,9 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.checkpoints.copies import opened
+from finetune.checkpoints.store import is_address
 from finetune.errors import FinetuneError
-from finetune.runs import store
 from finetune.runs.run import refuse_scheme
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def run_words(parser: argparse.ArgumentParser) -> None:
 
 def run_output(text: str) -> str | Path:
     """A path, or the address of a store as it is."""
-    return text if store.is_address(text) else Path(text)
+    return text if is_address(text) else Path(text)
 
 
 def run_word(text: str) -> str:
@@ -119,7 +120,7 @@ def run_word(text: str) -> str:
     if text.startswith(("http://", "https://")):
         return text
     try:
-        return store.opened(text)
+        return opened(text)
     except FinetuneError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

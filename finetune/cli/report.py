@@ -15,9 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from finetune.checkpoints.copies import share
     from finetune.reports.page import report
     from finetune.runs.run import open_run
-    from finetune.runs.store import share
 
     run = open_run(arguments.run)
     if arguments.proof is not None:

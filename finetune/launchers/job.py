@@ -7,13 +7,13 @@ from pathlib import Path
 
 from finetune import backend as backends
 from finetune import extensions
+from finetune.checkpoints.copies import stored
 from finetune.checkpoints.resume import Resume, card, claim, finished
 from finetune.checks.request import check
 from finetune.launchers import LAUNCHERS
 from finetune.planner import Plan
 from finetune.recipe import Recipe
 from finetune.runs.run import Run
-from finetune.runs.store import stored
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ class Options:
     """Options of a run; none of them changes what is learned."""
 
     output: str | Path
-    """The run directory, or its address on an object store: see `finetune.runs.store`."""
+    """The run directory, or its address on an object store: see `finetune.checkpoints.store`."""
     resume: Resume = False
     """Continue from the newest intact checkpoint; with `auto`, only if there is one."""
     nvme_path: Path | None = None
