@@ -598,7 +598,6 @@ def test_deepspeed_on_several_machines_starts_each_ones_own_processes(flags):
 @pytest.mark.parametrize(
     "words",
     [
-        "launch quickstart --output s3://b/run", "train quickstart --output gs://b/run",
         "quickstart --output hf://b/run", "export runs/x --to s3://b/x",
         "eval runs/x --output https://b/x", "prove quickstart --output s3://b/p",
     ],

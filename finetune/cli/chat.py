@@ -11,7 +11,9 @@ SUMMARY = "chat with a run's model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run directory, or a folder with a model")
+    parser.add_argument(
+        "run", type=options.run_word, help="run directory, or a folder with a model"
+    )
     parser.add_argument("--prompt", help="answer this prompt instead of starting a conversation")
     parser.add_argument("--max-new-tokens", type=options.count, default=512)
 

@@ -9,7 +9,9 @@ SUMMARY = "compare runs: recipes, curves, measures"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="run", help="run directories, two or more")
+    parser.add_argument(
+        "runs", type=options.run_word, nargs="+", metavar="run", help="run directories, two or more"
+    )
     parser.add_argument(
         "--output", type=options.local_path, default=Path("comparison.html"), help="page to write"
     )

@@ -20,12 +20,16 @@ PASSED, FAILED = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="run directory, folder with a model, hub name, or URL")
     parser.add_argument(
-        "--against", help="base, another run, folder or URL, or none; by default an adapter's base"
+        "model", type=options.run_word, help="run directory, folder with a model, hub name, or URL"
+    )
+    parser.add_argument(
+        "--against",
+        type=options.run_word,
+        help="base, another run, folder or URL, or none; by default an adapter's base",
     )
     rows = parser.add_argument_group("rows")
-    rows.add_argument("--rows-of", help="run whose held-out rows are used")
+    rows.add_argument("--rows-of", type=options.run_word, help="run whose held-out rows are used")
     rows.add_argument("--data", help="data file, instead of held-out rows of a run")
     rows.add_argument("--format", default="messages", help="format of --data")
     rows.add_argument(
@@ -69,8 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     request = _request(arguments)
+    from finetune.checkpoints.copies import share
     from finetune.evaluation import results
     from finetune.evaluation.evaluation import evaluate
+    from finetune.runs.run import Run
 
     options.without_bars()
     if arguments.output is not None:
@@ -78,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = evaluate(request)
     folder = arguments.output or results.folder_of(found, arguments.name)
     written = results.write(found, folder)
+    share(Run(Path(arguments.model)))
     if arguments.json:
         print(json.dumps(written, indent=2, ensure_ascii=False))
     else:
@@ -129,10 +136,13 @@ def _request(arguments: argparse.Namespace) -> "Request":
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse mistakes that can be found before slow imports."""
-    from finetune.runs.run import open_run
+    from finetune.checkpoints.copies import bring
+    from finetune.runs.run import Run, open_run
 
     if arguments.rows_of is not None:
         open_run(arguments.rows_of)
+    if (arguments.step or "").isdecimal():
+        bring(Run(Path(arguments.model)), int(arguments.step))
     problems = [
         f"--{name.replace('_', '-')} {path}: no such file"
         for name in ("schema", "database", "general_text", "key_file")

@@ -19,7 +19,7 @@ EVALUATION = "export"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run directory")
+    parser.add_argument("run", type=options.run_word, help="run directory")
     parser.add_argument("--to", type=options.local_path, help="folder to write")
     parser.add_argument(
         "--format", help=f"{', '.join(EXPORTERS)}, or module:function of your own exporter"
@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from finetune.checkpoints.copies import bring
     from finetune.runs.run import open_run
 
     if arguments.merge and arguments.format not in (None, "merged"):
@@ -75,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.require is not None and arguments.to is None:
         raise FinetuneError("--require: only applies to an export; name the folder with --to")
     run = open_run(arguments.run)
+    if arguments.step is not None:
+        bring(run, arguments.step)
     from finetune.exporters.share import bundle, check_name, push
 
     if arguments.push is not None:

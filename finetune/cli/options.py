@@ -5,6 +5,8 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.checkpoints.copies import opened
+from finetune.checkpoints.store import is_address
 from finetune.errors import FinetuneError
 from finetune.runs.run import refuse_scheme
 
@@ -87,7 +89,9 @@ def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
 
 
 def run_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=local_path, help="run directory; by default runs/RECIPE")
+    parser.add_argument(
+        "--output", type=run_output, help="run directory, or s3://...; by default runs/RECIPE"
+    )
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -106,7 +110,22 @@ def run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-plot", action="store_true", help="do not draw loss.png at the end")
 
 
-def output_of(arguments: argparse.Namespace) -> Path:
+def run_output(text: str) -> str | Path:
+    """A path, or the address of a store as it is."""
+    return text if is_address(text) else Path(text)
+
+
+def run_word(text: str) -> str:
+    """A run, a model or a URL; a run on an object store is copied to the cache."""
+    if text.startswith(("http://", "https://")):
+        return text
+    try:
+        return opened(text)
+    except FinetuneError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def output_of(arguments: argparse.Namespace) -> str | Path:
     """The given run directory, or the default of the recipe."""
     return arguments.output or Path("runs") / Path(arguments.recipe).stem
 

@@ -8,13 +8,14 @@ SUMMARY = "write a run's report as one HTML page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="run directory")
+    parser.add_argument("run", type=options.run_word, help="run directory")
     parser.add_argument(
         "--proof", type=options.local_path, help="folder of a proof of the run's recipe"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from finetune.checkpoints.copies import share
     from finetune.reports.page import report
     from finetune.runs.run import open_run
 
@@ -24,4 +25,5 @@ def run(arguments: argparse.Namespace) -> int:
 
         take_proof(run, arguments.proof)
     print(f"wrote {report(run)}")
+    share(run)
     return 0

@@ -11,7 +11,11 @@ SUMMARY = "serve a model over HTTP, with a chat page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="run directory, folder with a model or adapter, or hub name")
+    parser.add_argument(
+        "model",
+        type=options.run_word,
+        help="run directory, folder with a model or adapter, or hub name",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=options.port, default=8000, help="0 chooses a free port")
     parser.add_argument("--name", help="name of the model in requests; by default its folder's")

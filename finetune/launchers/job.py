@@ -7,6 +7,7 @@ from pathlib import Path
 
 from finetune import backend as backends
 from finetune import extensions
+from finetune.checkpoints.copies import stored
 from finetune.checkpoints.resume import Resume, card, claim, finished
 from finetune.checks.request import check
 from finetune.launchers import LAUNCHERS
@@ -76,21 +77,29 @@ def launch(
     machine, count = backends.divided(machine, processes, axes or {})
     machine = backends.sized(machine, count, machines(flags), shard_size)
     plan = check(recipe, machine, count, precision)
-    run = Run(Path(output or Path("runs") / "latest"))
-    if resume and finished(run, plan) and card(run).is_file():
-        print(f"{run.root}: complete, nothing to resume", flush=True)
-        return run
-    if max_restarts:
-        # A restarted process gets the same arguments as the first. `auto` works for both, once it
-        # is checked here that the first may start.
-        claim(run, plan, resume)
-        resume = "auto"
-    start(
-        Job(
-            plan, run, resume, precision, tuple(arguments), tuple(flags), max_restarts, join_minutes
+    with stored(output or Path("runs") / "latest", resume) as folder:
+        run = Run(folder)
+        if resume and finished(run, plan) and card(run).is_file():
+            print(f"{run.root}: complete, nothing to resume", flush=True)
+            return run
+        if max_restarts:
+            # A restarted process gets the arguments of the first. `auto` works for both, once it is
+            # checked here that the first may start.
+            claim(run, plan, resume)
+            resume = "auto"
+        start(
+            Job(
+                plan,
+                run,
+                resume,
+                precision,
+                tuple(arguments),
+                tuple(flags),
+                max_restarts,
+                join_minutes,
+            )
         )
-    )
-    return run
+        return run
 
 
 def machines(flags: Sequence[str]) -> int:

@@ -10,7 +10,8 @@ from finetune.checkpoints.resume import Resume
 class Options:
     """Options of a run; none of them changes what is learned."""
 
-    output: Path
+    output: str | Path
+    """The run directory, or its address on an object store: see `finetune.checkpoints.store`."""
     resume: Resume = False
     """Continue from the newest intact checkpoint; with `auto`, only if there is one."""
     nvme_path: Path | None = None

@@ -1,6 +1,7 @@
 """Run one process of a training: start it, train, and handle every way it can end."""
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import signal
@@ -10,8 +11,10 @@ from accelerate.state import AcceleratorState
 from transformers.utils import logging as transformers_logging
 
 from finetune import backend as backends
+from finetune.checkpoints.copies import stored
 from finetune.checkpoints.lock import locked
 from finetune.checkpoints.resume import Resume, card, finished
+from finetune.checkpoints.store import is_address
 from finetune.checks.request import check_here
 from finetune.distributed.base import Engine
 from finetune.distributed.build import build
@@ -52,16 +55,26 @@ def train(
         TrainingFailure: training started and could not continue.
         Interrupted: by SIGTERM, SIGINT or SIGHUP; the progress is saved.
     """
-    options = options or Options(Path(output or "runs/latest"), resume)
+    options = options or Options(output or "runs/latest", resume)
     return carry_out(check_here(recipe, backend, precision), options)
 
 
 def carry_out(plan: Plan, options: Options) -> Run:
     """`train` for a request that was checked in this process."""
+    if is_address(options.output) and rendezvous.world() > 1:
+        raise FinetuneError(
+            f"--output {options.output}: one process copies for all of them; use finetune launch"
+        )
+    with stored(options.output, options.resume) as folder:
+        return _carry_out(plan, dataclasses.replace(options, output=folder))
+
+
+def _carry_out(plan: Plan, options: Options) -> Run:
     listen_on_loopback()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    nvme, run = options.nvme_path or options.output / "offload", Run(options.output)
+    run = Run(Path(options.output))
+    nvme = options.nvme_path or run.root / "offload"
     if options.resume and finished(run, plan):
         if rendezvous.rank() == 0:
             finish(run, options.plot)

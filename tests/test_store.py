@@ -1,0 +1,278 @@
+"""A run on an object store survives its machine, and is read from there."""
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    Train,
+    end_tree,
+    equal_state,
+    losses,
+    problems_of,
+    start,
+    wait_for,
+    write_recipe,
+)
+
+import finetune as ft
+from finetune import catalog
+from finetune.checkpoints.copies import Copier
+from finetune.checkpoints.store import Store
+from finetune.cli import main as cli
+from finetune.runs.run import Run
+from finetune.training.run_options import Options
+
+SAVES: dict[str, Any] = {"saving": {"every": 2, "keep": 2}}
+
+
+@pytest.fixture
+def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a run in a folder that stands for a store, and a cache of its own."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    return f"file://{tmp_path}/store/runs/mine"
+
+
+def on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / name))
+
+
+def train_at(tiny, address: str, resume: bool | str = False) -> Run:
+    recipe = catalog.from_fields(tiny.fields(**SAVES))
+    return ft.train(recipe, precision="fp32", options=Options(address, resume, plot=False))
+
+
+def test_another_machine_continues_and_reads_what_the_store_has(
+    tiny, train: Train, address, tmp_path, monkeypatch, capsys
+):
+    straight = train("straight", **SAVES)
+    train_at(tiny, address)
+    there = Run(tmp_path / "store/runs/mine")
+    assert there.steps() == straight.steps() == [4, 6]
+    assert not (there.root / "run.lock").exists()
+    # As a machine leaves it that was lost while the checkpoint of step 6 was copied.
+    (there.checkpoint(6) / "manifest.json").unlink()
+    shutil.rmtree(there.final)
+    on_another_machine(tmp_path, monkeypatch, "second")
+    assert problems_of(train_at, tiny, address) == (
+        f"{address}: contains a run up to step 4; continue it with --resume, or choose another "
+        "--output",
+    )
+    resumed = train_at(tiny, address, "auto")
+    assert losses(resumed) == losses(straight) == losses(there)
+    assert equal_state(straight.checkpoint(6), there.checkpoint(6))
+    on_another_machine(tmp_path, monkeypatch, "third")
+    capsys.readouterr()
+    assert cli.main(["report", address]) == 0
+    assert (there.root / "report.html").is_file()
+    assert cli.main(["export", address, "--to", str(tmp_path / "out"), "--step", "4"]) == 0
+    assert not list((tmp_path / "third").glob("runs/*/checkpoints/step-00000006"))
+
+
+def test_a_run_that_was_removed_from_the_store_begins_anew(tiny, address, tmp_path):
+    first = train_at(tiny, address)
+    shutil.rmtree(tmp_path / "store")
+    again = train_at(tiny, address)
+    assert losses(again) == losses(first)
+    assert len(list(first.root.parent.iterdir())) == 2  # the copy of the first is kept
+
+
+def test_a_run_that_another_process_trains_is_refused(address, monkeypatch):
+    first, second = Store(address), Store(address)
+    with first.locked():
+        (problem,) = problems_of(second.locked().__enter__)
+        assert problem == (
+            f"{address}: process {os.getpid()} on {socket.gethostname()} trains there; wait for "
+            "it, or choose another --output"
+        )
+        first.beat()
+        # Of another host, it is waited for; one that stands still has ended.
+        monkeypatch.setattr("finetune.checkpoints.store.STALE_SECONDS", 3.0)
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        with second.locked():
+            with pytest.raises(ft.FinetuneError, match="another process trains there now"):
+                first.beat()
+            assert second.is_mine()
+    assert second.read("run.lock") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("gs://bucket/run", "gs://bucket/run: its library is missing; pip install 'gcsfs"),
+        ("nowhere://bucket/run", "nowhere://bucket/run: Protocol not known: nowhere"),
+        ("file:///run", "file:///run: give the run a name below it, such as .../my-run"),
+    ],
+)
+def test_an_address_that_cannot_be_opened_is_refused(given, said):
+    (problem,) = problems_of(Store, given)
+    assert problem.startswith(said)
+
+
+def test_a_store_that_cannot_be_written_is_found_before_training(tiny, tmp_path):
+    (tmp_path / "store").write_text("a file")
+    (problem,) = problems_of(train_at, tiny, f"file://{tmp_path}/store/run")
+    assert problem.startswith(f"file://{tmp_path}/store/run: .")
+    assert "cannot be written" in problem
+
+
+# --- a real S3 server, behind a connection that is cut and slow -------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of moto's S3 server, in an environment of its own (its botocore is another one)."""
+    pytest.importorskip("s3fs")
+    place = tmp_path_factory.mktemp("moto")
+    subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    install = [place / "bin/python", "-m", "pip", "install", "-q", "moto[server]==5.2.5"]
+    if subprocess.run(install, capture_output=True).returncode:
+        pytest.skip("moto cannot be installed here")
+    port = free_port()
+    command = [place / "bin/moto_server", "-H", "127.0.0.1", "-p", str(port)]
+    with (place / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    yield port
+    process.terminate()
+    process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Line(threading.Thread):
+    """A connection to a server that is cut after a drawn number of bytes, if `cuts`."""
+
+    def __init__(self, to: int) -> None:
+        super().__init__(daemon=True)
+        self.to, self.cuts, self.cut = to, False, 0
+        self.drawn = random.Random(5)
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listening.getsockname()[1]
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            near, _ = self.listening.accept()
+            far = socket.create_connection(("127.0.0.1", self.to))
+            left = self.drawn.randrange(1_000, 3_000_000) if self.cuts else 1 << 60
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._pass, args=(*pair, left), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, left: int) -> None:
+        try:
+            while left > 0 and (piece := source.recv(1 << 16)):
+                target.sendall(piece)
+                left -= len(piece)
+            self.cut += left <= 0
+        except OSError:
+            pass
+        for each in (source, target):
+            each.close()
+
+
+@pytest.fixture
+def line(server: int, monkeypatch: pytest.MonkeyPatch) -> Line:
+    made = Line(server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-to-be-printed")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
+    import fsspec
+
+    fsspec.filesystem("s3", skip_instance_cache=True).makedirs("bucket", exist_ok=True)
+    return made
+
+
+LOST = int(os.environ.get("LOST_MACHINES", "3"))
+
+
+@pytest.mark.slow
+def test_machines_are_lost_and_uploads_cut_and_nothing_of_the_run_is(
+    line: Line, tiny, train: Train, tmp_path
+):
+    """Each machine is killed at a drawn moment and its disk is lost; the next one continues."""
+    fields: dict[str, Any] = {"max_steps": 30, "saving": {"every": 2, "keep": 2}}
+    straight = train("straight", **fields)
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**fields))
+    address, line.cuts = "s3://bucket/lost", True
+    words = ["launch", str(recipe), "--backend", "single", "--precision", "fp32", "--no-plot"]
+    words += ["--output", address, "--resume", "auto"]
+    seen, drawn = 0, random.Random(LOST)
+    for number in range(LOST):
+        disk = tmp_path / f"disk-{number}"
+        process = start(words, disk_of(disk), warm=True)
+        wanted = seen + drawn.randrange(1, 6)
+        wait_for(lambda disk=disk, wanted=wanted: newest_row(disk) >= min(wanted, 28), process)
+        time.sleep(drawn.random())
+        end_tree(process.pid)
+        process.communicate()
+        shutil.rmtree(disk)
+        newest = max(remote_steps(address), default=0)
+        assert newest >= seen  # what was complete there stays
+        seen = newest
+    process = start(words, disk_of(tmp_path / "last"), warm=True)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, out + err
+    assert "not-to-be-printed" not in out + err
+    line.cuts = False
+    store = Store(address)
+    store.local = Run(tmp_path / "copy")
+    store.fetch_to_read(30)
+    assert losses(store.local) == losses(straight)
+    assert equal_state(straight.checkpoint(30), store.local.checkpoint(30))
+    assert line.cut > 0
+
+
+def disk_of(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def newest_row(disk: Path) -> int:
+    """Steps in the metrics of the run on a disk."""
+    rows = [json.loads(row) for path in disk.glob("runs/*/metrics.jsonl") for row in path.open()]
+    return max((row.get("step", 0) for row in rows), default=0)
+
+
+def remote_steps(address: str) -> list[int]:
+    from finetune.checkpoints.store import steps_of
+
+    return steps_of(Store(address).sizes())
+
+
+@pytest.mark.slow
+def test_a_store_that_fails_at_the_end_is_told_and_the_run_stays_here(
+    line: Line, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("finetune.checkpoints.copies.PATIENCE_SECONDS", 0.0)
+    (problem,) = problems_of(Store("s3://missing/run").try_out)
+    assert problem.startswith("s3://missing/run: .")
+    store = Store("s3://bucket/ends")
+    store.local.root.mkdir(parents=True)
+    copier = Copier(store)
+    (store.local.root / "recipe.json").write_text("{}")
+    line.to = free_port()
+    (problem,) = problems_of(copier.finish)
+    assert "the same command with --resume copies it" in problem
+    assert store.local.recipe.exists()
