@@ -175,6 +175,11 @@ class Recipe(Changes, metaclass=Checked):
         return None
 
     @property
+    def tail_weight(self) -> float:
+        """Weight of the tokens of an answer beyond the length of the other answer of its pair."""
+        return 1.0
+
+    @property
     def sampled(self) -> Completions | None:
         """What the method samples; None for a method that does not sample."""
         return None
