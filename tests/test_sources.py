@@ -2,6 +2,7 @@
 
 import bz2
 import contextlib
+import dataclasses
 import gzip
 import json
 import lzma
@@ -20,6 +21,7 @@ from small_tokenizer import small_tokenizer
 from finetune.checks.files import check_files
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
+from finetune.data.formats import read_row
 from finetune.data.read.files import raw_lines
 from finetune.data.read.sources import find_source
 from finetune.errors import FinetuneError
@@ -520,3 +522,25 @@ def test_a_column_of_reasoning_is_refused_and_a_flag_is_not(tmp_path, cache, col
     source = write_rows(tmp_path / "b.jsonl", [{**row, column: True} for row in PAIRS])
     counts = counted(recipe_of(source), cache)
     assert counts["columns_unread"] == {column: len(PAIRS)}
+
+
+def test_turns_of_other_names_are_those_of_the_format(tmp_path):
+    """Keys, roles, a system prompt where there is none, and texts; a misspelt key is refused."""
+    said = ({"speaker": "visitor", "said": "Who?"}, {"speaker": "bot", "said": "{{NAME}}."})
+    told = {"speaker": "system", "said": "Be brief, {{NAME}}."}
+    rows = [{"talk": [*said]}, {"talk": [told, *said]}]
+    data = Data(
+        str(write_rows(tmp_path / "talks.jsonl", rows)), "messages",
+        columns={"talk": "messages", "talk[].speaker": "role", "talk[].said": "content"},
+        roles={"visitor": "user", "bot": "assistant"}, system="Help.", replace={"{{NAME}}": "Ada"},
+    )  # fmt: skip
+    asked = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}
+    first, second = (
+        read_row("messages", row.value).messages  # type: ignore[union-attr]
+        for row in find_source(data).rows()
+    )
+    assert first == ({"role": "system", "content": "Help."}, *asked)
+    assert second == ({"role": "system", "content": "Be brief, Ada."}, *asked)
+    wrong = dataclasses.replace(data, columns={**data.columns, "talk[].word": "content"})
+    with pytest.raises(FinetuneError, match=r"no row of .* has a column 'talk\[\].word'"):
+        list(find_source(wrong).rows())

@@ -194,7 +194,14 @@ class Data(metaclass=Checked):
     split: Annotated[str, AfterValidator(split_of_rows)] = "train"
     """Split of a hub data set, or of a folder by the hub's rules; or a part of it: `train[:5%]`."""
     columns: dict[str, str | None] = Field(default_factory=dict)
-    """Maps columns of the source to fields of the format; null ignores a column explicitly."""
+    """Maps columns of the source to fields of the format; null ignores a column explicitly. Keys of
+    turns too: `{"talk": "messages", "talk[].speaker": "role", "talk[].said": "content"}`."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """Maps roles of the source's turns to those of the format: `{"bot": "assistant"}`."""
+    system: Text | None = None
+    """System prompt of conversations without one."""
+    replace: dict[Text, str] = Field(default_factory=dict)
+    """Texts to replace in every text of a row, such as `{"{{NAME}}": "Ada"}`."""
     on_bad_row: Literal["error", "drop"] = "error"
     """What happens to a row that cannot be read or rendered; `drop` counts it and lists it."""
     first: Positive | None = None
