@@ -463,6 +463,23 @@ def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path, cache):
     assert (counts["eval"]["also_trained"], counts["train"]["duplicates"]) == (1, 1)
 
 
+def test_rows_that_are_repeated_or_short_are_dropped_if_the_recipe_says_so(tmp_path, cache):
+    """A row of training stays out of the evaluation; the first of equal rows stays."""
+    train = write_rows(tmp_path / "a.jsonl", [*PAIRS, PAIRS[1], PAIRS[1]])
+    held_out = write_rows(tmp_path / "b.jsonl", [{"question": "Hi", "answer": "x"}, PAIRS[2]])
+    sources = (Data(each, "question_answer") for each in (train, held_out))
+    recipe = recipe_of(train).with_data(next(sources), eval_data=next(sources))
+    prepared = ready(dataclasses.replace(recipe, duplicates="drop"), cache)
+    assert answers(prepared.train) == SAID
+    counts = prepared.counts
+    assert [counts[each]["repeated"] for each in ("train", "eval")] == [2, 1]
+    assert (counts["train"]["duplicates"], counts["eval"]["also_trained"]) == (0, 0)
+    longest = counts["train"]["longest"]
+    kept = ready(recipe.with_batch(min_length=longest), cache).counts
+    assert (kept["train"]["short"], kept["train"]["rows"]) == (1, 7)  # " 4" is one token
+    assert kept["eval"]["short"] == 1
+
+
 def test_contradicting_weights_are_refused_by_every_reader(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", PAIRS)
     one, other = (Data(source, "question_answer", weight=w) for w in (1, None))

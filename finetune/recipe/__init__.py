@@ -86,6 +86,8 @@ class Recipe(Changes, metaclass=Checked):
     eval_data: tuple[Data, ...] = ()
     eval_rows: HeldOut | None = None
     """Rows of `data` to hold out for evaluation without `eval_data`: a number, or a fraction."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """Rows whose tokens equal those of an earlier one; `eval_data` comes after all of `data`."""
     data_checks: Literal["refuse", "report"] = "refuse"
     """Refuse or report data that must be a mistake: no row ends, rows exceed the context, ..."""
     adapter: LoRA | None = None
