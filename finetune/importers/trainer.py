@@ -105,6 +105,9 @@ def arguments(
     job: Translation, micro: int = 8, scheduler: str = "linear", warmup: float = 0.0
 ) -> None:
     """Translate the arguments of a Trainer; the values are another toolkit's defaults."""
+    job.move("neftune_noise_alpha", "model.neftune_alpha")
+    if job.fields.get("method", "sft") in ("sft", "pretrain"):
+        job.move("label_smoothing_factor", "label_smoothing")
     batch(job, "per_device_train_batch_size", micro)
     length(job, "num_train_epochs", 3)
     schedule(job, "lr_scheduler_type", scheduler, warmup)
