@@ -154,16 +154,18 @@ def sequences(tiny: Tiny) -> list[tuple[tuple[list[int], int], ...]]:
     ]
 
 
-def logp(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
-    return answer_sums(model, ids, prompt)[0]
+def logp(model: Any, ids: list[int], prompt: int, weights: Any = 1.0) -> torch.Tensor:
+    return answer_sums(model, ids, prompt, weights)[0]
 
 
-def answer_sums(model: Any, ids: list[int], prompt: int) -> tuple[torch.Tensor, float, float]:
+def answer_sums(
+    model: Any, ids: list[int], prompt: int, weights: Any = 1.0
+) -> tuple[torch.Tensor, float, float]:
     """The log-probability of an answer, and the sums over its tokens of mean logit and entropy."""
     logits = model(torch.tensor([ids])).logits[0, prompt - 1 : -1]
     said = logits.log_softmax(-1)[torch.arange(len(ids) - prompt), torch.tensor(ids[prompt:])]
     entropy = Categorical(logits=logits.detach().double()).entropy().sum().item()
-    return said.double().sum(), logits.double().mean(-1).sum().item(), entropy
+    return (said.double() * weights).sum(), logits.double().mean(-1).sum().item(), entropy
 
 
 def other_model(tiny: Tiny, folder: Path) -> Path:

@@ -77,8 +77,8 @@ def own_cache(tmp_path, monkeypatch) -> Path:
 
 
 def expected(
-    tiny: Tiny, policy: Any, reference: Any = None, loss: str = "sigmoid", e: float = 0.0,
-    w: float = 0.0, other: Any = None,
+    tiny: Tiny, policy: Any, reference: Any = None, loss: Any = "sigmoid", e: float = 0.0,
+    w: float = 0.0, other: Any = None, weights: Any = (1.0,), ld: float = 1.0,
 ) -> Steps:  # fmt: skip
     """The definition, on one sequence at a time and without padding; `reference` gives a context
     in which the policy is the reference, or None for the policy as it is now; `other` is another
@@ -86,14 +86,24 @@ def expected(
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
     data, beta = sequences(tiny), BETA
+    counted = [
+        [torch.tensor([1.0 if at < min(sizes) else ld for at in range(n)]) for n in sizes]
+        for sizes in ([len(ids) - prompt for ids, prompt in row] for row in data)
+    ]
     with torch.no_grad(), reference or contextlib.nullcontext():
-        kept = [[logp(other or policy, *each).item() for each in row] for row in data]
+        kept = [
+            [logp(other or policy, *each, of).item() for each, of in zip(*both, strict=True)]
+            for both in zip(data, counted, strict=True)
+        ]
     found = []
     for step in range(STEPS):
         sums: dict[str, float] = dict.fromkeys(["loss", *METRICS], 0.0)
         logits, tokens, entropy = np.zeros(2), np.zeros(2), 0.0
         for row in rows_of_step(step, ROWS, SIZE, SEED):
-            sides = [answer_sums(policy, *each) for each in data[row]]
+            sides = [
+                answer_sums(policy, *each, of)
+                for each, of in zip(data[row], counted[row], strict=True)
+            ]
             (of_c, by_c, spread_c), (of_r, by_r, spread_r) = sides
             ref_c, ref_r = kept[row]
             n_c, n_r = (len(ids) - prompt for ids, prompt in data[row])
@@ -102,13 +112,28 @@ def expected(
             entropy += spread_c + spread_r
             a, b = of_c - ref_c, of_r - ref_r
             h, mean = beta * (a - b), a / n_c - b / n_r
-            term = {
+            x, y = beta * a, beta * b
+            right = torch.sigmoid(torch.stack([h, -h]))
+            losses = {
                 "sigmoid": -(1 - e) * F.logsigmoid(h) - e * F.logsigmoid(-h),
                 "robust": (-(1 - e) * F.logsigmoid(h) + e * F.logsigmoid(-h)) / (1 - 2 * e),
                 "hinge": torch.relu(1 - h),
                 "ipo": (mean - 1 / (2 * beta)) ** 2,
                 "sigmoid_norm": -F.logsigmoid(beta * mean),
-            }[loss] - w * of_c / n_c
+                "exo_pair": F.kl_div(
+                    torch.tensor([1 - e, e]).log(), right.log(), reduction="sum", log_target=True
+                ),
+                "nca_pair": -F.logsigmoid(x) - 0.5 * F.logsigmoid(-x) - 0.5 * F.logsigmoid(-y),
+                "bco_pair": -F.logsigmoid(x) - F.logsigmoid(-y),
+                "sppo_hard": (a - 0.5 / beta) ** 2 + (b + 0.5 / beta) ** 2,
+                "apo_zero": 1 - torch.sigmoid(x) + torch.sigmoid(y),
+                "apo_down": torch.sigmoid(x) + 1 - torch.sigmoid(h),
+                "sft": -of_c / n_c,
+            }
+            names = [loss] if isinstance(loss, str) else loss
+            term = -w * of_c / n_c
+            for name, weight in zip(names, weights, strict=True):
+                term = term + weight * losses[name]
             (term / SIZE).backward()
             values = {
                 "loss": term, "rewards/chosen": beta * a, "rewards/rejected": beta * b,
@@ -139,10 +164,15 @@ LOSSES: dict[str, dict[str, Any]] = {
     "ipo": {"loss_type": "ipo"},
     "sigmoid_norm": {"loss_type": "sigmoid_norm"},
     "with supervised tuning": {"sft_weight": 0.5},
+    "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 0.05},
+    **{name: {"loss_type": name} for name in ("nca_pair", "bco_pair", "sppo_hard", "sft")},
+    **{name: {"loss_type": name} for name in ("apo_zero", "apo_down")},
+    "mpo": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5]},
+    "long answers": {"ld_alpha": 0.25},
 }
 
 
-EACH_DAY = ("conservative", "ipo", "with supervised tuning")
+EACH_DAY = ("conservative", "ipo", "mpo", "long answers")
 
 
 @pytest.mark.parametrize("name", slow_but(EACH_DAY, LOSSES))
@@ -150,7 +180,9 @@ def test_each_loss_is_its_definition(trained, tiny, whole, name):
     settings = LOSSES[name]
     run = trained(**settings) if settings else whole
     loss, e = settings.get("loss_type", "sigmoid"), settings.get("label_smoothing", 0.0)
-    wanted = expected(tiny, plain(tiny), loss=loss, e=e, w=settings.get("sft_weight", 0.0))
+    w, weights = settings.get("sft_weight", 0.0), settings.get("loss_weights", (1.0,))
+    ld = settings.get("ld_alpha", 1.0)
+    wanted = expected(tiny, plain(tiny), loss=loss, e=e, w=w, weights=weights, ld=ld)
     assert_defined(run, wanted)
 
 
@@ -391,5 +423,5 @@ def test_a_margin_is_subtracted_from_the_difference_of_rewards(tiny, tmp_path):
     first = steps_of(train(tmp_path / "used", given | {"margin": True}))[0]
     chosen = rows_of_step(0, ROWS, SIZE, SEED) % 3
     assert first["loss"] == pytest.approx(np.log1p(np.exp(chosen)).mean(), rel=1e-6)
-    with pytest.raises(FinetuneError, match="`margin` belongs to every loss_type but ipo"):
+    with pytest.raises(FinetuneError, match=r"`margin` belongs to loss_type sigmoid, .*; got ipo"):
         DPO(loss_type="ipo", margin=True)

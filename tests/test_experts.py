@@ -203,6 +203,7 @@ def test_recomputed_blocks_give_the_same_gradient():
         ("model", {"output_router_logits": True}, 0.001),
         ("model", {"output_router_logits": False, "router_aux_loss_coef": 0.02}, None),
         ("none", {"output_router_logits": True}, None),
+        ("on", {"output_router_logits": False, "router_aux_loss_coef": 0.02}, 0.02),
         (0.3, {"output_router_logits": False, "router_aux_loss_coef": 0.02}, 0.3),
         (0.0, {"output_router_logits": True}, None),
     ],

@@ -288,6 +288,18 @@ def test_an_imported_file_is_the_recipe_that_means_the_same(folder, name):
         ("label_smoothing_factor: 0.1", "label_smoothing", 0.1),
         ("datasets: [{path: a/b, type: completion, split: 'train[:5%]'}]", "data.0.split",
             "train[:5%]"),
+        ("min_sample_len: 20", "batch.min_length", 20),
+        ("dataset_exact_deduplication: true", "duplicates", "drop"),
+        ("model_config: {output_router_logits: true}", "model.router_aux_loss", "on"),
+        ("cosine_min_lr_ratio: 1.0", "optim.schedule", "constant"),
+        ("model_quantization_config: Mxfp4Config\nmodel_quantization_config_kwargs: "
+            "{dequantize: true}", "model.name", "m"),
+        ("datasets: [{path: d, type: chat_template, field_messages: talk, field_thinking: why,"
+            " message_property_mappings: {role: speaker, content: said}}]", "data.0.columns",
+            {"talk": "messages", "talk[].speaker": "role", "talk[].said": "content",
+                "talk[].why": "reasoning_content"}),
+        ("datasets: [{path: d, type: chat_template, roles: {assistant: [bot], user: [user]}}]",
+            "data.0.roles", {"bot": "assistant"}),
     ],
 )  # fmt: skip
 def test_what_public_configurations_use_is_translated(tmp_path, lines, path, value):

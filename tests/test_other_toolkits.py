@@ -10,6 +10,8 @@ from conftest import problems_of, written
 
 from finetune import catalog, importers
 from finetune.cli import main as cli
+from finetune.methods.distill import Distill
+from finetune.rewards import Reward
 
 Lost = set[str]
 
@@ -145,8 +147,9 @@ def test_the_format_of_data_that_is_here_is_that_of_its_rows(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("trl grpo --model_name_or_path m", "grpo: sft, dpo, kto, orpo, cpo, reward are imported"),
-        ("swift rlhf --rlhf_type gkd --model m", "gkd: sft, pt and rlhf_type of dpo"),
+        ("trl ppo --model_name_or_path m", "ppo: sft, dpo, kto, orpo, cpo, reward, grpo, rloo are"),
+        ("swift rlhf --rlhf_type ppo --model m", "ppo: sft (also of seq_cls), pt and rlhf_type of"),
+        ("swift rlhf --rlhf_type gkd --model m", "teacher_model: none; a teacher runs here"),
         ("swift sft --model m --tuner_type llamapro", "tuner_type: llamapro: expected lora or"),
         ("swift export --model m", "no training command: expected one such as trl sft"),
         ("echo hello", "no training command: expected one such as trl sft"),
@@ -160,10 +163,14 @@ def test_commands_without_a_recipe_are_refused(words, told):
 @pytest.mark.parametrize(
     ("words", "lost"),
     [
-        ("trl sft --model_name_or_path m --loss_type dft", {"loss_type"}),
-        ("trl sft --model_name_or_path m --neftune_noise_alpha 5", {"neftune_noise_alpha"}),
-        ("swift sft --model m --system 'You are a pirate.'", {"system"}),
-        ("swift sft --model m --dataset swift/self-cognition --model_author me", {"model_author"}),
+        ("trl sft --model_name_or_path m --loss_type eaft", {"loss_type"}),
+        ("trl dpo --model_name_or_path m --loss_type aot", {"loss_type"}),
+        ("trl grpo --model_name_or_path m --reward_funcs get_soft_overlong_punishment",
+            {"reward_funcs"}),
+        ("swift sft --model m --dataset a/b --system prompt.txt", {"system"}),
+        ("swift sft --model m --dataset swift/self-cognition --model_author ich me",
+            {"model_author"}),
+        ("swift rlhf --rlhf_type gkd --model m --teacher_model t --lmbda 0.5", {"lmbda"}),
     ],
 )  # fmt: skip
 def test_what_changes_the_loss_is_lost(words: str, lost: Lost):
@@ -177,3 +184,55 @@ def test_values_that_a_script_computes_are_read(tmp_path):
     recipe, job, _ = importers.import_recipe(tmp_path / "s.sh", 3)
     assert (recipe.batch.rows, recipe.batch.max_length) == (6, 64)
     assert json.loads(json.dumps(job.source["max_length"])) == 64
+
+
+COMMANDS: dict[str, dict[str, Any]] = {
+    "trl dpo --model_name_or_path m --loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1 "
+    "--ld_alpha 0.5": {
+        "loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0),
+        "ld_alpha": 0.5},
+    "trl sft --model_name_or_path m --loss_type dft --neftune_noise_alpha 5": {
+        "token_weight": "dft", "model.neftune_alpha": 5},
+    "trl grpo --model_name_or_path m --reward_funcs think_format_reward own.rewards.mine "
+    "--reward_weights 1 2 --gradient_accumulation_steps 4 --max_completion_length 64": {
+        "batch.rows": 32, "steps_per_generation": 1, "epsilon": 0.2, "epsilon_high": 0.2,
+        "reward_funcs.1": Reward("own.rewards:mine", 2.0), "batch.max_length": 64 + 1024},
+    "trl rloo --model_name_or_path m --reward_funcs own.mine --steps_per_generation 16": {
+        "beta": 0.05, "num_generations": 2, "steps_per_generation": 16},
+    "swift rlhf --rlhf_type grpo --model m --dataset a/b --reward_funcs format --dynamic_sample "
+    "true --overlong_filter true --importance_sampling_level sequence --system 'Be brief.'": {
+        "loss_type": "gspo", "max_resample_times": 3, "mask_truncated_completions": True,
+        "beta": 0.04, "data.0.system": "Be brief."},
+    "swift sft --model m --dataset swift/self-cognition#500 --model_name bot --model_author me": {
+        "data.0.replace": {"{{NAME}}": "bot", "{{AUTHOR}}": "me"}, "data.0.first": 500},
+    "swift sft --model m --dataset a/b --task_type seq_cls --num_labels 2 --use_chat_template "
+    "false": {"method": "classifier", "labels": ("0", "1")},
+    "swift rlhf --rlhf_type gkd --model m --teacher_model t --lmbda 0 --beta 0.5": {
+        "loss_type": "jsd", "teacher.name": "t", "temperature": 0.9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_what_public_commands_use_is_translated(words):
+    recipe, job, _ = importers.import_recipe(words)
+    assert not job.lost
+    for path, value in COMMANDS[words].items():
+        found: Any = recipe
+        for part in path.split("."):
+            found = found[int(part)] if part.isdecimal() else getattr(found, part)
+        assert found == value, path
+
+
+def test_distillation_of_torchtune_is_translated(tmp_path):
+    """(1 - r) x cross-entropy + r x divergence, divided by r."""
+    own = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+    more = {"kd_ratio": 0.25, "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss"},
+        "teacher_model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
+        "teacher_checkpointer": own | {"checkpoint_dir": "models/teacher"}}  # fmt: skip
+    (tmp_path / "kd.yaml").write_text(yaml.safe_dump(TUNE | more))
+    recipe, job, _ = importers.import_recipe(tmp_path / "kd.yaml")
+    assert not job.lost
+    assert isinstance(recipe, Distill)
+    assert recipe.teacher is not None
+    assert (recipe.teacher.name, recipe.ce_weight) == ("models/teacher", 3.0)
+    assert (recipe.loss_type, recipe.train_on) == ("forward_kl", "all")

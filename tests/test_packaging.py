@@ -217,7 +217,10 @@ def kind(hint: Any) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (types.UnionType, typing.Union):
         kinds = [kind(argument) for argument in arguments if argument is not type(None)]
-        return " or ".join(kinds)
+        return " or ".join(
+            "a list of these" if each == f"list of {kinds[0]}" and each[-1] == "`" else each
+            for each in kinds
+        )
     if origin is tuple:
         of = ", ".join(dict.fromkeys(kind(a) for a in arguments if a is not Ellipsis))
         return f"list of {of}s" if of.endswith("number") else f"list of {of}"

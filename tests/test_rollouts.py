@@ -16,6 +16,7 @@ from preference import WORDS, completions, logp, merged, other_model, sampled_fi
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import catalog
+from finetune.data.rows.order import rows_of_step
 from finetune.data.rows.store import single_rows
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.inference.sampling import Completion
@@ -90,6 +91,32 @@ def assert_same(run: Run, other: Run, tolerance: float = EXACT) -> None:
                 assert a[name] == near, (kind, step, name)
     for a, b in zip(completions(run), completions(other), strict=True):
         assert (a["completion"], a["rewards"]) == (b["completion"], b["rewards"])
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_prompts_without_a_signal_are_replaced_by_others(tiny, tmp_path, times):
+    """By the first ones with a signal of another shuffle, at most so many times as are asked."""
+    rows = [
+        {"prompt": [{"role": "user", "content": WORDS[n]}], "scale": float(n % 3 == 0)}
+        for n in range(10)
+    ]
+    given = fields(
+        tiny, written(tmp_path / "rows.jsonl", rows), reward_funcs=["own_rewards:scaled"]
+    )
+    given = unevaluated(given) | {"max_steps": 1, "max_resample_times": times}
+    run = train(tmp_path / "run", given)
+    wanted = rows_of_step(0, 10, 4, 0).tolist()
+    for turn in range(times):
+        others = [n for n in rows_of_step(turn, 10, 4, 2**32).tolist() if n % 3 == 0]
+        flat = [at for at, row in enumerate(wanted) if row % 3]
+        for at, row in zip(flat, others, strict=False):
+            wanted[at] = row
+    sampled, _ = read(run.rollouts / "step-00000000.npz")
+    assert sampled.prompts.reshape(-1, 4)[:, 0].tolist() == wanted
+    texts = [tuple(each.ids) for each in sampled.completions]
+    spread = np.ptp(sampled.rewards.reshape(-1, 4), axis=1) > 0
+    assert spread.tolist() == [row % 3 == 0 for row in wanted]
+    assert len(set(texts)) > 12  # a prompt that is asked again gets other completions
 
 
 def test_a_run_learns_from_its_groups_and_says_how(alone: Run) -> None:

@@ -2,6 +2,7 @@
 
 import bz2
 import contextlib
+import dataclasses
 import gzip
 import json
 import lzma
@@ -20,6 +21,7 @@ from small_tokenizer import small_tokenizer
 from finetune.checks.files import check_files
 from finetune.data.audit import describe, mistakes
 from finetune.data.chat.render import Chat, load_chat
+from finetune.data.formats import read_row
 from finetune.data.read.files import raw_lines
 from finetune.data.read.sources import find_source
 from finetune.errors import FinetuneError
@@ -461,6 +463,23 @@ def test_evaluation_rows_that_are_trained_too_are_counted(tmp_path, cache):
     assert (counts["eval"]["also_trained"], counts["train"]["duplicates"]) == (1, 1)
 
 
+def test_rows_that_are_repeated_or_short_are_dropped_if_the_recipe_says_so(tmp_path, cache):
+    """A row of training stays out of the evaluation; the first of equal rows stays."""
+    train = write_rows(tmp_path / "a.jsonl", [*PAIRS, PAIRS[1], PAIRS[1]])
+    held_out = write_rows(tmp_path / "b.jsonl", [{"question": "Hi", "answer": "x"}, PAIRS[2]])
+    sources = (Data(each, "question_answer") for each in (train, held_out))
+    recipe = recipe_of(train).with_data(next(sources), eval_data=next(sources))
+    prepared = ready(dataclasses.replace(recipe, duplicates="drop"), cache)
+    assert answers(prepared.train) == SAID
+    counts = prepared.counts
+    assert [counts[each]["repeated"] for each in ("train", "eval")] == [2, 1]
+    assert (counts["train"]["duplicates"], counts["eval"]["also_trained"]) == (0, 0)
+    longest = counts["train"]["longest"]
+    kept = ready(recipe.with_batch(min_length=longest), cache).counts
+    assert (kept["train"]["short"], kept["train"]["rows"]) == (1, 7)  # " 4" is one token
+    assert kept["eval"]["short"] == 1
+
+
 def test_contradicting_weights_are_refused_by_every_reader(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", PAIRS)
     one, other = (Data(source, "question_answer", weight=w) for w in (1, None))
@@ -520,3 +539,25 @@ def test_a_column_of_reasoning_is_refused_and_a_flag_is_not(tmp_path, cache, col
     source = write_rows(tmp_path / "b.jsonl", [{**row, column: True} for row in PAIRS])
     counts = counted(recipe_of(source), cache)
     assert counts["columns_unread"] == {column: len(PAIRS)}
+
+
+def test_turns_of_other_names_are_those_of_the_format(tmp_path):
+    """Keys, roles, a system prompt where there is none, and texts; a misspelt key is refused."""
+    said = ({"speaker": "visitor", "said": "Who?"}, {"speaker": "bot", "said": "{{NAME}}."})
+    told = {"speaker": "system", "said": "Be brief, {{NAME}}."}
+    rows = [{"talk": [*said]}, {"talk": [told, *said]}]
+    data = Data(
+        str(write_rows(tmp_path / "talks.jsonl", rows)), "messages",
+        columns={"talk": "messages", "talk[].speaker": "role", "talk[].said": "content"},
+        roles={"visitor": "user", "bot": "assistant"}, system="Help.", replace={"{{NAME}}": "Ada"},
+    )  # fmt: skip
+    asked = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada."}
+    first, second = (
+        read_row("messages", row.value).messages  # type: ignore[union-attr]
+        for row in find_source(data).rows()
+    )
+    assert first == ({"role": "system", "content": "Help."}, *asked)
+    assert second == ({"role": "system", "content": "Be brief, Ada."}, *asked)
+    wrong = dataclasses.replace(data, columns={**data.columns, "talk[].word": "content"})
+    with pytest.raises(FinetuneError, match=r"no row of .* has a column 'talk\[\].word'"):
+        list(find_source(wrong).rows())

@@ -195,6 +195,11 @@ def _fill(
     train, held_out = sections[: len(sources)], sections[len(sources) :]
     documents, facts, files = _encode(folder / "documents", Encoder(recipe, chat), sections)
     kept = np.empty(0, np.int64)
+    repeated = {"train": 0, "eval": 0}
+    if recipe.duplicates == "drop":
+        own = facts.digests[:: recipe.documents_per_row]
+        repeated = {"train": _drop_repeated(train, own[:0], own)}
+        repeated["eval"] = _drop_repeated(held_out, own[_members(train)], own)
     if recipe.eval_rows and not held_out:
         origins = documents.origins[:: recipe.documents_per_row]
         # Before weights repeat rows: a copy of a held-out row must not be trained.
@@ -209,6 +214,7 @@ def _fill(
         members[name] = np.unique(rows.members)
         shares = [(each.source.data, each.tally, m) for each, m in zip(parts, mixed, strict=True)]
         counts[name] = count_rows(rows, facts, shares, recipe, files)
+        counts[name]["repeated"] = repeated[name]
         counts[name]["left_out"] = sum(
             len(each.members) - len(m)
             for each, m in zip(parts, mixed, strict=True)
@@ -333,12 +339,26 @@ def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
 
 def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Remove rows from the training data for evaluation, before sources are mixed."""
-    everything = np.concatenate([section.members for section in sections])
+    everything = _members(sections)
     count = recipe.held_out(len(everything))
     chosen = hold_out(everything, origins[everything], count, recipe.seed)
     for section in sections:
         section.members = section.members[~np.isin(section.members, chosen)]
     return chosen
+
+
+def _members(sections: list[_Section]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *(section.members for section in sections)])
+
+
+def _drop_repeated(sections: list[_Section], earlier: np.ndarray, digests: np.ndarray) -> int:
+    """Remove rows that equal one before them or an `earlier` one; returns their number."""
+    everything = _members(sections)
+    _, first = np.unique(np.concatenate([earlier, digests[everything]]), return_index=True)
+    kept = everything[first[first >= len(earlier)] - len(earlier)]
+    for section in sections:
+        section.members = section.members[np.isin(section.members, kept)]
+    return len(everything) - len(kept)
 
 
 def _rows(documents: Documents, chosen: np.ndarray, recipe: Recipe) -> Rows:
@@ -372,7 +392,8 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "code": _code_hash(recipe),
         "method": [recipe.method, {name: repr(getattr(recipe, name)) for name in own}],
         "max_length": recipe.encoded_length,
-        "overlong": recipe.batch.overlong,
+        "overlong": [recipe.batch.overlong, recipe.batch.min_length],
+        "duplicates": recipe.duplicates,
         "packing": recipe.batch.packing,
         # The seed is a part only where it chooses rows: otherwise runs with other seeds share them.
         "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,

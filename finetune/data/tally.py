@@ -11,6 +11,8 @@ UNUSUAL = {
     "empty_turns": "with an empty answer among others",
     "untrained": "without a trained token",
     "dropped": "dropped because of their length",
+    "short": "shorter than batch.min_length, dropped",
+    "repeated": "dropped as duplicates",
     "left_out": "left out by the weights of the mixture",
     "truncated": "truncated",
     "eaten": "without an answer after truncation",  # in one of their sequences
@@ -29,7 +31,7 @@ UNUSUAL = {
     "unasked": "with an empty prompt and no BOS: the first token of the answer is not trained",
 }
 """Counts that are shown if they are not zero, with the words behind the number."""
-OF_ROWS = ("also_trained", "left_out", "unended", "duplicates")
+OF_ROWS = ("also_trained", "repeated", "left_out", "unended", "duplicates")
 """Counts of prepared rows, which are not in a tally."""
 COUNTED = ("samples", "overlong", *(name for name in UNUSUAL if name not in OF_ROWS))
 """Counts of a tally, which are summed over all sources."""

@@ -6,6 +6,9 @@ from pathlib import Path
 from finetune.errors import FinetuneError
 from finetune.importers import axolotl_data, backends, preference_methods, trainer
 from finetune.importers.translation import Translation, listed, mapping, shown, text
+from finetune.methods.sft import SFT
+from finetune.planner.shapes.config_files import model_fields
+from finetune.recipe import Model
 from finetune.recipe.sections import SPECIAL_TOKENS
 
 ATTENTION = {
@@ -16,7 +19,8 @@ HUB_KERNELS = ("kernels-community/vllm-flash-attn3", "kernels-community/flash-at
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
 MOVED = {
-    "trust_remote_code": "model.trust_remote_code", 
+    "trust_remote_code": "model.trust_remote_code", "min_sample_len": "batch.min_length",
+    "center_rewards_coefficient": "center_rewards_coefficient",
     "sample_packing": "batch.packing", "eval_batch_size": "evaluation.micro_rows",
     "loss_watchdog_threshold": "optim.max_loss", "loss_watchdog_patience": "optim.max_loss_steps",
     "noisy_embedding_alpha": "model.neftune_alpha", "neftune_noise_alpha": "model.neftune_alpha",
@@ -32,11 +36,12 @@ ADAPTER = {
 }  # fmt: skip
 """Fields with the same meaning, of an adapter."""
 NOT_NEEDED = {
-    "read from the tokenizer's files": "tokenizer_type",
+    "axolotl does not read it": "base_model_ignore_patterns eta_min full_finetune test_value",
+    "read from the tokenizer's files": "tokenizer_type tokenizer_legacy",
     "the fast tokenizer is used": "tokenizer_use_fast",
     "read from config.json":
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
-        "is_falcon_derived_model",
+        "is_falcon_derived_model cls_model_config",
     "prepared rows are cached by their content": "dataset_prepared_path",
     "the number of processes is chosen automatically": "dataset_processes dataset_num_proc",
     "rows are memory-mapped": "dataset_keep_in_memory",
@@ -46,6 +51,8 @@ NOT_NEEDED = {
     "rows are always shuffled": "shuffle_merged_datasets",
     "all rows are packed together": "sample_packing_group_size",
     "a pack has no limit of documents": "sample_packing_bin_size",
+    "packs are of all rows, and their documents do not attend to each other":
+        "streaming_multipack_buffer_size pretrain_multipack_attn",
     "tokens are counted": "total_num_tokens",
     "batch.padding_free=auto concatenates rows": "batch_flattening",
     "PEFT sets it for each layer": "lora_fan_in_fan_out",
@@ -55,7 +62,8 @@ NOT_NEEDED = {
     "the backend places the model": "device_map max_memory",
     "kernels.pointwise=auto compiles where it is faster; kernels.blocks=compiled compiles complete "
     "blocks": "torch_compile",
-    "kernels.pointwise=auto compiles where it is faster": "torch_compile_backend",
+    "kernels.pointwise=auto compiles where it is faster":
+        "torch_compile_backend torch_compile_mode",
     "see `finetune inspect`": "debug",
     "the end of a turn is that of the chat template, and is trained": "eot_tokens",
     "fused kernels are on (kernels)":
@@ -71,7 +79,13 @@ NOT_NEEDED = {
     "weights are loaded to where the backend needs them": "experimental_skip_move_to_device",
     "experts run as grouped products": "experts_implementation use_scattermoe use_sonicmoe",
     "every key is always checked": "strict",
-    "kernels of the same computation are chosen by kernels": "fused_attn_kernel tiled_mlp",
+    "kernels of the same computation are chosen by kernels":
+        "fused_attn_kernel tiled_mlp flash_optimum gemma4_hybrid_attn_impl",
+    "evaluations report the loss; see evaluation.metrics and `finetune eval`":
+        "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens",
+    "`finetune launch` starts the processes": "use_ray",
+    "loss, memory and speed are recorded in metrics.jsonl":
+        "use_otel_metrics otel_metrics_host otel_metrics_port",
 }  # fmt: skip
 
 
@@ -106,6 +120,11 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.without_evaluation(job)
     trainer.precision(job)
     trainer.checkpointing(job)
+    if job.get("dataset_exact_deduplication"):
+        job.set("duplicates", "drop")
+    job.say("dataset_exact_deduplication", "translated", "duplicates")
+    outcome = "differs" if job.get("streaming") else "not needed"
+    job.say("streaming", outcome, "all rows are prepared before the first step")
     _trackers(job)
     _plugins(job)
     _special_tokens(job)
@@ -145,6 +164,8 @@ def _model(job: Translation) -> None:
         job.say("unfrozen_parameters", "no counterpart", reason)
     elif not job.get("adapter"):
         job.move("unfrozen_parameters", "model.trainable", listed)
+    else:
+        job.say("unfrozen_parameters", "differs", "the adapter alone is trained")
     job.move("revision_of_model", "model.revision", text)
     job.move("tokenizer_config", "model.tokenizer", text)
     reason = "the tokenizer of transformers, with its chat template"
@@ -187,14 +208,27 @@ def _config(job: Translation) -> None:
         elif given.get("output_router_logits") and factor is not None:
             job.set("model.router_aux_loss", factor)
             job.say(key, "translated", f"model.router_aux_loss={factor}")
+        elif given.get("output_router_logits"):
+            job.set("model.router_aux_loss", "on")
+            job.say(key, "translated", "model.router_aux_loss=on")
+    if job.get("reinit_weights"):
+        named = SFT(Model(text(job.get("base_model"))))
+        if config := model_fields(named):
+            job.fields["model"] |= {"config": config, "tokenizer": job.fields["model"].pop("name")}
+            job.say("reinit_weights", "translated", "model.config")
         else:
-            reason = "set model.router_aux_loss to the router_aux_loss_coef of config.json"
-            job.say(key, "no counterpart", reason)
+            reason = "set model.config to config.json of the model, which is not on this machine"
+            job.say("reinit_weights", "no counterpart", reason)
+    dequantised = mapping(job.get("model_quantization_config_kwargs")).get("dequantize")
+    if job.get("model_quantization_config") in DEQUANTISED and dequantised:
+        for each in ("model_quantization_config", "model_quantization_config_kwargs"):
+            job.say(each, "translated", "such weights are read as bf16")
     quantised = mapping(job.get("bnb_config_kwargs"))
     if quantised and all(SAME_NF4.get(name) == value for name, value in quantised.items()):
         job.say("bnb_config_kwargs", "translated", "NF4 with double quantization")
 
 
+DEQUANTISED = ("Mxfp4Config", "FineGrainedFP8Config")
 SAME_NF4 = {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_type": "nf4"}
 
 

@@ -79,7 +79,7 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         preference_methods.axolotl_format(job, at, values, data)
         if values.get("message_property_mappings") == {"role": "role", "content": "content"}:
             job.say(f"{at}.message_property_mappings", "translated", "same names")
-        _roles(job, at, values.get("roles"))
+        _roles(job, at, values.get("roles"), data)
         return
     kind = values.get("type", "completion" if at.startswith("pretraining") else None)
     if isinstance(kind, dict):
@@ -129,28 +129,29 @@ def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str,
 
 
 def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
-    renamed = values.get("message_property_mappings")
     names = {"role": "role", "content": "content"}
-    names |= {k: text(v) for k, v in mapping(renamed).items()}
-    for name in names:
+    names |= {k: text(v) for k, v in mapping(values.get("message_property_mappings")).items()}
+    for name in [*names, "training"]:
         key = f"message_field_{name}"
-        if key in values:
+        if key in values and name != "training":
             names[name] = text(values[key])
             job.say(f"{at}.{key}", "translated", names[name])
-    for key, known in (("field_thinking", REASONING), ("template_thinking_key", REASONING)):
-        if values.get(key) in known:
-            job.say(f"{at}.{key}", "translated", "a message's reasoning, which the template writes")
-    pair = (names["role"], names["content"])
-    data["format"] = "sharegpt" if pair == ("from", "value") else "messages"
-    if pair not in (("from", "value"), ("role", "content")) or len(names) > 2:
-        reason = f"{shown(names)}: keys are role and content, or from and value: rename them"
-        job.say(f"{at}.message_property_mappings", "no counterpart", reason)
-    elif renamed is not None:
-        job.say(f"{at}.message_property_mappings", "translated", f"format={data['format']}")
+    thinking = text(values.get("field_thinking", "thinking"))
+    names |= {} if thinking in REASONING else {"reasoning_content": thinking}
+    for key in ("field_thinking", "template_thinking_key"):
+        job.say(f"{at}.{key}", "translated", "a message's reasoning, which the template writes")
+    data["format"] = "messages"
+    wanted = "messages"
+    if (names["role"], names["content"]) == ("from", "value"):
+        data["format"], wanted = "sharegpt", "conversations"
+        names |= {"role": "role", "content": "content"}
     column = text(values.get("field_messages", "messages"))
-    wanted = "conversations" if data["format"] == "sharegpt" else "messages"
-    if column != wanted:
-        data["columns"] = {column: wanted}
+    keys = {f"{column}[].{theirs}": ours for ours, theirs in names.items() if theirs != ours}
+    columns = ({column: wanted} if column != wanted else {}) | keys
+    if columns:
+        data["columns"] = columns
+    told = f"format={data['format']}" + (f", columns={shown(keys)}" if keys else "")
+    job.say(f"{at}.message_property_mappings", "translated", told)
     if "field_messages" in values:
         job.say(f"{at}.field_messages", "translated", f"column {wanted}")
     if values.get("field_system", "system") != "system":
@@ -171,13 +172,19 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
             is_same = values[key] in known
             told = ("translated", "same behavior") if is_same else ("differs", replaced)
             job.say(f"{at}.{key}", *told)
-    _roles(job, at, values.get("roles"))
+    _roles(job, at, values.get("roles"), data)
 
 
-def _roles(job: Translation, at: str, roles: Any) -> None:
+def _roles(job: Translation, at: str, roles: Any, data: dict[str, Any]) -> None:
     if isinstance(roles, dict):
         usual = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}}
         usual |= {"system": {"system"}, "tool": {"tool"}}
-        others = [r for role, words in roles.items() for r in words if r not in usual.get(role, ())]
-        reason = f"{', '.join(others)}: rename these roles in the data" if others else "same names"
-        job.say(f"{at}.roles", "no counterpart" if others else "translated", reason)
+        own = {text(word): role for role, words in roles.items() for word in listed(words)
+            if word not in usual.get(role, ())}  # fmt: skip
+        if unknown := set(own.values()) - usual.keys():
+            reason = f"{', '.join(sorted(unknown))}: expected {', '.join(usual)}"
+            job.say(f"{at}.roles", "no counterpart", reason)
+            return
+        if own:
+            data["roles"] = own
+        job.say(f"{at}.roles", "translated", f"roles={shown(own)}" if own else "same names")

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError, did_you_mean, reading
 from finetune.importers import backends, preference_methods, trainer
-from finetune.importers.translation import Translation, shown, text
+from finetune.importers.translation import Translation, mapping, shown, text
 from finetune.methods.sft import SFT
 from finetune.planner.shapes.config_files import fields_of
 from finetune.recipe import Model
@@ -57,6 +57,7 @@ NOT_NEEDED = {
     "see `finetune inspect`": "print_param_status",
     "data sets never run code": "trust_remote_code_dataset",
     "only text is trained": "media_dir image_max_pixels video_max_pixels",
+    "training writes final/, which transformers loads": "export_hf_on_finish",
 }  # fmt: skip
 NOT_NEEDED_IF_OFF = {
     "models are loaded with transformers": "use_unsloth",
@@ -141,6 +142,11 @@ def _model(job: Translation) -> None:
     job.say("model_revision", "translated", f"model.revision={revision}")
     job.move("add_tokens", "model.add_tokens", _names)
     job.move("add_special_tokens", "model.add_tokens", _names)
+    if mapping(job.get("kt_config")).get("kt_expert_weight_format", "bf16") == "bf16":
+        for key in ("use_kt", "kt_config", "kt_cpu_activation"):
+            job.say(key, "differs", "the same computation: the backend says where it is done")
+    if text(job.get("mixed_precision")).startswith("bf16"):
+        job.say("mixed_precision", "translated", "backends train in bf16 by default")
     named = text(job.get("flash_attn", "auto"))
     if named in ATTENTION:
         job.set("model.attention", ATTENTION[named])
@@ -241,7 +247,8 @@ def _template(job: Translation) -> None:
 
 
 def _packing(job: Translation) -> None:
-    neat, plain = job.get("neat_packing", False), job.get("packing")
+    neat = job.get("neat_packing", False)
+    plain = job.get("packing", job.get("use_packed_sequences"))
     pack = bool(neat or (job.get("stage") == "pt" if plain is None else plain))
     job.set("batch.packing", pack)
     job.say("neat_packing", "translated", f"batch.packing={shown(pack)}")
@@ -250,6 +257,7 @@ def _packing(job: Translation) -> None:
         job.say("packing", "differs", reason)
     else:
         job.say("packing", "translated", f"batch.packing={shown(pack)}")
+    job.say("use_packed_sequences", "translated", f"batch.packing={shown(pack)}")
 
 
 def _checkpointing(job: Translation) -> None:
@@ -257,6 +265,8 @@ def _checkpointing(job: Translation) -> None:
         trainer.checkpointing(job)
     else:
         off = bool(job.get("disable_gradient_checkpointing"))
+        if job.get("recompute_granularity") in ("full", "selective"):
+            job.say("recompute_granularity", "translated", "model.activation_checkpointing=true")
         job.set("model.activation_checkpointing", not off)
         if not off:
             reason = "model.activation_checkpointing=true: the other toolkit's default"
@@ -274,6 +284,11 @@ def _data(job: Translation, folder: Path) -> None:
     if not named.keys() & job.source.keys():
         return
     place = text(job.get("dataset_dir", "data"))
+    if place.startswith("REMOTE:"):
+        reason = f"{place}: download its files, and name their folder"
+        for key in ("dataset_dir", *named):
+            job.say(key, "no counterpart", reason)
+        return
     described, home = _described(place, folder)
     job.say("dataset_dir", "translated", f"{home / INFO} is read")
     for key, path in named.items():
@@ -282,6 +297,10 @@ def _data(job: Translation, folder: Path) -> None:
         names = _names(job.source[key])
         job.set(path, [_source(job, key, name, described, home) for name in names])
         job.say(key, "translated", f"{path}, {len(names)} sources")
+        if "default_system" in job.source:
+            system = text(job.source["default_system"])
+            job.set(path, [source | {"system": system} for source in job.fields[path]])
+            job.say("default_system", "translated", f"system={system}")
     job.held_out("val_size")
     _mixture(job)
 
@@ -341,6 +360,7 @@ def _source(
 def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
     kind = text(values.get("formatting", "alpaca"))
     columns = {k: text(v) for k, v in _object(values, "columns").items() if v is not None}
+    keys = dict[str, str]()
     if kind == "alpaca" and job.get("stage") == "pt":
         data["format"], names = "text", {"prompt": "text"}
     elif kind == "alpaca":
@@ -348,10 +368,10 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
     elif kind in ("sharegpt", "openai"):
         tags = {**TAGS, **(OPENAI_TAGS if kind == "openai" else {})}
         tags |= {k: text(v) for k, v in _object(values, "tags").items()}
-        data["format"] = _dialect(job, at, tags)
-        wanted = "conversations" if data["format"] == "sharegpt" else "messages"
         usual = "conversations" if kind == "sharegpt" else "messages"
         columns.setdefault("messages", usual)
+        keys = _dialect(job, at, tags, columns["messages"], data)
+        wanted = "conversations" if data["format"] == "sharegpt" else "messages"
         names = {"messages": wanted, "system": "system", "tools": "tools"}
     else:
         data["format"], names = kind, {}
@@ -365,7 +385,7 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         data["format"], names = "kto", names | {"kto_tag": "kto_tag"}
     job.say(f"{at}.formatting", "translated", f"format={data['format']}")
     moved = {column: names[name] for name, column in columns.items() if name in names}
-    moved = {column: name for column, name in moved.items() if column != name}
+    moved = {column: name for column, name in moved.items() if column != name} | keys
     if moved:
         data["columns"] = moved
     for name, column in columns.items():
@@ -376,21 +396,24 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
             job.say(f"{at}.columns.{name}", "no counterpart", reason)
 
 
-def _dialect(job: Translation, at: str, tags: dict[str, str]) -> str:
-    """The format for these tags; records tags that no format reads."""
+def _dialect(
+    job: Translation, at: str, tags: dict[str, str], column: str, data: dict[str, Any]
+) -> dict[str, str]:
+    """Set the format for these tags, and roles of the source's own; returns keys to rename."""
     pair = (tags["role_tag"], tags["content_tag"])
-    known = OPENAI_TAGS if pair == ("role", "content") else TAGS
+    sharegpt = pair == ("from", "value")
+    data["format"] = "sharegpt" if sharegpt else "messages"
     roles = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}, "system": {"system"}}
-    roles |= {"observation": {"observation", "tool"}}
+    roles |= {"observation": {"observation", "tool"}, "function": {"function_call"}}
+    own = {"observation": "tool", "function": "assistant"}
     for tag, value in tags.items():
-        same = value == known.get(tag) or value in roles.get(tag.removesuffix("_tag"), ())
-        usual = value == TAGS.get(tag)  # LLaMA-Factory's default, which the data may not use
-        if same:
-            job.say(f"{at}.tags.{tag}", "translated", "same name")
-        elif not usual:
-            reason = f"{value}: rename it in the data to {known.get(tag, 'a supported role')}"
-            job.say(f"{at}.tags.{tag}", "no counterpart", reason)
-    return "messages" if known is OPENAI_TAGS else "sharegpt"
+        role = tag.removesuffix("_tag")
+        if role in roles and value not in roles[role]:
+            data.setdefault("roles", {})[value] = own.get(role, role)
+        outcome = "no counterpart" if role == "function" and value in data.get("roles", {}) else ""
+        job.say(f"{at}.tags.{tag}", outcome or "translated", f"{value}")
+    renamed = {} if sharegpt else dict(zip(pair, ("role", "content"), strict=True))
+    return {f"{column}[].{theirs}": ours for theirs, ours in renamed.items() if theirs != ours}
 
 
 def _object(values: dict[str, Any], key: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Translate preference methods of other toolkits: names, weights and data formats."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 from finetune.errors import FinetuneError
-from finetune.importers.translation import Translation, shown, text
+from finetune.importers.translation import Translation, listed, shown, text
+from finetune.methods.dpo import PairLoss
 
 AXOLOTL = {
     "dpo": {"method": "dpo"},
@@ -107,6 +108,16 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
         job.say("rl_beta", "not needed", "orpo_alpha replaces it")
     job.refuse_flags(REFUSED)
     job.say_all("not needed", NOT_NEEDED)
+
+
+def losses_of_dpo(job: Translation, names: Sequence[str]) -> None:
+    """Translate `loss_type`, one or several, and `loss_weights`, whose names are TRL's."""
+    if set(names) <= set(get_args(PairLoss)):
+        job.set("loss_type", names[0] if len(names) == 1 else list(names))
+        outcome = "differs" if "sft" in names else "translated"
+        reason = "; sft is the mean over a pair's tokens, not a batch's" * ("sft" in names)
+        job.say("loss_type", outcome, f"loss_type={','.join(names)}{reason}")
+        job.move("loss_weights", "loss_weights", listed)
 
 
 def axolotl_format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:

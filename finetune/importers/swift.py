@@ -5,21 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import backends, preference_methods, trainer
+from finetune.importers import backends, online_methods, preference_methods, trainer
 from finetune.importers.command_line import COMMAND, PROGRAM
-from finetune.importers.translation import Translation, listed, shown, text
+from finetune.importers.translation import Translation, listed, text
 
 METHODS: dict[str, dict[str, str]] = {
     "sft": {"method": "sft"}, "pt": {"method": "pretrain"}, "rm": {"method": "reward"},
-    "cpo": {"method": "cpo"}, **preference_methods.AXOLOTL,
+    "cpo": {"method": "cpo"}, "grpo": {"method": "grpo"}, "gkd": {"method": "distill"},
+    "seq_cls": {"method": "classifier"}, **preference_methods.AXOLOTL,
 }  # fmt: skip
-FORMATS = {"sft": "messages", "pretrain": "messages", "kto": "kto"}
+FORMATS = {"sft": "messages", "pretrain": "messages", "kto": "kto", "grpo": "prompts"}
+FORMATS |= {"distill": "messages", "classifier": "labelled"}
+GRPO = {"num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "epsilon": 0.2}
+GRPO |= {"beta": 0.04, "loss_type": "grpo"}
+"""ms-swift's defaults."""
+SELF_COGNITION = {"model_name": "{{NAME}}", "model_author": "{{AUTHOR}}"}
+"""Keys of the texts that the rows of modelscope/self-cognition leave open."""
 OVERLONG = {"delete": "drop", "left": "truncate", "right": "truncate", "raise": "error"}
 TRAINED = {"default": "assistant", "last_round": "completion", "all": "all"}
 MOVED = {
     "model": "model.name", "model_revision": "model.revision", "adapters": "model.adapter",
     "max_length": "batch.max_length", "packing": "batch.packing",
-    "per_device_eval_batch_size": "evaluation.micro_rows", "beta": "beta",
+    "per_device_eval_batch_size": "evaluation.micro_rows",
     "early_stop_interval": "evaluation.patience",
     "router_aux_loss_coef": "model.router_aux_loss", "label_smoothing": "label_smoothing",
     "rpo_alpha": "sft_weight", "cpo_alpha": "sft_weight", "simpo_gamma": "gamma",
@@ -40,6 +47,9 @@ NOT_NEEDED = {
     "the launcher starts the processes": "num_processes ddp_backend",
     "its names are those of swift/self-cognition, which is not among the data":
         "model_author model_name",
+    "see `finetune eval`":
+        "predict_with_generate eval_use_evalscope eval_dataset eval_dataset_args eval_limit",
+    "logits are computed where they are trained": "use_logits_to_keep",
     "the hub of Hugging Face is used": "use_hf",
     "answers are sampled by `finetune eval`": "max_new_tokens temperature top_p top_k",
     "config.json has it": "model_type task_type",
@@ -54,11 +64,13 @@ def translate(job: Translation, folder: Path) -> None:
     """
     command = text(job.get(COMMAND, "rlhf" if job.get("rlhf_type") else "sft"))
     kind = text(job.get("rlhf_type", "dpo")) if command == "rlhf" else command
-    if kind not in METHODS or job.get("task_type", "causal_lm") != "causal_lm":
-        given = kind if kind not in METHODS else f"task_type: {shown(job.get('task_type'))}"
+    task = text(job.get("task_type", "causal_lm"))
+    kind = "seq_cls" if (kind, task) == ("sft", "seq_cls") else kind
+    if kind not in METHODS or task not in ("causal_lm", "seq_cls"):
+        given = kind if kind not in METHODS else f"task_type: {task}"
         raise FinetuneError(
-            f"{given}: sft, pt and rlhf_type of dpo, orpo, simpo, kto, cpo and rm are imported; "
-            "write the recipe with `finetune init`"
+            f"{given}: sft (also of seq_cls), pt and rlhf_type of dpo, orpo, simpo, kto, cpo, rm, "
+            "grpo and gkd are imported; write the recipe with `finetune init`"
         )
     for field, value in METHODS[kind].items():
         job.set(field, value)
@@ -66,7 +78,7 @@ def translate(job: Translation, folder: Path) -> None:
         for field, value in (("beta", 2.0), ("gamma", 1.0), ("sft_weight", 1.0)):
             job.set(field, value)
             job.assumed.append(f"{field}={value}: the other toolkit's default")
-    for key in (PROGRAM, COMMAND, "rlhf_type"):
+    for key in (PROGRAM, COMMAND, "rlhf_type", "task_type"):
         job.say(key, "translated", f"method={job.fields['method']}")
     backends.translate(job, folder)
     tuned = text(job.get("tuner_type", job.get("train_type", "lora")))
@@ -100,26 +112,78 @@ def translate(job: Translation, folder: Path) -> None:
     job.set("model.activation_checkpointing", True)
     trainer.arguments(job, 1, "cosine")
     job.move_all(MOVED)
+    tokens = [text(each) for each in listed(job.get("new_special_tokens", []))]
+    if not any(each.endswith(".txt") for each in tokens):
+        job.move("new_special_tokens", "model.add_tokens", listed)
+    _method(job, kind)
     for key in ("rpo_alpha", "cpo_alpha"):
         job.say(key, "differs", "sft_weight: the mean over a pair's tokens, not a batch's")
-    loss = text(job.get("loss_scale", "default"))
+    loss = text(job.get("loss_scale", "default")).removesuffix("+ignore_empty_think")
     if loss in TRAINED and job.fields["method"] == "sft":
         job.set("train_on", TRAINED[loss])
-        job.say("loss_scale", "translated", f"train_on={TRAINED[loss]}")
+        outcome = "translated" if loss == job.get("loss_scale") else "differs"
+        job.say("loss_scale", outcome, f"train_on={TRAINED[loss]}; empty thoughts are trained")
     job.say("streaming", "differs", "all rows are prepared before the first step")
     name = text(job.get("template"))
     job.say("template", "differs", f"{name}: the tokenizer's own template, or model.chat_template")
     if "enable_thinking" in job.source:
         job.set("model.chat_template_kwargs", {"enable_thinking": job.source["enable_thinking"]})
         job.say("enable_thinking", "translated", "model.chat_template_kwargs")
-    if "swift/self-cognition" in str(job.get("dataset")):
-        job.outcomes |= {k: ("no counterpart", "its data set fills in this name")
-            for k in ("model_author", "model_name") if k in job.source}  # fmt: skip
     for reason, keys in NOT_NEEDED.items():
         job.say_all(
             "not needed", {reason: " ".join(k for k in keys.split() if k not in job.outcomes)}
         )
     trainer.the_rest(job)
+
+
+def _method(job: Translation, kind: str) -> None:
+    """Translate what only some methods have."""
+    if kind == "grpo":
+        online_methods.translate(job, kind, GRPO)
+        return
+    if kind == "dpo":
+        preference_methods.losses_of_dpo(
+            job, [text(e) for e in listed(job.get("loss_type", "sigmoid"))]
+        )
+    if kind in ("sft", "pt"):
+        job.move_all({"label_smoothing": "label_smoothing"})
+        if job.get("enable_dft_loss"):
+            job.set("token_weight", "dft")
+        job.say("enable_dft_loss", "translated", "token_weight")
+    elif kind == "seq_cls":
+        count = job.get("num_labels", 1)
+        problem = "regression" if count == 1 else "single_label_classification"
+        job.set("problem_type", job.get("problem_type", problem))
+        if job.fields["problem_type"] != "regression" and isinstance(count, int):
+            job.set("labels", [str(number) for number in range(count)])
+        for key in ("num_labels", "problem_type"):
+            job.say(key, "translated", f"problem_type={job.fields['problem_type']}, labels")
+        templated = job.get("use_chat_template", True)
+        reason = "texts are classified as they are, conversations as the template renders them"
+        job.say("use_chat_template", "differs" if templated else "translated", reason)
+    elif kind == "gkd":
+        _distillation(job)
+    else:
+        job.move("beta", "beta")
+
+
+def _distillation(job: Translation) -> None:
+    if "teacher_model" not in job.source:
+        raise FinetuneError("teacher_model: none; a teacher runs here, not on a server: name it")
+    job.move("teacher_model", "teacher.name", text)
+    beta = job.get("beta", 0.5)
+    loss = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd")
+    job.set("loss_type", loss)
+    if loss == "jsd":
+        job.set("beta", beta)
+    job.say("beta", "translated", f"loss_type={loss}")
+    job.move_or_assume("temperature", "temperature", 0.9)
+    job.move("sft_alpha", "ce_weight")
+    if job.get("lmbda", 0.5) == 0 and not job.get("seq_kd"):
+        job.say("lmbda", "translated", "the answers of the data are trained")
+    else:
+        job.source.setdefault("lmbda", 0.5)
+        job.say("lmbda", "no counterpart", "answers of the data are trained, none of the student")
 
 
 def _adapter(job: Translation, full: bool) -> None:
@@ -157,6 +221,11 @@ def _data(job: Translation) -> None:
             sources[-1] |= {"subset": subset} if subset else {}
             sources[-1] |= {"first": int(first)} if first.isdecimal() else {}
             some = some or first.isdecimal()
+        for source in sources:
+            if "system" in job.source:
+                source["system"] = _system(job)
+            if source["source"].endswith("/self-cognition"):
+                _fill(job, source)
         job.set(path, sources)
         hub = not job.get("use_hf") and any(not Path(s["source"]).suffix for s in sources)
         told = "; ids are of ModelScope: name the data set on the hub of Hugging Face, or its files"
@@ -164,3 +233,26 @@ def _data(job: Translation) -> None:
         told = f"{told if hub else ''}{chosen}"
         job.say(key, "differs" if told else "translated", f"{path}{told}")
     trainer.formats(job)
+
+
+def _system(job: Translation) -> str:
+    """The system prompt of rows without one: a text, or a file with it."""
+    given = text(job.source["system"])
+    path = Path(given)
+    lost = "$" in given or (path.suffix == ".txt" and not path.is_file())
+    reason = f"{given}: not known here; set `system` of data" if lost else "system of each source"
+    job.say("system", "no counterpart" if lost else "translated", reason)
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else given
+
+
+def _fill(job: Translation, source: dict[str, Any]) -> None:
+    """Read ms-swift's own data set as it does: texts and names that its rows leave open."""
+    source |= {"source": "modelscope/self-cognition", "format": "question_answer"}
+    source["columns"] = {"query": "question", "response": "answer", "tag": None}
+    for key, place in SELF_COGNITION.items():
+        names = listed(job.get(key, []))
+        if len(set(names)) == 1:
+            source.setdefault("replace", {})[place] = text(names[0])
+            job.say(key, "translated", f"replace={place}")
+        elif names:
+            job.say(key, "no counterpart", "one name for rows of each language: name one")

@@ -45,6 +45,8 @@ NOT_NEEDED = {
     "give --resume to `finetune launch`": "resume_from_checkpoint",
     "kernels.pointwise=auto compiles where it is faster": "compile",
     "a checkpoint always holds what resuming needs": "save_adapter_weights_only",
+    "recomputation gives equal gradients": "ac_mode ac_option",
+    "the backend shards the model": "memory_efficient_fsdp_wrap",
     "the update is the same, in another moment": "optimizer.fused optimizer_in_bwd",
     "the epoch is saved at its end": "save_every_n_epochs save_every_n_steps",
     "the tokenizer is in the folder of the model":
@@ -61,17 +63,25 @@ def translate(job: Translation, folder: Path) -> None:
         FinetuneError: no method here matches its loss or its data.
     """
     job.source = {k: v for k, v in _filled(_flat(job.source)).items() if v is not None}
+    if job.get("kd_loss._component_"):
+        _distillation(job)
     loss, builder = _name(job, "loss._component_"), _name(job, "dataset._component_")
     if loss not in (*LOSSES, "DPOLoss"):
         raise FinetuneError(f"loss: {loss}: supervised fine-tuning and DPO are imported")
     if builder not in DATA:
         known = ", ".join(DATA)
         raise FinetuneError(f"dataset: {builder}: expected one of {known}; rewrite it as such")
-    job.set("method", "dpo" if loss == "DPOLoss" else "sft")
+    taught = "distill" if "teacher" in job.fields else "sft"
+    job.set("method", "dpo" if loss == "DPOLoss" else taught)
     job.say("loss._component_", "translated", f"method={job.fields['method']}")
     backends.translate(job, folder)
     job.move("checkpointer.checkpoint_dir", "model.name", text)
-    for key in [key for key in job.source if key.startswith(("checkpointer.", "profiler."))]:
+    if (reference := job.get("ref_checkpointer.checkpoint_dir")) != job.get(
+        "checkpointer.checkpoint_dir"
+    ) and reference:
+        job.set("reference", text(reference))
+    read = ("checkpointer.", "profiler.", "ref_checkpointer.", "teacher_checkpointer.")
+    for key in [key for key in job.source if key.startswith(read)]:
         job.say(key, *job.outcomes.get(key, ("not needed", "the model is read from its folder")))
     _adapter(job)
     for key, path in (("dataset", "data"), ("dataset_val", "eval_data")):
@@ -114,6 +124,26 @@ def translate(job: Translation, folder: Path) -> None:
         job.say(key, "translated", f"backend={job.fields['backend']}")
     job.say("tensor_parallel_dim", "differs", "changes no loss: a backend of `finetune list`")
     job.say_all("not needed", NOT_NEEDED)
+
+
+KD_LOSSES = {
+    "ForwardKLLoss": "forward_kl", "ForwardKLWithChunkedOutputLoss": "forward_kl",
+    "ReverseKLLoss": "reverse_kl", "ReverseKLWithChunkedOutputLoss": "reverse_kl",
+}  # fmt: skip
+
+
+def _distillation(job: Translation) -> None:
+    """Translate (1 - r) x cross-entropy + r x divergence, divided by r."""
+    loss, share = _name(job, "kd_loss._component_"), job.get("kd_ratio", 0.5)
+    if loss not in KD_LOSSES or not share:
+        raise FinetuneError(f"kd_loss: {loss}, kd_ratio {share}: expected a divergence with weight")
+    job.set("loss_type", KD_LOSSES[loss])
+    job.set("teacher.name", text(job.get("teacher_checkpointer.checkpoint_dir")))
+    job.set("ce_weight", round((1 - share) / share, 6))
+    reason = f"ce_weight={job.fields['ce_weight']}: the loss is divided by kd_ratio"
+    job.say("kd_ratio", "differs", f"{reason}, which AdamW does not see without clipping")
+    for key in [key for key in job.source if key.startswith(("kd_loss.", "teacher_model."))]:
+        job.say(key, "translated", f"method=distill, loss_type={KD_LOSSES[loss]}")
 
 
 def _filled(values: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +205,7 @@ def _data(job: Translation, key: str, path: str) -> None:
         data["columns"] = {"question": "instruction", "response_j": "chosen",
             "response_k": "rejected"}  # fmt: skip
     job.set(path, [data])
-    if path == "data" and job.fields["method"] == "sft":
+    if path == "data" and job.fields["method"] in ("sft", "distill"):
         job.set("train_on", "all" if job.get(f"{key}.train_on_input", trains) else "assistant")
     outcome = "differs" if "alpaca" in name else "translated"
     reason = f"{path}, format={data['format']}: the model's own chat template renders it"

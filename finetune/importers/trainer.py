@@ -27,6 +27,8 @@ SCHEDULES = {
     "cosine_with_restarts": "cosine_with_restarts", "polynomial": "polynomial",
     "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "warmup_stable_decay",
 }  # fmt: skip
+OTHER_TRACKERS = ("swanlab_", "use_swanlab", "use_wandb", "trackio_")
+"""Beginnings of keys of trackers."""
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 NOT_NEEDED = {
@@ -103,6 +105,9 @@ def arguments(
     job: Translation, micro: int = 8, scheduler: str = "linear", warmup: float = 0.0
 ) -> None:
     """Translate the arguments of a Trainer; the values are another toolkit's defaults."""
+    job.move("neftune_noise_alpha", "model.neftune_alpha")
+    if job.fields.get("method", "sft") in ("sft", "pretrain"):
+        job.move("label_smoothing_factor", "label_smoothing")
     batch(job, "per_device_train_batch_size", micro)
     length(job, "num_train_epochs", 3)
     schedule(job, "lr_scheduler_type", scheduler, warmup)
@@ -146,6 +151,9 @@ def schedule(job: Translation, scheduler: str, usual: str, warmup: float) -> Non
         job.say(scheduler, "no counterpart", f"{name}: replaced by optim.schedule=cosine")
     if scheduler not in job.source:
         job.assumed.append(f"optim.schedule={usual}: the other toolkit's default")
+    if job.get("cosine_min_lr_ratio", 0) >= 1:
+        job.set("optim.schedule", "constant")
+        job.source["cosine_min_lr_ratio"] = 0
     _warmup(job, warmup)
     _end_of_schedule(job)
     _optimizer(job)
@@ -331,7 +339,7 @@ def trackers(job: Translation) -> None:
 def the_rest(job: Translation) -> None:
     """Record the keys that do not affect training and have no outcome yet."""
     by_prefix = {
-        ("swanlab_", "use_swanlab"): f"trackers are {', '.join(TRACKERS)}; none changes a loss",
+        OTHER_TRACKERS: f"trackers are {', '.join(TRACKERS)}; none changes a loss",
         ("ray_",): "`finetune launch` starts the processes",
         ("fsdp_",): "FSDP2 wraps the layers of the model automatically",
         ("wandb_", "mlflow_", "comet_"): "set the tracker's own environment variables",

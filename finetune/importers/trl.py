@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import backends, preference_methods, trainer
+from finetune.importers import backends, online_methods, preference_methods, trainer
 from finetune.importers.command_line import COMMAND, PROGRAM
 from finetune.importers.translation import Translation, listed, mapping, text
 
 LRS = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "orpo": 1e-6, "cpo": 1e-6, "reward": 1e-4}
+LRS |= {"grpo": 1e-6, "rloo": 1e-6}
 """TRL's default learning rates, by the methods that are imported."""
-FORMATS = {"sft": "messages", "kto": "kto"}
+FORMATS = {"sft": "messages", "kto": "kto", "grpo": "prompts", "rloo": "prompts"}
 """Formats by method; those of others are pairs."""
 MOVED = {
     "model_name_or_path": "model.name", "model_revision": "model.revision",
@@ -28,10 +29,19 @@ ADAPTER = {
 USUAL_ADAPTER = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 METHOD = {
     "beta": "beta", "label_smoothing": "label_smoothing", "rpo_alpha": "sft_weight",
+    "ld_alpha": "ld_alpha",
     "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight",
     "simpo_gamma": "gamma", "cpo_alpha": "sft_weight",
 }  # fmt: skip
 """Fields of a method, by their names in TRL."""
+ONLINE: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "num_generations": 8, "max_completion_length": 256, "epsilon": 0.2, "beta": 0.0,
+        "loss_type": "dapo",
+    },
+    "rloo": {"num_generations": 2, "max_completion_length": 512, "epsilon": 0.2, "beta": 0.05},
+}  # fmt: skip
+"""TRL's defaults of online methods."""
 OWN_LOSSES = {"cpo": "sigmoid", "kto": "kto", "orpo": "sigmoid"}
 NOT_NEEDED = {
     "rows are prepared once, in parallel": "dataset_num_proc",
@@ -66,7 +76,8 @@ def translate(job: Translation, folder: Path) -> None:
     backends.translate(job, folder)
     _model(job)
     _data(job, method)
-    _loss(job, method)
+    if method not in ONLINE:
+        _loss(job, method)
     _adapter(job)
     job.set("batch.max_length", 1024)
     job.set("batch.overlong", "truncate")
@@ -75,6 +86,8 @@ def translate(job: Translation, folder: Path) -> None:
     job.set("model.activation_checkpointing", True)
     trainer.arguments(job)
     job.move_all(MOVED)
+    if method in ONLINE:
+        online_methods.translate(job, method, ONLINE[method])
     job.say_all("not needed", NOT_NEEDED)
     trainer.the_rest(job)
 
@@ -143,22 +156,20 @@ def _loss(job: Translation, method: str) -> None:
         if not only:
             reason = "of a conversation or text; for prompt and completion set train_on=assistant"
             job.assumed.append(f"train_on=all: the other toolkit trains all tokens {reason}")
-        if text(job.get("loss_type")) in ("nll", "chunked_nll"):
-            job.say("loss_type", "translated", "cross-entropy")
+        if text(job.get("loss_type")) in ("nll", "chunked_nll", "dft"):
+            job.set("token_weight", "dft" if job.get("loss_type") == "dft" else "none")
+            job.say("loss_type", "translated", f"token_weight={job.fields['token_weight']}")
         job.move("packing", "batch.packing")
         kind = text(job.get("packing_strategy", "bfd"))
         outcome = "translated" if kind == "bfd" else "differs"
         job.say("packing_strategy", outcome, "documents are packed whole, best fit first")
         return
-    loss = ",".join(text(each) for each in listed(job.get("loss_type", "sigmoid")))
-    known = preference_methods.LLAMA_FACTORY
-    if loss in known and known[loss]["method"] == method:
-        if "loss_type" in known[loss]:
-            job.set("loss_type", known[loss]["loss_type"])
-        job.say("loss_type", "translated", f"{method} with {loss}")
-    if loss == OWN_LOSSES.get(method):
+    losses = [text(each) for each in listed(job.get("loss_type", "sigmoid"))]
+    if method == "dpo":
+        preference_methods.losses_of_dpo(job, losses)
+    if losses == [OWN_LOSSES.get(method)]:
         job.say("loss_type", "translated", f"method={method}")
-    fields = {"dpo": "beta label_smoothing rpo_alpha", "orpo": "beta", "reward": ""}
+    fields = {"dpo": "beta label_smoothing rpo_alpha ld_alpha", "orpo": "beta", "reward": ""}
     fields |= {"kto": "beta desirable_weight undesirable_weight", "cpo": "beta cpo_alpha"}
     for key in fields[method].split():
         job.move(key, METHOD[key])

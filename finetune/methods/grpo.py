@@ -59,6 +59,9 @@ class GRPO(Online):
     """Divide advantages by the standard deviation of their group, of the sampled batch, or not."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference; 0 needs no reference."""
+    max_resample_times: Annotated[int, Field(ge=0)] = 0
+    """Times to sample other prompts in place of those whose completions got equal rewards, as in
+    DAPO; 0 keeps them."""
     use_bias_correction_kl: bool = False
     """Multiply the KL term by the policy ratio, as TRL does by default."""
     reference: Text = "start"
@@ -67,6 +70,10 @@ class GRPO(Online):
     def __post_init__(self) -> None:
         if self.use_bias_correction_kl and not self.beta:
             raise ValueError("`use_bias_correction_kl` belongs to beta > 0")
+
+    @property
+    def resamplings(self) -> int:
+        return self.max_resample_times
 
     @property
     def clipping(self) -> tuple[float, float]:

@@ -124,7 +124,7 @@ class KTO(Recipe):
 
         from finetune.methods.losses import Loss, sequence_values
 
-        logps, logits, entropies, balance = sequence_values(model, batch)  # (documents,)
+        logps, _, logits, entropies, balance = sequence_values(model, batch)  # (documents,)
         gains, kl = logps - batch.columns["reference"], max(0.0, batch.of_step)
         wanted = batch.columns["wanted"] > 0
         margins = torch.where(wanted, gains - kl, kl - gains)

@@ -92,15 +92,35 @@ def _token_values(
 
 
 def sequence_logps(
-    model: torch.nn.Module, batch: MicroBatch
+    model: torch.nn.Module, batch: MicroBatch, tail: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of the trained tokens of each document, (documents,), and `Loss.balance`.
 
     Documents are in the order of the batch. Sums are in fp64: differences between two sums of a
     thousand nats matter at a hundredth, while fp32 resolves only a ten-thousandth at that size.
+    `tail` is `Recipe.tail_weight`.
     """
     logps, balance = _token_values(model, batch, statistics=False)
-    return _per_document(logps, batch), balance
+    return _per_document(_less_of_tails(logps, batch, tail), batch), balance
+
+
+def _less_of_tails(logps: torch.Tensor, batch: MicroBatch, tail: float) -> torch.Tensor:
+    """Values (trained_tokens,) times `tail` beyond the length of the pair's shorter answer.
+
+    Raises:
+        FinetuneError: no process has all tokens of a document (`MicroBatch.divided`).
+    """
+    if tail == 1.0:
+        return logps
+    if batch.divided is not None:
+        raise FinetuneError(
+            "ld_alpha: it counts the tokens of an answer, and no process has all tokens of one "
+            "under this backend; use fsdp_full_shard"
+        )
+    lengths = batch.document_labels
+    starts, shorter = lengths.cumsum(0) - lengths, lengths.view(-1, 2).amin(1).repeat_interleave(2)
+    ends = (starts + shorter).repeat_interleave(lengths, output_size=len(logps))
+    return torch.where(torch.arange(len(logps), device=logps.device) < ends, logps, tail * logps)
 
 
 class Values(NamedTuple):
@@ -108,6 +128,8 @@ class Values(NamedTuple):
 
     logps: torch.Tensor
     """Log-probabilities."""
+    compared: torch.Tensor
+    """Log-probabilities with `Recipe.tail_weight`."""
     logits: torch.Tensor
     """Mean logits over the vocabulary, without gradient; NaN if the head does not compute them, see
     `finetune.kernels.head.LabelledHead.means`."""
@@ -117,12 +139,15 @@ class Values(NamedTuple):
     """`Loss.balance`."""
 
 
-def sequence_values(model: torch.nn.Module, batch: MicroBatch) -> Values:
+def sequence_values(model: torch.nn.Module, batch: MicroBatch, tail: float = 1.0) -> Values:
     """`sequence_logps` with statistics of the predicted distributions."""
     values, balance = _token_values(model, batch, statistics=True)
     logps, *others = values.view(3, -1)
     apart = (_per_document(each.detach(), batch) for each in others)
-    return Values(_per_document(logps, batch), *apart, balance)
+    whole = compared = _per_document(logps, batch)
+    if tail != 1.0:
+        compared = _per_document(_less_of_tails(logps, batch, tail), batch)
+    return Values(whole, compared, *apart, balance)
 
 
 def _per_document(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -154,6 +154,11 @@ class Online(Recipe):
         return self.batch.rows // self.num_generations
 
     @property
+    def resamplings(self) -> int:
+        """Times to sample other prompts in place of those whose completions got equal rewards."""
+        return 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss or the rewards use log-probabilities of a reference."""
         return False

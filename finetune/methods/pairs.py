@@ -147,9 +147,10 @@ class PairMethod(Recipe):
 
         from finetune.methods.losses import Loss, sequence_values
 
-        logps, logits, entropies, balance = sequence_values(model, batch)  # (documents,)
+        # (documents,) each
+        whole, logps, logits, entropies, balance = sequence_values(model, batch, self.tail_weight)
         lengths = batch.document_labels.view(-1, 2)
-        nll, whole = -logps.view(-1, 2)[:, 0] / lengths[:, 0], logps
+        nll = -whole.view(-1, 2)[:, 0] / lengths[:, 0]
         if self.of_means:
             logps = logps / batch.document_labels
         compared = logps - batch.columns["reference"] if self.reads_reference else logps

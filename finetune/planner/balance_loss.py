@@ -22,9 +22,9 @@ def coefficient(model: Model, fields: Mapping[str, Any]) -> tuple[float | None, 
     default = family_of(fields).balance
     if asked == "none" or not fields:
         return None, ""
-    if asked == "model":
-        if not fields.get("output_router_logits"):
-            return None, ""
+    if asked == "model" and not fields.get("output_router_logits"):
+        return None, ""
+    if asked in ("model", "on"):
         stated = fields.get("router_aux_loss_coef")
         factor = default if stated is None else float(stated)
     else:

@@ -86,6 +86,8 @@ class Recipe(Changes, metaclass=Checked):
     eval_data: tuple[Data, ...] = ()
     eval_rows: HeldOut | None = None
     """Rows of `data` to hold out for evaluation without `eval_data`: a number, or a fraction."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """Rows whose tokens equal those of an earlier one; `eval_data` comes after all of `data`."""
     data_checks: Literal["refuse", "report"] = "refuse"
     """Refuse or report data that must be a mistake: no row ends, rows exceed the context, ..."""
     adapter: LoRA | None = None
@@ -173,6 +175,11 @@ class Recipe(Changes, metaclass=Checked):
         """Label smoothing, weight and its exponent, if a token's loss in training is other than its
         cross-entropy."""
         return None
+
+    @property
+    def tail_weight(self) -> float:
+        """Weight of the tokens of an answer beyond the length of the other answer of its pair."""
+        return 1.0
 
     @property
     def sampled(self) -> Completions | None:

@@ -121,8 +121,9 @@ class Model(metaclass=Checked):
     neftune_alpha: Annotated[float, Field(gt=0)] | None = None
     """Noise on embeddings in training: uniform, up to alpha / sqrt(tokens of a row x width)
     (NEFTune, arXiv:2310.05914)."""
-    router_aux_loss: Literal["model", "none"] | Annotated[float, Field(ge=0)] = "model"
-    """Load-balancing loss of experts: as in config.json (`model`), `none`, or its coefficient."""
+    router_aux_loss: Literal["model", "on", "none"] | Annotated[float, Field(ge=0)] = "model"
+    """Load-balancing loss of experts: as in config.json (`model`), with its coefficient even if it
+    is off there (`on`), `none`, or a coefficient."""
     pickle: bool = False
     """Load weights from a pickle (`pytorch_model.bin`) if there are no safetensors files."""
 
@@ -194,7 +195,14 @@ class Data(metaclass=Checked):
     split: Annotated[str, AfterValidator(split_of_rows)] = "train"
     """Split of a hub data set, or of a folder by the hub's rules; or a part of it: `train[:5%]`."""
     columns: dict[str, str | None] = Field(default_factory=dict)
-    """Maps columns of the source to fields of the format; null ignores a column explicitly."""
+    """Maps columns of the source to fields of the format; null ignores a column explicitly. Keys of
+    turns too: `{"talk": "messages", "talk[].speaker": "role", "talk[].said": "content"}`."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    """Maps roles of the source's turns to those of the format: `{"bot": "assistant"}`."""
+    system: Text | None = None
+    """System prompt of conversations without one."""
+    replace: dict[Text, str] = Field(default_factory=dict)
+    """Texts to replace in every text of a row, such as `{"{{NAME}}": "Ada"}`."""
     on_bad_row: Literal["error", "drop"] = "error"
     """What happens to a row that cannot be read or rendered; `drop` counts it and lists it."""
     first: Positive | None = None
@@ -237,6 +245,8 @@ class Batch(metaclass=Checked):
     """Rows per forward pass on one device; affects memory and speed only."""
     max_length: Positive = 1024
     """Maximum document length in tokens; a pair has two documents."""
+    min_length: Positive = 1
+    """Minimum document length in tokens: shorter rows are dropped and counted."""
     overlong: Literal["error", "drop", "truncate", "split"] = "error"
     """How to treat rows longer than `max_length`; `split` cuts them into several rows."""
     packing: bool = False

@@ -26,9 +26,12 @@ Value = Callable[[torch.nn.Module, MicroBatch], torch.Tensor]
 """Values of each document of a micro-batch from the model, (documents, ...)."""
 
 
-def logps(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Log-probability of the trained tokens of each document, (documents,) fp64."""
-    return sequence_logps(model, batch)[0]
+def logps(model: torch.nn.Module, batch: MicroBatch, tail: float = 1.0) -> torch.Tensor:
+    """Log-probability of the trained tokens of each document, (documents,) fp64.
+
+    `tail` is `Recipe.tail_weight`.
+    """
+    return sequence_logps(model, batch, tail)[0]
 
 
 def used(data: Prepared) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.data.chat.messages import NOT_TEXT
 from finetune.data.values import Raw, is_given
+from finetune.recipe import Data
 
 PREFERENCES = (
     "chosen", "rejected", "rejected_response", "rejected_messages",
@@ -134,3 +135,62 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str | None]) -> dict[st
             raise KeyError(name)
         named[name] = value
     return named
+
+
+OF_TURNS = "[]."
+"""Separates a column of turns from a key of each turn, in the names of `Data.columns`."""
+SPEAKERS = ("role", "from")
+
+
+def rewritten(row: Mapping[str, Any], data: Data) -> dict[str, Any]:
+    """A row of a source with the names, roles and texts that its section asks for.
+
+    Raises KeyError with a name that two columns, or two keys of a turn, would share.
+    """
+    columns = {name: ours for name, ours in data.columns.items() if OF_TURNS not in name}
+    changed: Mapping[str, Any] = row
+    if data.replace:
+        changed = _replaced(row, data.replace)
+    if len(columns) < len(data.columns) or data.roles:
+        changed = {name: _turns(name, value, data) for name, value in changed.items()}
+    named = rename(changed, columns)
+    if data.system is not None and not is_given(named.get("system")):
+        turns = [turn for value in named.values() for turn in _turns_in(value)]
+        if not any(turn.get(key) == "system" for turn in turns for key in SPEAKERS):
+            named["system"] = data.system
+    return named
+
+
+def names_in(row: Mapping[str, Any]) -> set[str]:
+    """Names of a row's columns, and of the keys of its turns as `Data.columns` writes them."""
+    return {*row} | {
+        f"{name}{OF_TURNS}{key}" for name, value in row.items() for turn in _turns_in(value)
+        for key in turn
+    }  # fmt: skip
+
+
+def _turns_in(value: Any) -> list[Mapping[str, Any]]:
+    return [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
+
+
+def _turns(column: str, value: Any, data: Data) -> Any:
+    """The turns of a column with their keys and roles renamed; other values as they are."""
+    if not _turns_in(value):
+        return value
+    start = column + OF_TURNS
+    keys = {k.removeprefix(start): v for k, v in data.columns.items() if k.startswith(start)}
+    turns = [rename(turn, keys) if isinstance(turn, Mapping) else turn for turn in value]
+    for turn in _turns_in(turns):
+        assert isinstance(turn, dict)
+        turn |= {key: data.roles.get(str(turn[key]), turn[key]) for key in SPEAKERS if key in turn}
+    return turns
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        for old, new in texts.items():
+            value = value.replace(old, new)
+        return value
+    if isinstance(value, Mapping):
+        return {key: _replaced(each, texts) for key, each in value.items()}
+    return [_replaced(each, texts) for each in value] if isinstance(value, list) else value

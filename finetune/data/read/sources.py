@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.formats import FORMATS, find_format
-from finetune.data.read.columns import rename
+from finetune.data.read.columns import OF_TURNS, names_in, rewritten
 from finetune.data.read.files import kind_of_file, read_file, why_not_read
 from finetune.data.read.hub import hub_rows
 from finetune.data.read.splits import choose, splits_of
@@ -73,19 +73,20 @@ class Source:
         Raises FinetuneError if they cannot be read, or, after the last row, if no row had a column
         that `columns` names.
         """
-        columns = self.data.columns
-        missing = {theirs for theirs, ours in columns.items() if ours is not None}
-        there = set[str]()
-        for row in islice(self._part(), self.data.first):
-            if columns and isinstance(row.value, Mapping):
-                missing -= row.value.keys()
-                there |= row.value.keys()
-                row = SourceRow(row.file, row.number, _renamed(row.value, columns))
+        data, there = self.data, set[str]()
+        missing = {theirs for theirs, ours in data.columns.items() if ours is not None}
+        changes = bool(data.columns or data.roles or data.replace or data.system)
+        for row in islice(self._part(), data.first):
+            if changes and isinstance(row.value, Mapping):
+                names = names_in(row.value)
+                missing -= names
+                there |= names
+                row = SourceRow(row.file, row.number, _rewritten(row.value, data))
             yield row
         if missing and there:
             (first, *_) = sorted(missing)
             raise FinetuneError(
-                f"data.columns: no row of {self.data.source} has a column '{first}'"
+                f"data.columns: no row of {data.source} has a column '{first}'"
                 f"{did_you_mean(first, there)}; its columns are {', '.join(sorted(there))}"
             )
 
@@ -104,11 +105,11 @@ class Source:
                 yield SourceRow(str(path), number, value)
 
 
-def _renamed(row: Mapping[str, Any], columns: Mapping[str, str | None]) -> Any:
+def _rewritten(row: Mapping[str, Any], data: Data) -> Any:
     try:
-        return rename(row, columns)
+        return rewritten(row, data)
     except KeyError as error:
-        theirs = next(name for name, ours in columns.items() if ours == error.args[0])
+        theirs = next(name for name, ours in data.columns.items() if ours == error.args[0])
         return Unreadable(
             f"columns renames '{theirs}' to '{error.args[0]}', but the row also has a column of "
             f'that name; leave that one out: {{"{error.args[0]}": null}}',
@@ -163,7 +164,8 @@ def _check_columns(data: Data) -> None:
     if data.format not in FORMATS and ":" not in data.format:
         return
     data_format = find_format(data.format)
-    named = [ours for ours in data.columns.values() if ours is not None]
+    columns = {theirs: ours for theirs, ours in data.columns.items() if OF_TURNS not in theirs}
+    named = [ours for ours in columns.values() if ours is not None]
     needed = [column for columns in data_format.columns for column in columns]
     known = list(dict.fromkeys((*needed, *data_format.optional)))
     for ours in named:

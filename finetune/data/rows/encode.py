@@ -309,7 +309,9 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
     tally.note("untrained", place, len(pieces) - len(kept))
     different = [piece for piece in kept if not _is_tied(piece)]
     tally.note("tied", place, len(kept) - len(different))
-    return different
+    whole = [row for row in different if max(len(ids) for ids, _ in row) >= batch.min_length]
+    tally.note("short", place, len(different) - len(whole))
+    return whole
 
 
 def _mark(row: tuple[Columns, ...], scored: bool) -> None:

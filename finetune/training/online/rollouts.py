@@ -27,7 +27,7 @@ from finetune.distributed.base import Engine
 from finetune.inference.decoder import Row
 from finetune.inference.sampling import Completion, sample
 from finetune.methods.losses import Sum, token_logps
-from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online
+from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online, group_stds
 from finetune.models.model import build, frozen
 from finetune.models.shell import blank
 from finetune.recipe.references import other_model
@@ -42,6 +42,8 @@ from finetune.training.online.reward_columns import column_names, reward_columns
 from finetune.training.online.sampled import Sampled, Watch, penalised
 from finetune.training.online.vllm_server import CHECKED, ServerFailure, VLLMServer
 
+RESAMPLED = 2**32
+"""Added to the seed for the order of the prompts that replace others."""
 LOGGED = 2
 """Prompts per sampling whose completions are logged for the report."""
 
@@ -180,20 +182,47 @@ class Rollouts:
                 each.unlink()
 
     def _sample(self, number: int) -> Sampled:
+        """The groups of a sampling; those without spread are replaced up to `resamplings` times.
+
+        Other prompts come in an order of their own, as many as a sampling has at a time; the first
+        ones with spread take the places of groups without.
+        """
         recipe, each = self.recipe, self.recipe.num_generations
         count = recipe.prompts_per_step * recipe.steps_per_generation
         chosen = rows_of_step(number, len(self.train), count, recipe.seed)
-        prompts = np.repeat(chosen, each)
-        numbers = np.concatenate([
-            np.arange(each) + each * chosen[:at].tolist().count(row)
-            for at, row in enumerate(chosen.tolist())
-        ])  # fmt: skip
+        prompts, completions, scores, rewards = self._groups(number, chosen, [])
+        asked = chosen.tolist()
+        for turn in range(recipe.resamplings):
+            flat = np.flatnonzero(_stds(rewards, each) < records.NO_SPREAD)
+            if not len(flat):
+                break
+            order = number * recipe.resamplings + turn
+            chosen = rows_of_step(order, len(self.train), count, recipe.seed + RESAMPLED)
+            others = self._groups(number, chosen, asked)
+            asked += chosen.tolist()
+            spread = np.flatnonzero(_stds(others[3], each) >= records.NO_SPREAD)
+            for old, new in zip(flat, spread, strict=False):
+                here, there = (slice(at * each, (at + 1) * each) for at in (old, new))
+                prompts[here], completions[here] = others[0][there], others[1][there]
+                scores[:, here], rewards[here] = others[2][:, there], others[3][there]
+        advantages = recipe.advantages(rewards.reshape(-1, each)).ravel()
+        return Sampled(prompts, completions, scores, rewards, advantages)
+
+    def _groups(
+        self, number: int, chosen: np.ndarray, asked: Sequence[int]
+    ) -> tuple[np.ndarray, list[Completion], np.ndarray, np.ndarray]:
+        """Prompts, completions, scores and rewards of groups of the chosen rows.
+
+        `asked` are the rows of earlier groups of this sampling: their noise is not used again.
+        """
+        recipe, each = self.recipe, self.recipe.num_generations
+        rows, prompts = [*asked, *chosen.tolist()], np.repeat(chosen, each)
+        before = [rows[:at].count(rows[at]) for at in range(len(asked), len(rows))]
+        numbers = (each * np.array(before)[:, None] + np.arange(each)).ravel()
         step = number * recipe.updates
         completions = self._complete(self.train, prompts, numbers, step, recipe.temperature)
         scores = self._scored(self.rewards, self.train, prompts, completions)
-        rewards = records.total(scores, recipe.reward_funcs)
-        advantages = recipe.advantages(rewards.reshape(-1, each)).ravel()
-        return Sampled(prompts, completions, scores, rewards, advantages)
+        return prompts, completions, scores, records.total(scores, recipe.reward_funcs)
 
     # Sampling and scoring ----------------------------------------------------------------------
 
@@ -381,6 +410,11 @@ class Rollouts:
             seconds=time.perf_counter() - started,
             metrics={name: value for name, value in found.items() if np.isfinite(value)},
         )
+
+
+def _stds(rewards: np.ndarray, each: int) -> np.ndarray:
+    """Standard deviation of the rewards of each group, (groups,)."""
+    return group_stds(rewards.reshape(-1, each))[:, 0]
 
 
 def rollouts_of(

@@ -9,6 +9,7 @@ again; another run on the same data and model reads them from the cache.
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -36,7 +37,7 @@ from finetune.recipe import Recipe
 from finetune.recipe.references import BASE, START, other_model, reference_of
 from finetune.runs.run import Run, replacing
 from finetune.training.loop import epoch_of
-from finetune.training.passes import DataPasses, StepPasses, used
+from finetune.training.passes import DataPasses, StepPasses, logps, used
 
 COLUMN = "reference"
 """Name of the log-probabilities in a batch's columns."""
@@ -149,8 +150,8 @@ def compute(engine: Engine, data: Prepared, steps: int, pad_id: int) -> Numbers:
     recipe, passes = engine.plan.recipe, DataPasses(engine, data, pad_id)
     other = other_model(recipe)
     with _own(engine) if other is None else passes.other(other):
-        logps = passes.of_documents(share_prompts=other is None)
-        found = {COLUMN: logps[used(data)]}
+        value = functools.partial(logps, tail=recipe.tail_weight)
+        found = {COLUMN: passes.of_documents(value, share_prompts=other is None)[used(data)]}
         if recipe.passes_before_step:
             rows, size = data.train, recipe.batch.rows
             found[TRAIN] = np.array([
@@ -210,6 +211,7 @@ def cache_key(plan: Plan, data: Prepared, steps: int, base: str | None) -> str |
         "precision": [str(compute_dtype(plan)), str(weight_dtype(plan))],
         "kernels": dataclasses.asdict(recipe.kernels),
         "libraries": libraries(""),
+        "tail": recipe.tail_weight,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
