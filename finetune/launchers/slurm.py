@@ -1,7 +1,9 @@
 """Submit a job to SLURM, which starts it again after a preemption, a time limit or a lost node."""
 
 import math
+import re
 import shlex
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from finetune.errors import FinetuneError, Interrupted
 from finetune.launchers.cluster import Above0, Cluster
-from finetune.launchers.submission import JobState, Queue, State, Submission, ask
+from finetune.launchers.submission import JobState, Queue, State, Submission, Submitted, ask
 from finetune.recipe.sections import STRICT, Positive, Text
 from finetune.runs.run import Run
 
@@ -19,6 +21,13 @@ STATES: dict[str, State] = {
     **dict.fromkeys(("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED"), "running"),
 }
 """States of SLURM's jobs (squeue(1)); all others have ended."""
+
+HOPELESS = re.compile(
+    r"(Partition(Config|(Time|Node)Limit)|BadConstraints|(Account|QOS)Not|Invalid(Account|QOS))"
+    r"|account not"
+)
+"""Reasons of pending jobs that waiting does not remove (squeue(1), SLURM 22.05)."""
+SECONDS_FOR_A_REASON = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -108,7 +117,7 @@ def describe(job: Submission[Slurm]) -> str:
     return names + script(job)
 
 
-def submit(job: Submission[Slurm]) -> str:
+def submit(job: Submission[Slurm]) -> Submitted:
     """Submit a job, after SLURM has checked that its partition can run it.
 
     Raises:
@@ -120,18 +129,35 @@ def submit(job: Submission[Slurm]) -> str:
         raise FinetuneError(
             f"job name '{job.name}': taken by job {number} ({state}); give another with --name"
         )
-    text = script(job)
+    text, number = script(job), ""
     try:
         ask("sbatch", "--test-only", given=text, env=job.environment)
-        return ask("sbatch", "--parsable", given=text, env=job.environment).partition(";")[0]
+        number = ask("sbatch", "--parsable", given=text, env=job.environment).partition(";")[0]
+        _refuse_hopeless(number)
     except FinetuneError as error:
-        asked = {name: getattr(job.cluster, name) for name in
-                 ("partition", "account", "qos", "hours", "nodes", "gpus", "cores")}  # fmt: skip
+        if number:
+            ask("scancel", number)
+        names = ("partition", "account", "qos", "hours", "nodes", "gpus", "cores")
+        asked = {name: getattr(job.cluster, name) for name in names}
         words = ", ".join(f"cluster.{name}={value}" for name, value in asked.items() if value)
         known = ask("sinfo", "--noheader", "--format=%R (%D nodes, %c cores, %G, %l)")
         raise FinetuneError(
             f"{error}; asked for {words}; partitions here: {', '.join(known.splitlines())}"
         ) from None
+    return Submitted(number)
+
+
+def _refuse_hopeless(number: str) -> None:
+    """Refuse a job that SLURM accepted and will never start, as soon as it has a reason."""
+    until = time.monotonic() + SECONDS_FOR_A_REASON
+    while time.monotonic() < until:
+        told = ask("squeue", "--noheader", f"--jobs={number}", "--format=%T %r")
+        state, _, reason = told.partition(" ")
+        if HOPELESS.search(reason):
+            raise FinetuneError(f"slurm: job {number} would never start: {reason}")
+        if state != "PENDING" or reason not in ("None", "Priority"):
+            return
+        time.sleep(0.2)
 
 
 def status(record: dict[str, Any]) -> JobState:

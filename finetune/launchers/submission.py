@@ -40,6 +40,14 @@ class JobState(NamedTuple):
     words: str = ""
 
 
+class Submitted(NamedTuple):
+    """A submitted job."""
+
+    id: str
+    wait: Callable[[], None] | None = None
+    """Runs a job that does not run without this process, to its end."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Submission(Generic[Settings]):
     """A job before it is submitted."""
@@ -82,8 +90,8 @@ class Queue(Generic[Settings]):
     """The type of `clusters/NAME.yaml`."""
     describe: Callable[[Submission[Settings]], str]
     """What would be submitted, without secrets."""
-    submit: Callable[[Submission[Settings]], str]
-    """Submits a job and returns its id. Raises FinetuneError and leaves nothing behind."""
+    submit: Callable[[Submission[Settings]], Submitted]
+    """Submits a job. Raises FinetuneError and leaves nothing behind."""
     status: Callable[[dict[str, Any]], JobState]
     """The state of a job, by its record."""
     cancel: Callable[[dict[str, Any], Run], str]
@@ -137,7 +145,7 @@ def submit(launcher: str, queue: Queue[Settings], job: Submission[Settings], dry
     write_json(job.recipe, catalog.to_fields(job.plan.recipe))
     job.run.log.with_name("stop").unlink(missing_ok=True)
     try:
-        number = queue.submit(job)
+        number, wait = queue.submit(job)
     except FinetuneError:
         if not before:
             shutil.rmtree(job.recipe.parent)
@@ -152,7 +160,9 @@ def submit(launcher: str, queue: Queue[Settings], job: Submission[Settings], dry
     }  # fmt: skip
     write_json(job.run.job, record)
     root = shlex.quote(str(job.run.root))
-    print(f"submitted    job {number}; finetune watch {root}, finetune stop {root}")
+    print(f"submitted    job {number}; finetune watch {root}, finetune stop {root}", flush=True)
+    if wait is not None:
+        wait()
 
 
 def _planned(job: Submission[Settings]) -> str:
@@ -201,7 +211,8 @@ def ask(*words: str, given: str = "", **how: Any) -> str:
     except subprocess.TimeoutExpired:
         raise FinetuneError(f"{words[0]}: no answer within {SECONDS_TO_ANSWER} s") from None
     if done.returncode:
-        told = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        told = [line.removeprefix(f"{words[0]}: ").removeprefix("error: ") for line in lines]
         raise FinetuneError(f"{words[0]}: {'; '.join(told) or f'status {done.returncode}'}")
     return done.stdout.strip()
 

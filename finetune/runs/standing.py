@@ -11,7 +11,7 @@ from finetune.runs.run import Run
 
 ENDS = {"finished": "finished", "early stop": "stopped early", "interrupted": "interrupted"}
 """State of a run that nothing trains in, by the reason of its last record."""
-FILES = ("recipe.json", "job.json", "run.lock")
+FILES = ("plan.json", "job.json", "run.lock")
 """A directory with one of them is a run's."""
 COMPLETE = ("finished", "stopped early")
 
