@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -100,10 +101,20 @@ class Slurm:
         )
 
     def lose_node(self, name: str) -> None:
-        """End a node with all that runs on it, without a word to the others."""
-        end_tree(self.nodes.pop(name).pid)
-        for pid in steps_of(name):
-            end_tree(pid)
+        """Freeze a node with all that runs on it: no connection of it is closed."""
+        for pid in self.processes(name):
+            os.kill(pid, signal.SIGSTOP)
+
+    def bring_back(self, name: str) -> None:
+        """Start a lost node again."""
+        for pid in self.processes(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.nodes.pop(name).wait()
+        self.start_node(name)
+
+    def processes(self, name: str) -> list[int]:
+        return [self.nodes[name].pid, *steps_of(name)]
 
     def state(self, job: str) -> str:
         """State of a job; empty after its end."""

@@ -127,7 +127,7 @@ def test_all_hosts_end_when_one_does_and_the_next_start_goes_on(
         process.kill()
     _, told = process.communicate(timeout=120)
     assert process.returncode == (-9 if how == "its launcher is killed" else 75), told
-    wait_for(lambda: not launches(run), start(["watch", str(run.root)], session_cache))
+    assert finetune("watch", run.root).status == 75
     assert 0 < run.newest() < 400
     finetune(*words, "--resume").passed()
     assert [each["loss"] for each in run.read_metrics("train")] == [

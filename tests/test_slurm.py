@@ -94,12 +94,13 @@ def test_a_queued_job_has_its_name_and_is_cancelled(slurm, finetune, recipe, tmp
 
 @pytest.mark.slow
 def test_a_run_preempted_three_times_ends_as_if_it_never_was(
-    slurm, run_of, finetune, recipe, tmp_path
+    slurm, run_of, finetune, tiny, tmp_path
 ):
-    straight = run_of("fsdp_full_shard", **SECTIONS)
-    run = Run(tmp_path / "run")
+    sections = SECTIONS | {"max_steps": 300, "saving": {"every": 100}}
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
+    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
     job = slurm.submit(finetune, recipe, *WORDS, "--output", run.root)
-    moments = preempted(slurm, run, job, times=3, seed=7)
+    moments = preempted(slurm, run, job, times=3, seed=7, longest=40)
     assert ended(slurm, job) == "COMPLETED", run.log.read_text()
     assert_equal(run, straight)
     found = cost(run)
@@ -116,7 +117,7 @@ def test_a_run_whose_node_dies_goes_on_when_it_is_back(slurm, run_of, finetune, 
     slurm.wait(lambda: (run.newest() or 0) >= 40)
     slurm.lose_node(clusters.NODES[1])
     slurm.wait(lambda: slurm.state(job) == "PENDING")
-    slurm.start_node(clusters.NODES[1])
+    slurm.bring_back(clusters.NODES[1])
     assert ended(slurm, job) == "COMPLETED", run.log.read_text()
     assert_equal(run, straight)
     assert starts(run) == 2

@@ -155,13 +155,15 @@ def _submit(
         return 0
     if resume is False:
         claim(run, plan, resume)
+    name = name_of(run, arguments.name)
+    there = run.root if queue.shares_disk else f"{cluster.runs}/{name}"
     words = words_of([
         ("--backend", arguments.backend),
         ("--processes", "auto" if elastic else count),
         ("--shard-size", arguments.shard_size),
         *((f"--{name}", value) for name, value in axes.items()),
         ("--precision", arguments.precision),
-        ("--output", run.root),
+        ("--output", there),
         ("--resume", "auto"),
         ("--nvme-path", arguments.nvme_path),
         ("--timeout", arguments.timeout),
@@ -173,7 +175,7 @@ def _submit(
         ("--no-plot", arguments.no_plot),
     ])  # fmt: skip
     job = Submission(
-        name_of(run, arguments.name), plan, run, cluster, (*words, *arguments.flags),
+        name, plan, run, cluster, (*words, *arguments.flags),
         arguments.min_machines,
     )  # fmt: skip
     submit(arguments.launcher, queue, job, arguments.dry_run)

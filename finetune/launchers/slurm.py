@@ -60,8 +60,9 @@ class Slurm(Cluster):
 def script(job: Submission[Slurm]) -> str:
     """The batch script of a job.
 
-    Every start is `finetune launch --resume auto` on each node. If all of them end with the status
-    of an interruption, the job is queued again, unless `job/stop` in its run directory exists.
+    Every start is `finetune launch --resume auto` on each node. If it ends with the status of an
+    interruption, or was killed, the job is queued again, unless `job/stop` in its run directory
+    exists. SLURM itself queues it again if a node is lost.
     `srun` sends SIGTERM to its tasks; the first that ends must not end the others, which save.
     `sbatch` does not hand its cores per task to `srun` (SLURM 22.05).
     """
@@ -104,7 +105,8 @@ def script(job: Submission[Slurm]) -> str:
         *([until] if cluster.hours else []),
         f"{srun} {job.command(contained=cluster.container is not None)}{end}",
         "status=$?",
-        f"if [ $status = {Interrupted.exit_status} ] && [ ! -e {shlex.quote(str(stop))} ]; then",
+        f"again=$(( status == {Interrupted.exit_status} || status > 128 ))",
+        f"if [ $again = 1 ] && [ ! -e {shlex.quote(str(stop))} ]; then",
         '    scontrol requeue "$SLURM_JOB_ID" && exit 0',
         "fi",
         "exit $status",

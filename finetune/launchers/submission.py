@@ -1,6 +1,7 @@
 """Submit a job to a scheduler: plan it for the cluster, check it, and record it with its run."""
 
 import dataclasses
+import json
 import os
 import shlex
 import shutil
@@ -215,6 +216,11 @@ def ask(*words: str, given: str = "", **how: Any) -> str:
         told = [line.removeprefix(f"{words[0]}: ").removeprefix("error: ") for line in lines]
         raise FinetuneError(f"{words[0]}: {'; '.join(told) or f'status {done.returncode}'}")
     return done.stdout.strip()
+
+
+def recipe_text(job: Submission[Any]) -> str:
+    """The recipe in JSON, for a job whose machines do not see this disk."""
+    return json.dumps(catalog.to_fields(job.plan.recipe))
 
 
 def name_of(run: Run, given: str | None) -> str:
