@@ -125,14 +125,17 @@ def state_of(run: Run) -> tuple[standing.Standing, str]:
 
 
 def submit(launcher: str, queue: Queue[Settings], job: Submission[Settings], dry: bool) -> None:
-    """Print the plan of a job for its cluster, and submit it unless `dry`.
+    """Print the plan of a job for its cluster, and submit it.
+
+    Args:
+        dry: print the plan on stderr and what would be submitted on stdout, and submit nothing.
 
     Raises:
         FinetuneError: it does not fit, or the scheduler refuses it; nothing was submitted.
     """
-    print(_planned(job), flush=True)
+    print(_planned(job), file=sys.stderr if dry else sys.stdout, flush=True)
     if dry:
-        print(f"\n{queue.describe(job)}")
+        print(queue.describe(job))
         return
     known = read_object(job.run.job)
     if known and (found := queue_of(known).status(known)).state != "ended":
