@@ -55,7 +55,7 @@ def test_a_script_of_slurm_has_all_settings(finetune: Finetune, recipe, tmp_path
         "batch.micro_rows=1", "cluster.nodes=2", "cluster.gpus=8", "cluster.gpu_type=h100",
         "cluster.cores=64", "cluster.account=us", "cluster.qos=now", "cluster.hours=1.5",
         "cluster.modules=[cuda]", "cluster.setup=[ulimit -n 9000]", "cluster.container=a.sif",
-        "cluster.engine=apptainer", "cluster.mounts=[/data:/data]", "cluster.attempts=4",
+        "cluster.runtime=apptainer", "cluster.mounts=[/data:/data]", "cluster.attempts=4",
         "cluster.options=[--exclusive]", "cluster.environment.WANDB_API_KEY=secret",
     )  # fmt: skip
     assert (

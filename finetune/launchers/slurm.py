@@ -49,7 +49,7 @@ class Slurm(Cluster):
     """Lines of bash to run before the job on its first node, such as `source venv/bin/activate`."""
     container: Text | None = None
     """Image in which `finetune` is installed."""
-    engine: Literal["pyxis", "apptainer"] = "pyxis"
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """What starts the container."""
     mounts: tuple[Text, ...] = ()
     """Folders in the container, as OUTSIDE:INSIDE; those of the run and of the data are needed."""
@@ -87,7 +87,7 @@ def script(job: Submission[Slurm]) -> str:
     lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
     cores = [f"--cpus-per-task={cluster.cores}"] if cluster.cores else []
     inside: list[str] = []
-    if cluster.container and cluster.engine == "pyxis":
+    if cluster.container and cluster.runtime == "pyxis":
         cores += [f"--container-image={cluster.container}"]
         cores += [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
         cores += [f"--container-workdir={Path.cwd()}"]
