@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-dpo quickstart-grpo train plan prove test test-slow test-gpu test-cuda-trace coverage check bench bench-gpu clean
+.PHONY: help setup quickstart quickstart-dpo quickstart-grpo train plan prove test test-slow test-gpu test-cuda-trace test-engines coverage check bench bench-gpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -70,6 +70,14 @@ test-cuda-trace: $(READY) ## Trace what runs on a GPU with CUDA builds of PyTorc
 		$$traces/bin/python -m pytest tests/cuda_trace $(ARGS) || exit 1; \
 	done
 
+test-engines: $(READY) ## Read what is submitted to SkyPilot and Kubernetes with their own parsers.
+	@for engine in $(ENGINES); do \
+		place=.engines/$${engine%%=*}; \
+		$(BIN)/python -m venv $$place --without-pip && \
+		$(BIN)/python -m pip --python $$place/bin/python install --quiet $$engine pytest && \
+		$$place/bin/python -m pytest --rootdir tests/engines --confcutdir tests/engines tests/engines $(ARGS) || exit 1; \
+	done
+
 coverage: $(READY) ## Run the everyday tests and say which share of the lines they run.
 	$(MAKE) test COVERAGE=yes
 
@@ -89,7 +97,7 @@ bench-gpu: $(READY) ## Measure on GPUs, for 45 minutes at most; without one, ski
 	else echo "skipped every GPU benchmark: PyTorch sees no GPU on this machine"; fi
 
 clean: ## Remove .venv, .bench, .cuda-trace and what tools left behind; runs and models stay.
-	rm -rf .venv .bench .cuda-trace .coverage* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .cuda-trace .engines .coverage* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 WORKERS := 2
@@ -100,6 +108,9 @@ HANGS = -o faulthandler_timeout=600
 # The newest and the lowest version with which GPUs are traced; each CUDA build takes six gigabytes.
 # TRACE_TORCH=2.13.0 traces another one.
 TRACE_TORCH := 2.14.1 2.11.0
+
+# Large packages, each in an environment of its own.
+ENGINES := skypilot==0.14.1 kubeflow==0.5.0
 
 RACES = --workload all --minutes 5 $(PEERS)
 

@@ -214,7 +214,7 @@ def with_words(fields: dict[str, Any], pairs: Sequence[str]) -> Recipe:
         FinetuneError: as `override`.
     """
     kind = find_method(fields["method"])
-    wrong = [problem for pair in pairs if (problem := _apply(fields, kind, pair))]
+    wrong = [problem for pair in pairs if (problem := assign(fields, kind, pair))]
     try:
         changed = from_fields(fields, "override")
     except FinetuneError as error:
@@ -223,8 +223,8 @@ def with_words(fields: dict[str, Any], pairs: Sequence[str]) -> Recipe:
     return changed
 
 
-def _apply(fields: dict[str, Any], kind: type, pair: str) -> str | None:
-    """Set one value in place; returns the problem, or None."""
+def assign(fields: dict[str, Any], kind: type, pair: str) -> str | None:
+    """Set the value of a `key=value` in plain values of a type; returns the problem, or None."""
     path, equals, text = pair.partition("=")
     if not equals or not path:
         is_adapter = os.path.isfile(f"{pair}/adapter_config.json")

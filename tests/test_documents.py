@@ -35,6 +35,7 @@ import finetune as ft
 from finetune import backend, catalog
 from finetune.cli.main import build_parser, main
 from finetune.errors import FinetuneError
+from finetune.launchers import QUEUES
 from finetune.planner import plan
 from finetune.recipe import Recipe
 
@@ -71,6 +72,10 @@ def folder(tmp_path_factory, tiny) -> Path:
     (folder / "my-model").symlink_to(tiny.model)
     rows = [{"ask": f"Say {word}. ", "say": word} for word in ("yes", "no", "maybe")]
     written(folder / "asks.jsonl", rows)
+    (folder / "clusters").mkdir()
+    for language, text in blocks(ROOT / "docs/clusters.md"):
+        if language == "yaml":
+            (folder / text.split()[1]).write_text(text)
     for name, kind in (("my_tuning.py", "python"), ("my_backend.yaml", "yaml")):
         texts = [text for language, text in blocks(EXTENDING) if language == kind]
         (folder / name).write_text("\n".join(texts))
@@ -126,6 +131,9 @@ def as_a_plan(words: list[str], folder: Path, do: Do) -> None:
     Flags that are not `launch`'s own must be flags of `accelerate launch`.
     """
     arguments, unknown = build_parser().parse_known_args(words[1:])
+    if getattr(arguments, "launcher", None) in QUEUES:
+        as_it_is(words, folder, do, *({"--dry-run"} - {*words}))
+        return
     flags = [word for word in unknown if word not in arguments.overrides]
     launch_command_parser().parse_args([*flags, "script.py"])
     chosen = ["--backend", arguments.backend] if arguments.backend else []

@@ -57,7 +57,8 @@ INSIDE = "evaluation/metrics/inside.py"
 """A program of its own, around code of a model."""
 READS_ENVIRONMENT = {
     INSIDE, "backend/__init__.py", "cache.py", "cli/export.py", "cli/serve.py", "exporters/gguf.py",
-    "launchers/accelerate.py", "launchers/srun.py", "serving/external.py",
+    "launchers/accelerate.py", "launchers/submission.py", "launchers/variables.py",
+    "serving/external.py",
     "process/error_report.py", "process/quiet.py", "process/rendezvous.py", "process/warm.py",
     "training/online/vllm_server.py",
     "verification/memory/traced_step.py", "verification/memory/rehearsal.py",

@@ -9,7 +9,7 @@ import pytest
 from conftest import FP32, apart, start, write_recipe
 
 from finetune import FinetuneError, Run
-from finetune.launchers import srun
+from finetune.launchers import variables
 from finetune.launchers.accelerate import free_port
 
 MINUTES = "0.03"
@@ -60,17 +60,17 @@ def test_a_machine_that_is_missing_is_named(tiny, finetune, tmp_path: Path, mach
 
 
 def test_the_machines_of_srun_are_those_of_the_job(monkeypatch):
-    assert srun.flags([]) == []
+    assert variables.flags([]) == []
     for name, value in task_of_srun(1).items():
         monkeypatch.setenv(name, value)
-    assert srun.flags([]) == [
+    assert variables.flags([]) == [
         "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "127.0.0.1",
         "--main_process_port", "22347",
     ]  # fmt: skip
-    assert srun.flags(["--num-machines=1"]) == []
+    assert variables.flags(["--num-machines=1"]) == []
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     with pytest.raises(FinetuneError, match=r"8 tasks on 2 nodes.*srun --ntasks-per-node 1"):
-        srun.flags([])
+        variables.flags([])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_machines_of_srun_are_those_of_the_job(monkeypatch):
     [("a1", "a1"), ("a[1-3,7],b", "a1"), ("g-[007-9].lan", "g-007.lan"), ("r[1-2]n[3,4]", "r1n3")],
 )
 def test_the_first_host_of_slurms_list_is_machine_0(hosts, first):
-    assert srun.first_host(hosts) == first
+    assert variables.first_host(hosts) == first
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_tasks_of_srun_train_as_one_job(run_of, tmp_path):
         "launch", str(straight.recipe), "--backend", "ddp", "--processes", "2", "--precision",
         "fp32", "--output", str(run.root),
     ]  # fmt: skip
-    job = str(free_port() - srun.FIRST_PORT)
+    job = str(free_port() - variables.FIRST_PORT)
     tasks = [
         start(words, tmp_path, warm=True, **task_of_srun(node, JOB_ID=job, STEP_ID="0"))
         for node in range(2)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from finetune.distributed.ranks import Ranks
 from finetune.errors import FinetuneError
+from finetune.runs.foreign import refuse_foreign, unusable_directory
 from finetune.runs.run import Run
 from finetune.runs.units import duration
 
@@ -20,11 +21,6 @@ LOCK_SECONDS = 10.0
 SECONDS_TO_APPEAR = 10.0
 """Seconds until a network file system shows a new file to every host."""
 SHOWN_RANKS = 8
-NOT_A_RUN = {"run.lock", "offload", "flight_records", "starting_adapter.json"}
-"""Names allowed in a directory before it has a run's record, in addition to hidden files.
-
-A start that failed while preparing data or loading the model leaves the last two.
-"""
 
 
 @contextlib.contextmanager
@@ -38,12 +34,12 @@ def locked(run: Run) -> Iterator[None]:
             a run, or it is not writable.
     """
     if not run.recipe.exists():
-        _refuse_foreign(run.root)
+        refuse_foreign(run.root)
     path = run.root / "run.lock"
     try:
         file = path.open("a+")
     except OSError as error:
-        raise _unusable_directory(run.root, error) from None
+        raise unusable_directory(run.root, error) from None
     with file:
         until = time.monotonic() + LOCK_SECONDS
         while not _acquired(file.fileno(), path):
@@ -86,26 +82,6 @@ def _locked_message(run: Run, holder: str) -> str:
     return (
         f"{text} (it last wrote {duration(max(0.0, time.time() - max(wrote)))} ago; if that "
         "host is gone, a network disk may keep its lock: delete run.lock)"
-    )
-
-
-def _refuse_foreign(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        found = sorted(path.name for path in root.iterdir())
-    except OSError as error:
-        raise _unusable_directory(root, error) from None
-    others = [name for name in found if name not in NOT_A_RUN and not name.startswith(".")]
-    if others:
-        raise FinetuneError(
-            f"{root}: not empty and not a run (it contains {others[0]}"
-            f"{f' and {len(others) - 1} more' if others[1:] else ''}); choose another --output"
-        )
-
-
-def _unusable_directory(root: Path, error: OSError) -> FinetuneError:
-    return FinetuneError(
-        f"{root}: cannot be a run directory ({error.strerror}); choose another --output"
     )
 
 

@@ -41,6 +41,8 @@ class Saver:
         self._written: list[Saved] = []
         self.last = 0
         """Step of the newest checkpoint that was begun; 0 if there is none."""
+        self.slowest = 0.0
+        """Seconds of the slowest checkpoint so far, written in the background or not."""
         self._group: Group | None = None
         if saving.background and engine.world > 1:
             self._group = torch.distributed.new_group(backend="gloo")
@@ -102,7 +104,9 @@ class Saver:
             self._engine, self._run, progress, self._tokenizer, taken, self._group
         )
         tidy(self._engine, self._run, progress, best, self._saving.keep, self._group)
-        seconds = time.perf_counter() - started if waited is None else waited
+        took = time.perf_counter() - started
+        self.slowest = max(self.slowest, took)
+        seconds = took if waited is None else waited
         self._written.append(Saved(step=progress.step, seconds=seconds, bytes=size))
 
 

@@ -1,16 +1,22 @@
-"""`finetune launch`: train in processes started by `accelerate launch`."""
+"""`finetune launch`: train in processes started by `accelerate launch`, here or on a cluster."""
 
 import argparse
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 from finetune.cli import options
-from finetune.launchers import LAUNCHERS
+from finetune.launchers import LAUNCHERS, QUEUES
 
-SUMMARY = "train through `accelerate launch`"
+if TYPE_CHECKING:
+    from finetune.launchers.submission import Queue
+    from finetune.recipe import Recipe
+
+SUMMARY = "train through `accelerate launch`, here or on a cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
-    options.backend_words(parser)
+    options.backend_words(parser, elastic=True)
     options.run_words(parser)
     parser.add_argument(
         "--max-restarts",
@@ -19,42 +25,158 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of restarts after a failure",
     )
     parser.add_argument(
+        "--max-attempts",
+        type=options.count,
+        metavar="N",
+        help="starts in a row without a new checkpoint, counted in the run directory",
+    )
+    parser.add_argument(
         "--join-timeout",
         type=options.minutes,
         default=5.0,
         help="minutes that a machine waits for the others to start",
     )
     parser.add_argument(
+        "--min-machines",
+        type=options.count,
+        metavar="N",
+        help="with --processes auto: start on fewer machines, but at least on N",
+    )
+    parser.add_argument(
         "--launcher",
         default="accelerate",
-        help=f"{', '.join(LAUNCHERS)}, or module:function of your own launcher",
+        help=f"{', '.join([*LAUNCHERS, *QUEUES])}, or module:attribute of your own launcher",
+    )
+    parser.add_argument("--cluster", help="name or YAML of the cluster to submit to")
+    parser.add_argument("--name", help="name of the job; by default that of the run directory")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be submitted to the cluster"
     )
     parser.epilog = "Other --flags are passed to `accelerate launch`."
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from finetune import extensions
     from finetune.checks.request import read_words
-    from finetune.launchers import srun
-    from finetune.launchers.job import launch
+    from finetune.errors import FinetuneError
+    from finetune.launchers.cluster import split
+    from finetune.launchers.submission import Queue
 
+    arguments.overrides, settings = split(arguments.overrides)
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
+    if arguments.launcher not in LAUNCHERS:
+        launcher = extensions.find("--launcher", arguments.launcher, {**LAUNCHERS, **QUEUES})
+        if isinstance(launcher, Queue):
+            return _submit(arguments, recipe, launcher, settings)
+    for name in ("cluster", "name", "dry_run"):
+        if (given := getattr(arguments, name)) or settings:
+            word = f"--{name.replace('_', '-')} {given}" if given else f"cluster.{settings[0]}"
+            raise FinetuneError(f"{word}: of a cluster; use --launcher {' or '.join(QUEUES)}")
+    return _launch(arguments, recipe)
+
+
+def _launch(arguments: argparse.Namespace, recipe: "Recipe") -> int:
+    from finetune.errors import FinetuneError
+    from finetune.launchers import elastic, variables
+    from finetune.launchers.job import launch
+    from finetune.runs.attempts import attempt
+    from finetune.runs.run import Run
+
+    flags = [*variables.flags(arguments.flags), *arguments.flags]
+    output, backend, processes = options.output_of(arguments), arguments.backend, None
+    if arguments.processes == "auto":
+        fitting = elastic.fit(
+            recipe, backend or recipe.backend, flags, arguments.precision, arguments.min_machines
+        )
+        if fitting is None:
+            return 0
+        backend, processes, flags = fitting
+    elif arguments.min_machines is not None:
+        raise FinetuneError("--min-machines: needs --processes auto")
     words = ["--timeout", str(arguments.timeout)]
     words += ["--nvme-path", str(arguments.nvme_path)] if arguments.nvme_path else []
+    words += ["--end-by", str(arguments.end_by)] if arguments.end_by else []
     words += ["--profile"] if arguments.profile else []
     words += ["--no-plot"] if arguments.no_plot else []
-    launch(
-        recipe,
-        arguments.backend,
-        arguments.processes,
-        options.output_of(arguments),
-        options.resume_of(arguments),
-        arguments.precision,
-        arguments=words,
-        flags=[*srun.flags(arguments.flags), *arguments.flags],
-        max_restarts=arguments.max_restarts,
-        join_minutes=arguments.join_timeout,
-        launcher=arguments.launcher,
-        shard_size=arguments.shard_size,
-        axes=options.axes_of(arguments),
+    first = elastic.value_of(flags, "--machine_rank") in (None, "0")
+    counted = arguments.max_attempts is not None and first
+    with attempt(Run(output), arguments.max_attempts) if counted else contextlib.nullcontext():
+        launch(
+            recipe,
+            backend,
+            processes or arguments.processes,
+            output,
+            options.resume_of(arguments),
+            arguments.precision,
+            arguments=words,
+            flags=flags,
+            max_restarts=arguments.max_restarts,
+            join_minutes=arguments.join_timeout,
+            launcher=arguments.launcher,
+            shard_size=arguments.shard_size,
+            axes=options.axes_of(arguments),
+        )
+    return 0
+
+
+def _submit(
+    arguments: argparse.Namespace, recipe: "Recipe", queue: "Queue[Any]", settings: list[str]
+) -> int:
+    from finetune import backend as backends
+    from finetune import catalog
+    from finetune.checkpoints.resume import claim, finished
+    from finetune.checks.request import check
+    from finetune.errors import FinetuneError
+    from finetune.launchers import cluster as clusters
+    from finetune.launchers.submission import Submission, name_of, submit, words_of
+    from finetune.runs.run import Run
+
+    file = None
+    if arguments.cluster is not None:
+        file = clusters.find(arguments.cluster, catalog.find(arguments.recipe))
+    cluster = clusters.load(queue.settings, file, settings)
+    machine = backends.load(arguments.backend or recipe.backend)
+    elastic = arguments.processes == "auto"
+    every = cluster.nodes * max(1, cluster.gpus)
+    asked = every if elastic or every > 1 else None
+    axes = options.axes_of(arguments)
+    machine, count = backends.divided(
+        machine, asked if elastic else arguments.processes or asked, axes
     )
+    if count % cluster.nodes:
+        raise FinetuneError(
+            f"--processes {count}: not the same number on each of cluster.nodes={cluster.nodes}"
+        )
+    machine = backends.sized(machine, count, cluster.nodes, arguments.shard_size)
+    plan = check(recipe, machine, count, arguments.precision, files=queue.shares_disk)
+    run, resume = Run(options.output_of(arguments).absolute()), options.resume_of(arguments)
+    if resume and finished(run, plan):
+        print(f"{run.root}: complete, nothing to resume")
+        return 0
+    if resume is False:
+        claim(run, plan, resume)
+    name = name_of(run, arguments.name)
+    there = run.root if queue.shares_disk else f"{cluster.runs}/{name}"
+    words = words_of([
+        ("--backend", arguments.backend),
+        ("--processes", "auto" if elastic else count),
+        ("--shard-size", arguments.shard_size),
+        *((f"--{name}", value) for name, value in axes.items()),
+        ("--precision", arguments.precision),
+        ("--output", there),
+        ("--resume", "auto"),
+        ("--nvme-path", arguments.nvme_path),
+        ("--timeout", arguments.timeout),
+        ("--join-timeout", arguments.join_timeout),
+        ("--min-machines", arguments.min_machines),
+        ("--max-restarts", arguments.max_restarts or None),
+        ("--max-attempts", cluster.attempts),
+        ("--profile", arguments.profile),
+        ("--no-plot", arguments.no_plot),
+    ])  # fmt: skip
+    job = Submission(
+        name, plan, run, cluster, (*words, *arguments.flags),
+        arguments.min_machines,
+    )  # fmt: skip
+    submit(arguments.launcher, queue, job, arguments.dry_run)
     return 0

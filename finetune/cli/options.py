@@ -26,6 +26,16 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else count(text)
+
+
+def seconds_since_1970(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        return float(text)
+    raise argparse.ArgumentTypeError(f"got '{text}', expected seconds since 1970: date +%s")
+
+
 def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"got '{text}', expected a port from 0 to 65535")
@@ -53,9 +63,14 @@ def recipe_words(parser: argparse.ArgumentParser, what: str = "name or file of a
     )
 
 
-def backend_words(parser: argparse.ArgumentParser) -> None:
+def backend_words(parser: argparse.ArgumentParser, elastic: bool = False) -> None:
     parser.add_argument("--backend", help="name or YAML; by default the recipe's")
-    parser.add_argument("--processes", type=count, help="by default the backend's")
+    parser.add_argument(
+        "--processes",
+        type=count_or_auto if elastic else count,
+        metavar="N|auto" if elastic else "N",
+        help="by default the backend's" + "; auto: those that fit the machines" * elastic,
+    )
     parser.add_argument(
         "--shard-size",
         type=count,
@@ -106,6 +121,12 @@ def run_words(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--profile", action="store_true", help="trace the third step, and print where its time went"
+    )
+    parser.add_argument(
+        "--end-by",
+        type=seconds_since_1970,
+        metavar="TIME",
+        help="save and end with 75 in time for this moment, in seconds since 1970",
     )
     parser.add_argument("--no-plot", action="store_true", help="do not draw loss.png at the end")
 

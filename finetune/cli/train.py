@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.timeout,
         arguments.profile,
         not arguments.no_plot,
+        arguments.end_by,
     )
     carry_out(plan, how)
     return 0

@@ -11,6 +11,7 @@ from finetune.planner.mesh import AXES, Mesh
 from finetune.reports.proof_page import proof_tables
 from finetune.reports.tables import Cell, Table, cell_of, is_plain, tables, words
 from finetune.runs import units
+from finetune.runs.attempts import cost
 from finetune.runs.metrics import History, Warned
 from finetune.runs.run import Run, of_record, read_object
 from finetune.runs.summary import Throughput, read_completions, throughput
@@ -68,6 +69,7 @@ def _sections(run: Run, history: History) -> Iterator[Section]:
         ("Sampled completions", run.completions, lambda: _completions(run)),
         ("Checkpoints", run.metrics, lambda: _checkpoints(run, history)),
         ("Throughput and memory", run.metrics, lambda: _rates(history)),
+        ("Cost", run.attempts, lambda: _cost(run)),
         ("Data", run.data, data),
         ("Backend", run.realised, lambda: [*_backend(history), *_realised(run)]),
         ("Memory of each process", run.metrics, lambda: _processes(run, history)),
@@ -104,6 +106,22 @@ def _evaluations(history: History) -> list[Table]:
     perplexity = ["perplexity"] if unit == "tokens" else []
     columns = ("step", "loss", "change", *perplexity, *names, unit, "time", "")
     return [Table(rows, columns)]
+
+
+def _cost(run: Run) -> list[Table]:
+    """What a job of a scheduler cost."""
+    found = cost(run)
+    if found is None:
+        return []
+    rows: list[tuple[Cell, ...]] = [
+        ("starts", found.attempts),
+        ("waiting for machines", units.duration(found.waiting)),
+        ("machines held", units.duration(found.allocated)),
+        ("share of it in steps", f"{found.stepping:.1%}"),
+        ("steps that were lost", found.lost_steps),
+    ]
+    rows += [] if math.isnan(found.price) else [("price", f"{found.price:,.2f}")]
+    return [Table(rows)]
 
 
 def _warnings(history: History) -> list[Table]:

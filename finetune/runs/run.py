@@ -19,6 +19,8 @@ RUN/
   checkpoints/step-00000010/   see `finetune.checkpoints.checkpoint`; manifest.json is written last
   flight_records/    rank-00000.json, ...: the last collectives, dumped by torch when one failed
   run.lock           locked by the process that trains
+  job.json           the job of a scheduler that trains it; job/ has its recipe and its log
+  attempts.jsonl     each start of the job and its end
   best.json          {"step": ..., "loss": ...} of the best evaluation
   final/             the result: PEFT adapter or complete model, tokenizer, model card (README.md)
   profile/           trace of one step per rank by torch's profiler, and a breakdown of its time
@@ -87,6 +89,9 @@ class Run:
         "completions.jsonl", "some completions of each sampling, with their rewards."
     )
     metrics = File("metrics.jsonl", "one JSON object per line.")
+    job = File("job.json", "the job of a scheduler that trains it.")
+    log = File("job/log.txt", "the output of that job.")
+    attempts = File("attempts.jsonl", "each start of that job and its end.")
     samples = File("samples.json", "answers before and after training.")
     evaluations = File("eval/", "one folder per evaluation by `finetune eval`.")
     proof = File("proof.json", "a proof of the recipe, if one was added.")

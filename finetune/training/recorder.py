@@ -34,6 +34,7 @@ from finetune.runs.environment import environment
 from finetune.runs.metrics import (
     Ended,
     Evaluated,
+    Listener,
     Measured,
     Metrics,
     Saved,
@@ -69,6 +70,8 @@ class Recorder:
         self.forecast = expected(engine, data, steps, self.flops / engine.world)
         self.tokens, self.spent = 0, 0.0
         self.watch = PairWatch()
+        self.listeners: list[Listener] = []
+        """More listeners of the metrics, which are opened later."""
 
     def write_request(self) -> None:
         """Write the files of the request: recipe, plan, environment and data.
@@ -104,7 +107,7 @@ class Recorder:
         self.parameters = parameters
         notes = [*notes, *filling_notes(self.data.train, recipe, padding, self.steps)]
         self.display = Display(self.run, is_main=engine.is_main, notes=notes)
-        listeners = [self.display.show]
+        listeners = [self.display.show, *self.listeners]
         if recipe.trackers:
             open_trackers(engine.accelerator, self.run, catalog.to_fields(recipe))
             listeners.append(track(engine.accelerator))

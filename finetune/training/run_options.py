@@ -22,3 +22,5 @@ class Options:
     """Trace one step with PyTorch's profiler and print a breakdown of its time."""
     plot: bool = True
     """Draw `loss.png` at the end."""
+    end_by: float | None = None
+    """Unix time in seconds by which the run saves and ends as if interrupted; None for never."""

@@ -24,6 +24,7 @@ from finetune.training.profiler import STEP, profile_of
 from finetune.training.recorder import Reason
 from finetune.training.run_options import Options
 from finetune.training.stages import Started
+from finetune.training.time_limit import TimeLimit
 
 PEAK, SIGNALLED = "peak", "signalled"
 """Values of a rank in a step: its peak bytes so far, and whether it got a signal."""
@@ -49,6 +50,8 @@ class Training:
         self.recipe, self.started, self.built = engine.plan.recipe, started, started.built
         self.data, self.steps = started.data, started.inputs.steps
         self.recorder, self.rollouts = started.recorder, started.rollouts
+        self.limit = TimeLimit(run, options.end_by)
+        self.recorder.listeners.append(self.limit.listen)
         self.saver = Saver(engine, run, self.built.tokenizer, self.recipe.saving)
 
     def train(self) -> None:
@@ -152,6 +155,8 @@ class Training:
             raise type(error)(*(f"{problem}; then {then}" for problem in error.problems)) from None
 
     def _local_values(self) -> dict[str, int]:
+        if self.engine.is_main and self.limit.reached(self.saver.slowest):
+            self.interruption.request("the time limit")
         return {PEAK: peak_bytes(self.engine.device), SIGNALLED: int(self.interruption.asked)}
 
     def _record(self, progress: Progress, result: StepResult, peak: int) -> Progress:

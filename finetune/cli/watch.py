@@ -1,0 +1,72 @@
+"""`finetune watch`: follow a run until it ends."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.runs.run import Run
+
+SUMMARY = "follow the log and the metrics of a run, until it ends"
+SECONDS, SECONDS_BETWEEN_QUESTIONS = 0.5, 5.0
+"""Seconds between looks at the files of a run, and between questions to a scheduler."""
+STATUS = {"finished": 0, "stopped early": 0, "interrupted": 75}
+"""Exit status by the state in which a run ended; 1 for others."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run directory")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from finetune.launchers.submission import PENDING, state_of
+    from finetune.runs.standing import holder, run_at
+
+    run, said = run_at(arguments.run), ""
+    follow = _log(run) if run.log.exists() else _records(run)
+    while True:
+        held = holder(run) is not None
+        state = "running" if held else state_of(run)[1]
+        next(follow)
+        if state != said:
+            said = state
+            print(f"{run.root}: {state}", file=sys.stderr, flush=True)
+        if not held and not state.startswith(PENDING):
+            return STATUS.get(state, 1)
+        time.sleep(SECONDS if held else SECONDS_BETWEEN_QUESTIONS)
+
+
+def _log(run: "Run") -> Iterator[None]:
+    """Print what was added to the log of a job since the last turn."""
+    with run.log.open(errors="replace") as file:
+        while True:
+            print(file.read(), end="", flush=True)
+            yield
+
+
+def _records(run: "Run") -> Iterator[None]:
+    """Show the records that were added to the metrics since the last turn.
+
+    A resumed run replaces the file by one without the records that it will write again.
+    """
+    from finetune.reports.display import Display
+    from finetune.runs.metrics import parse
+
+    display, read, shown, node = Display(run), 0, 0.0, None
+    while True:
+        if run.metrics.exists():
+            read = read if node == (node := run.metrics.stat().st_ino) else 0
+            with run.metrics.open("rb") as file:
+                file.seek(read)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    read += len(line)
+                    record = parse(run, json.loads(line))
+                    if record.time > shown:
+                        shown = record.time
+                        display.show(record)
+        yield

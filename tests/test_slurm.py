@@ -1,0 +1,180 @@
+"""Jobs on a real SLURM: preempted, out of time, without a node, cancelled; nothing is lost."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import slurm as clusters
+from conftest import Finetune, start, write_recipe
+from slurm import Slurm, curve, files_of, preempted
+
+from finetune.runs.attempts import cost
+from finetune.runs.run import Run
+
+SECTIONS = {"max_steps": 60, "saving": {"every": 20}, "evaluation": {"every": 30}}
+WORDS = ("--backend", "fsdp_full_shard", "--precision", "fp32", "--no-plot")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if (reason := clusters.missing()) is not None:
+        pytest.skip(reason)
+    with clusters.running(tmp_path_factory.mktemp("slurm") / "it") as made:
+        yield made
+
+
+@pytest.fixture
+def recipe(tiny, tmp_path: Path) -> Path:
+    return write_recipe(tmp_path / "recipe.json", tiny.fields(**SECTIONS))
+
+
+def ended(slurm: Slurm, job: str) -> str:
+    """Wait for the end of a job, and return its state."""
+    slurm.wait(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 600)
+    return slurm.state(job)
+
+
+def assert_equal(run: Run, straight: Run) -> None:
+    log = run.log.read_text()
+    assert curve(run) == curve(straight), log
+    assert files_of(run) == files_of(straight), log
+
+
+def starts(run: Run) -> int:
+    return run.attempts.read_text().count('"start"')
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["cluster.partition=nope"], "invalid partition specified: nope; allocation failure"),
+        (["cluster.partition=owned", "cluster.account=other"], "never start: Job's account not"),
+        (["cluster.partition=short", "cluster.hours=2"], "would never start: Partition"),
+        (["cluster.cores=99"], "Requested node configuration is not available"),
+        (["cluster.gpus=2", "--processes", "2"], "Invalid generic resource (gres) specification"),
+    ],
+)
+def test_what_slurm_cannot_run_is_refused_and_leaves_nothing(
+    slurm, finetune: Finetune, recipe, tmp_path, words, told
+):
+    run = tmp_path / "run"
+    done = finetune(
+        "launch", recipe, *WORDS, "--output", run, "--launcher", "slurm", "cluster.nodes=2", *words,
+        env=slurm.env,
+    )  # fmt: skip
+    assert told in done.refused()
+    assert "partitions here: low (2 nodes, 2 cores" in done.stderr
+    assert not run.exists()
+    assert slurm.ask("squeue", "--noheader") == ""
+
+
+def test_a_queued_job_has_its_name_and_is_cancelled(slurm, finetune, recipe, tmp_path):
+    blocking = slurm.ask(
+        "sbatch", "--parsable", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=sleep 99"
+    )
+    run = tmp_path / "run"
+    job = slurm.submit(finetune, recipe, *WORDS, "--output", run, "--name", "mine")
+    listed = json.loads(finetune("runs", tmp_path, "--json", env=slurm.env).passed().stdout)
+    assert [(each["run"], each["job"]) for each in listed] == [(str(run), job)]
+    assert listed[0]["state"].startswith("queued (")
+    again = [recipe, *WORDS, "--launcher", "slurm", "cluster.nodes=2", "--name", "mine"]
+    taken = finetune("launch", *again, "--output", tmp_path / "other", env=slurm.env).refused()
+    assert taken == (
+        f"error: job name 'mine': taken by job {job} (PENDING); give another with --name\n"
+    )
+    same = finetune("launch", *again, "--output", run, env=slurm.env).refused()
+    assert f"{run}: its job {job} is queued; end it with finetune stop {run}" in same
+    told = finetune("stop", run, env=slurm.env).passed().stdout
+    assert told == f"job {job} of SLURM is cancelled\n"
+    assert slurm.state(job) in ("", "CANCELLED")
+    slurm.ask("scancel", blocking)
+    ended(slurm, blocking)
+
+
+@pytest.mark.slow
+def test_a_run_preempted_three_times_ends_as_if_it_never_was(
+    slurm, run_of, finetune, tiny, tmp_path
+):
+    sections = SECTIONS | {"max_steps": 300, "saving": {"every": 100}}
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
+    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    job = slurm.submit(finetune, recipe, *WORDS, "--output", run.root)
+    moments = preempted(slurm, run, job, times=3, seed=7, longest=40)
+    assert ended(slurm, job) == "COMPLETED", run.log.read_text()
+    assert_equal(run, straight)
+    found = cost(run)
+    assert found.attempts == len(moments) + 1
+    assert found.lost_steps == 0
+
+
+@pytest.mark.slow
+def test_a_run_whose_node_dies_goes_on_when_it_is_back(slurm, run_of, finetune, tiny, tmp_path):
+    sections = SECTIONS | {"max_steps": 400, "saving": {"every": 20}}
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
+    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    job = slurm.submit(finetune, recipe, *WORDS, "--output", run.root)
+    slurm.wait(lambda: (run.newest() or 0) >= 40)
+    slurm.lose_node(clusters.NODES[1])
+    slurm.wait(lambda: slurm.state(job) == "PENDING")
+    slurm.bring_back(clusters.NODES[1])
+    assert ended(slurm, job) == "COMPLETED", run.log.read_text()
+    assert_equal(run, straight)
+    assert starts(run) == 2
+
+
+@pytest.mark.slow
+def test_a_time_limit_is_a_link_of_a_chain(slurm, run_of, finetune, tiny, tmp_path):
+    """A limit of a minute: the first start stops at once, to measure how long a save takes."""
+    sections = SECTIONS | {"max_steps": 400, "saving": {"every": 400}}
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
+    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    job = slurm.submit(
+        finetune, recipe, *WORDS, "--output", run.root, "cluster.hours=0.0166",
+        "cluster.signal_seconds=10",
+    )  # fmt: skip
+    assert ended(slurm, job) == "COMPLETED", run.log.read_text()
+    assert_equal(run, straight)
+    assert starts(run) >= 2
+    assert "interrupted by the time limit after step" in run.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_stopped_job_saves_and_is_continued_by_another(
+    slurm, run_of, finetune, tiny, tmp_path, session_cache
+):
+    sections = SECTIONS | {"max_steps": 400, "saving": {"every": 400}}
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
+    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    words = [recipe, *WORDS, "--output", run.root]
+    job = slurm.submit(finetune, *words)
+    slurm.wait(lambda: any(run.read_metrics("train")))
+    watching = start(["watch", str(run.root)], session_cache, **slurm.env)
+    told = finetune("stop", run.root, env=slurm.env).passed().stdout
+    assert told == f"job {job} of SLURM was asked to save and end\n"
+    assert ended(slurm, job) == "FAILED"
+    shown, _ = watching.communicate(timeout=60)
+    assert watching.returncode == 75
+    assert "saved step-" in shown
+    assert run.newest() < 400
+    slurm.submit(finetune, *words, "--resume")
+    slurm.wait(lambda: run.newest() == 400 and (run.final / "README.md").exists())
+    assert_equal(run, straight)
+
+
+@pytest.mark.slow
+def test_a_job_that_makes_no_progress_is_not_started_for_ever(slurm, finetune, recipe, tmp_path):
+    run = Run(tmp_path / "run")
+    job = slurm.submit(finetune, recipe, *WORDS, "--output", run.root, "cluster.attempts=2")
+    for _ in range(2):
+        slurm.wait(
+            lambda: "waiting for the other" in read(run.log) and slurm.state(job) == "RUNNING"
+        )
+        run.log.write_text("")
+        slurm.preempt(job)
+    assert ended(slurm, job) == "FAILED"
+    assert "started 2 times from step 0 without reaching another checkpoint" in read(run.log)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
