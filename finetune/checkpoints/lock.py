@@ -20,7 +20,9 @@ LOCK_SECONDS = 10.0
 SECONDS_TO_APPEAR = 10.0
 """Seconds until a network file system shows a new file to every host."""
 SHOWN_RANKS = 8
-NOT_A_RUN = {"run.lock", "offload", "flight_records", "starting_adapter.json"}
+NOT_A_RUN = {
+    "run.lock", "launch.log", "offload", "flight_records", "starting_adapter.json",
+}  # fmt: skip
 """Names allowed in a directory before it has a run's record, in addition to hidden files.
 
 A start that failed while preparing data or loading the model leaves the last two.
@@ -39,7 +41,7 @@ def locked(run: Run) -> Iterator[None]:
     """
     if not run.recipe.exists():
         _refuse_foreign(run.root)
-    path = run.root / "run.lock"
+    path = run.lock
     try:
         file = path.open("a+")
     except OSError as error:

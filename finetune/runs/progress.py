@@ -1,0 +1,250 @@
+"""Read how far a run is, from the files that it writes anyway, while it writes them.
+
+    watch = Watch(Run(folder))
+    watch.read()        # reads what was appended since the last call
+    watch.state, watch.step, watch.loss, watch.seconds_left
+
+Nothing here changes a run. Memory is bounded: steps are counted, and only the last is kept.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from finetune.runs.run import Run
+
+State = Literal["empty", "starting", "running", "finished", "early stop", "interrupted", "failed"]
+"""`empty`: nothing is recorded yet. `failed`: it ended without a record of its end."""
+BLOCK = 1 << 20
+"""Bytes that are read at once."""
+NOT_A_STEP = re.compile(rb'^\{"kind": "(?!train")[^\n]*', re.MULTILINE)
+"""A complete record of another kind than a step."""
+RECENT = 200
+"""Steps between two times from which the time left is estimated."""
+
+
+class Appended:
+    """Reads the complete lines that were appended to a file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        """Device and inode: a resumed run replaces its metrics."""
+        self.offset = 0
+        """Bytes that were read."""
+
+    def blocks(self) -> Iterator[tuple[bool, bytes]]:
+        """Blocks of complete lines, each with whether the file begins again with it.
+
+        A damaged file gives its bytes as they are, a file that cannot be read none.
+        """
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            place = (status.st_dev, status.st_ino)
+            again = place != self._file or status.st_size < self.offset
+            if again:
+                self._file, self.offset = place, 0
+            file.seek(self.offset)
+            kept = b""
+            while read := file.read(BLOCK):
+                whole, newline, kept = (kept + read).rpartition(b"\n")
+                if newline or again:
+                    yield again, whole + newline
+                    again = False
+                self.offset += len(whole) + len(newline)
+
+
+def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The records in some lines; other lines are skipped."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(line)
+            if isinstance(read, dict):
+                yield cast(dict[str, Any], read)
+
+
+def is_locked(run: Run) -> bool:
+    """Whether a process trains in a run's directory, on this host or one that shares its disk.
+
+    The lock is taken for a moment and shared; a training that starts waits ten seconds for it.
+    """
+    with contextlib.suppress(FileNotFoundError, PermissionError), run.lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+    return False
+
+
+class Watch:
+    """A run as its records say, kept up to date by `read`."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._appended = Appended(run.metrics)
+        self._reset()
+        self.locked = False
+
+    def _reset(self) -> None:
+        self.start: dict[str, Any] = {}
+        """The last record of a start."""
+        self.last: dict[str, Any] = {}
+        """The last step."""
+        self.evaluations: list[dict[str, Any]] = []
+        self.saved: list[int] = []
+        """Steps of the checkpoints that were written."""
+        self.warnings: list[dict[str, Any]] = []
+        """Warnings and skipped steps."""
+        self.measured: dict[str, Any] = {}
+        """The last comparison of memory with the plan."""
+        self.end: dict[str, Any] | None = None
+        self._since: tuple[float, int] | None = None
+        self._recent: list[tuple[float, int]] = []
+
+    def read(self) -> "Watch":
+        """Read what is new; returns itself."""
+        self.locked = is_locked(self.run)
+        for again, block in self._appended.blocks():
+            if again:
+                self._reset()
+            self._take(block)
+        return self
+
+    def _take(self, block: bytes) -> None:
+        for record in records(match[0] for match in NOT_A_STEP.finditer(block)):
+            match record.get("kind"):
+                case "start":
+                    self.start, self.end, self._recent = record, None, []
+                case "eval":
+                    self.evaluations = [*self.evaluations[-999:], record]
+                case "save":
+                    self.saved = [*self.saved[-999:], _whole(record.get("step"))]
+                case "skip" | "warning":
+                    self.warnings = [*self.warnings[-99:], record]
+                case "memory":
+                    self.measured = record
+                case "end":
+                    self.end = record
+                case _:
+                    pass
+        at = block.rfind(b'{"kind": "train"')
+        for record in records([block[at:].partition(b"\n")[0]] if at >= 0 else []):
+            self.last = record
+            if isinstance(record.get("time"), int | float):
+                self._recent.append((float(record["time"]), self.step))
+                while len(self._recent) > 2 and self.step - self._recent[1][1] >= RECENT:
+                    del self._recent[0]
+
+    @property
+    def state(self) -> State:
+        reason = None if self.end is None else self.end.get("reason")
+        if self.locked:
+            return "running" if self.start and self.end is None else "starting"
+        if reason in ("finished", "early stop", "interrupted"):
+            return cast(State, reason)
+        return "failed" if self.start else "empty"
+
+    @property
+    def step(self) -> int:
+        return _whole(self.last.get("step"))
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run; 0 before it started."""
+        return _whole(self.start.get("steps"))
+
+    @property
+    def loss(self) -> float:
+        """Loss of the last step, NaN without one."""
+        return _number(self.last.get("loss"))
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation with the lowest loss."""
+        finite = [each for each in self.evaluations if math.isfinite(_number(each.get("loss")))]
+        return min(finite, key=lambda each: each["loss"], default=None)
+
+    @property
+    def updated(self) -> float:
+        """Unix time of the last record; 0 without one."""
+        records = (self.start, self.last, *self.evaluations[-1:], self.end or {})
+        return max(_number(each.get("time"), 0.0) for each in records)
+
+    @property
+    def peak_memory(self) -> int:
+        """Peak bytes, maximum over processes."""
+        return max(_whole(each.get(name)) for each, name in (
+            (self.last, "memory"), (self.end or {}, "peak_memory"),
+        ))  # fmt: skip
+
+    @property
+    def seconds_left(self) -> float:
+        """Estimate from the last steps, evaluations included; NaN if nothing runs."""
+        if self.state != "running" or not self.last:
+            return math.nan
+        first = self._recent[0] if len(self._recent) > 1 else (
+            _number(self.start.get("time")), _whole(self.start.get("step"))
+        )  # fmt: skip
+        made = self.step - first[1]
+        rate = (_number(self.last.get("time")) - first[0]) / made if made > 0 else math.nan
+        return rate * (self.steps - self.step)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for JSON; numbers that are not known are None."""
+        best = self.best
+        return {
+            "run": str(self.run.root),
+            "state": self.state,
+            "step": self.step,
+            "steps": self.steps,
+            "loss": _known(self.loss),
+            "best_eval_loss": None if best is None else best["loss"],
+            "best_step": None if best is None else best["step"],
+            "seconds_left": _known(self.seconds_left),
+            "peak_memory": self.peak_memory,
+            "updated": self.updated,
+            "seconds_since": time.time() - self.updated if self.updated else None,
+        }
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _number(value: Any, absent: float = math.nan) -> float:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known else absent
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+DEEPEST = 3
+"""Folders below the given one in which runs are searched."""
+
+
+def find_runs(folder: Path) -> list[Run]:
+    """The runs in a folder and in the folders inside it, in the order of their names.
+
+    Folders of other tools, links and hidden folders are left out; what cannot be read, too.
+    """
+
+    def inside(place: Path, depth: int) -> Iterator[Run]:
+        run = Run(place)
+        if depth and (run.recipe.is_file() or run.log.is_file()):
+            yield run
+        elif depth < DEEPEST:
+            with contextlib.suppress(OSError):
+                for each in sorted(place.iterdir()):
+                    if each.is_dir() and not each.is_symlink() and not each.name.startswith("."):
+                        yield from inside(each, depth + 1)
+
+    return list(inside(folder, 0))
