@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fastapi.responses import JSONResponse
-
 from finetune.data.chat.written_calls import WrittenCall
 from finetune.serving.models import Served
 from finetune.serving.reply import Answer, Token
@@ -15,20 +13,6 @@ from finetune.serving.requests import ChatRequest, TextRequest
 
 LONGEST = 80
 """Maximum number of characters of a value that is quoted."""
-
-
-class Json(JSONResponse):
-    """JSON in ASCII: texts may contain unpaired surrogates, which UTF-8 cannot encode."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
-def problem(status: int, text: str, headers: Mapping[str, str] | None = None) -> Json:
-    """An error response."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": text, "type": kind, "param": None, "code": None}
-    return Json({"error": error}, status, headers)
 
 
 def about_field(error: Mapping[str, Any]) -> str:
