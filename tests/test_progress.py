@@ -34,7 +34,7 @@ def step(number: int, **fields: Any) -> dict[str, Any]:
 def test_a_run_is_read_by_offset_and_a_line_only_when_it_is_complete(tmp_path: Path):
     run = run_in(tmp_path)
     watch = Watch(run)
-    assert (watch.read().state, watch.steps) == ("empty", 0)
+    assert (watch.read().state, watch.steps) == ("not started", 0)
     append(run, START, step(1), step(2))
     append(run, step(3), end="")
     assert (watch.read().step, watch.loss) == (2, 0.5)
@@ -53,7 +53,7 @@ def test_the_state_is_that_of_the_lock_and_of_the_last_record(tmp_path: Path):
     with run.lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert (watch.read().state, watch.seconds_left) == ("running", 14.0)
-    assert (watch.read().state, math.isnan(watch.seconds_left)) == ("failed", True)
+    assert (watch.read().state, math.isnan(watch.seconds_left)) == ("killed", True)
     for reason in ("interrupted", "finished"):
         append(run, {"kind": "end", "step": 3, "time": 107.0, "reason": reason, "peak_memory": 5})
         assert (watch.read().state, watch.peak_memory) == (reason, 5)
@@ -66,8 +66,9 @@ def test_a_resumed_run_begins_again_with_its_new_file(tmp_path: Path):
     watch = Watch(run).read()
     assert watch.best == evaluated
     run.metrics.rename(tmp_path / "before")
-    append(run, START, step(1), step(2), {"kind": "save", "step": 2})
-    assert (watch.read().step, watch.best, watch.saved) == (2, None, [2])
+    saved = {"kind": "save", "step": 2}
+    append(run, START, step(1), step(2), saved)
+    assert (watch.read().step, watch.best, watch.saved) == (2, None, [saved])
 
 
 def test_damage_is_passed_over(tmp_path: Path):
@@ -75,7 +76,7 @@ def test_damage_is_passed_over(tmp_path: Path):
     run.metrics.write_bytes(b'\x00\xff{"kind": "start"}\n{"kind": "eval", "loss": []}\n[]\n')
     append(run, {"kind": "start", "steps": "many"}, {"kind": "train", "step": None, "loss": True})
     assert Watch(run).read().summary() | {"run": "", "seconds_since": None} == {
-        "run": "", "state": "failed", "step": 0, "steps": 0, "loss": None, "best_eval_loss": None,
+        "run": "", "state": "killed", "step": 0, "steps": 0, "loss": None, "best_eval_loss": None,
         "best_step": None, "seconds_left": None, "peak_memory": 0, "updated": 0.0,
         "seconds_since": None,
     }  # fmt: skip

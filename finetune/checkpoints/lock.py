@@ -21,7 +21,7 @@ SECONDS_TO_APPEAR = 10.0
 """Seconds until a network file system shows a new file to every host."""
 SHOWN_RANKS = 8
 NOT_A_RUN = {
-    "run.lock", "launch.log", "offload", "flight_records", "starting_adapter.json",
+    "run.lock", "job", "offload", "flight_records", "starting_adapter.json",
 }  # fmt: skip
 """Names allowed in a directory before it has a run's record, in addition to hidden files.
 

@@ -365,7 +365,7 @@ class History:
 
 def read_history(run: Run) -> History:
     """Every complete record of a run; raises FinetuneError if one has an unknown structure."""
-    records = [_parse(run, fields) for fields in run.read_metrics()]
+    records = [parse(run, fields) for fields in run.read_metrics()]
     return History(
         starts=tuple(record for record in records if isinstance(record, Start)),
         trained=tuple(record for record in records if isinstance(record, Trained)),
@@ -377,7 +377,8 @@ def read_history(run: Run) -> History:
     )
 
 
-def _parse(run: Run, fields: Mapping[str, Any]) -> Record:
+def parse(run: Run, fields: Mapping[str, Any]) -> Record:
+    """A record of `metrics.jsonl`; raises FinetuneError if it has an unknown structure."""
     kind = KINDS.get(str(fields.get("kind", "")))
     if kind is None:
         raise FinetuneError(

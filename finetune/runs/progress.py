@@ -12,7 +12,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,12 +19,20 @@ from typing import Any, Literal, cast
 
 from finetune.runs.run import Run
 
-State = Literal["empty", "starting", "running", "finished", "early stop", "interrupted", "failed"]
-"""`empty`: nothing is recorded yet. `failed`: it ended without a record of its end."""
+State = Literal[
+    "not started", "starting", "running", "finished", "stopped early", "interrupted", "killed"
+]
+"""`starting`: before its first record. `killed`: it ended without a record of its end."""
+ENDS: dict[Any, State] = {
+    "finished": "finished", "early stop": "stopped early", "interrupted": "interrupted",
+}  # fmt: skip
+"""State of a run that nothing trains in, by the reason of its last record."""
 BLOCK = 1 << 20
 """Bytes that are read at once."""
-NOT_A_STEP = re.compile(rb'^\{"kind": "(?!train")[^\n]*', re.MULTILINE)
-"""A complete record of another kind than a step."""
+STEP = b'{"kind": "train"'
+"""Start of the line of a step."""
+MOST_RECORDS = 4096
+"""Records of a kind other than steps that are kept."""
 RECENT = 200
 """Steps between two times from which the time left is estimated."""
 
@@ -70,12 +77,19 @@ def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
                 yield cast(dict[str, Any], read)
 
 
-def is_locked(run: Run) -> bool:
-    """Whether a process trains in a run's directory, on this host or one that shares its disk.
+def _no_steps(block: bytes) -> Iterator[bytes]:
+    """The lines of a block that are not of steps; this reads a gigabyte in a second or two."""
+    for number, part in enumerate((b"\n" + block).split(b"\n" + STEP)):
+        if number == 0 or part.count(b"\n"):
+            yield from part.split(b"\n")[1:]
+
+
+def is_locked(lock: Path) -> bool:
+    """Whether a process holds a lock, such as `Run.lock`, on this host or one that shares its disk.
 
     The lock is taken for a moment and shared; a training that starts waits ten seconds for it.
     """
-    with contextlib.suppress(FileNotFoundError, PermissionError), run.lock.open("rb") as file:
+    with contextlib.suppress(OSError), lock.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
@@ -93,24 +107,21 @@ class Watch:
         self.locked = False
 
     def _reset(self) -> None:
-        self.start: dict[str, Any] = {}
-        """The last record of a start."""
+        self.starts: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
         """The last step."""
         self.evaluations: list[dict[str, Any]] = []
-        self.saved: list[int] = []
-        """Steps of the checkpoints that were written."""
+        self.saved: list[dict[str, Any]] = []
         self.warnings: list[dict[str, Any]] = []
         """Warnings and skipped steps."""
         self.measured: dict[str, Any] = {}
         """The last comparison of memory with the plan."""
         self.end: dict[str, Any] | None = None
-        self._since: tuple[float, int] | None = None
         self._recent: list[tuple[float, int]] = []
 
     def read(self) -> "Watch":
         """Read what is new; returns itself."""
-        self.locked = is_locked(self.run)
+        self.locked = is_locked(self.run.lock)
         for again, block in self._appended.blocks():
             if again:
                 self._reset()
@@ -118,23 +129,24 @@ class Watch:
         return self
 
     def _take(self, block: bytes) -> None:
-        for record in records(match[0] for match in NOT_A_STEP.finditer(block)):
+        for record in records(_no_steps(block)):
             match record.get("kind"):
                 case "start":
-                    self.start, self.end, self._recent = record, None, []
+                    self.end, self._recent = None, []
+                    _keep(self.starts, record)
                 case "eval":
-                    self.evaluations = [*self.evaluations[-999:], record]
+                    _keep(self.evaluations, record)
                 case "save":
-                    self.saved = [*self.saved[-999:], _whole(record.get("step"))]
+                    _keep(self.saved, record)
                 case "skip" | "warning":
-                    self.warnings = [*self.warnings[-99:], record]
+                    _keep(self.warnings, record)
                 case "memory":
                     self.measured = record
                 case "end":
                     self.end = record
                 case _:
                     pass
-        at = block.rfind(b'{"kind": "train"')
+        at = block.rfind(STEP)
         for record in records([block[at:].partition(b"\n")[0]] if at >= 0 else []):
             self.last = record
             if isinstance(record.get("time"), int | float):
@@ -143,13 +155,17 @@ class Watch:
                     del self._recent[0]
 
     @property
+    def start(self) -> dict[str, Any]:
+        """The last record of a start; empty before it."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
     def state(self) -> State:
-        reason = None if self.end is None else self.end.get("reason")
         if self.locked:
             return "running" if self.start and self.end is None else "starting"
-        if reason in ("finished", "early stop", "interrupted"):
-            return cast(State, reason)
-        return "failed" if self.start else "empty"
+        if self.end is not None and (known := ENDS.get(self.end.get("reason"))):
+            return known
+        return "killed" if self.start else "not started"
 
     @property
     def step(self) -> int:
@@ -212,6 +228,13 @@ class Watch:
             "updated": self.updated,
             "seconds_since": time.time() - self.updated if self.updated else None,
         }
+
+
+def _keep(kept: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """Append a record; of very many, every second one is dropped."""
+    kept.append(record)
+    if len(kept) > MOST_RECORDS:
+        del kept[1:-1:2]
 
 
 def _whole(value: Any) -> int:

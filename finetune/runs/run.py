@@ -19,7 +19,7 @@ RUN/
   checkpoints/step-00000010/   see `finetune.checkpoints.checkpoint`; manifest.json is written last
   flight_records/    rank-00000.json, ...: the last collectives, dumped by torch when one failed
   run.lock           locked by the process that trains
-  launch.log         output of a launch that no terminal shows
+  job/log.txt        the output of a launch that no terminal shows
   best.json          {"step": ..., "loss": ...} of the best evaluation
   final/             the result: PEFT adapter or complete model, tokenizer, model card (README.md)
   profile/           trace of one step per rank by torch's profiler, and a breakdown of its time
@@ -98,7 +98,7 @@ class Run:
     checkpoints = File("checkpoints/", "one folder per saved step.")
     flight_records = File("flight_records/", "the last collectives, dumped by torch if one failed.")
     lock = File("run.lock", "locked by the process that trains.")
-    log = File("launch.log", "output of a launch that no terminal shows.")
+    log = File("job/log.txt", "the output of a launch that no terminal shows.")
     best = File("best.json", "step and loss of the best evaluation.")
     final = File("final/", "the result, in the format of PEFT or transformers.")
     loss_plot = File("loss.png", "the loss curve.")
