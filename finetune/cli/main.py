@@ -24,8 +24,9 @@ from finetune.version import __version__
 VERBS = {
     "init": "init", "import": "import_file", "list": "list", "show": "show", "plan": "plan",
     "inspect": "inspect", "teach": "teach", "train": "train", "launch": "launch",
-    "export": "export", "chat": "chat", "serve": "serve", "eval": "eval", "compare": "compare",
-    "prove": "prove", "doctor": "doctor", "report": "report", "quickstart": "quickstart",
+    "export": "export", "chat": "chat", "serve": "serve", "board": "board", "eval": "eval",
+    "compare": "compare", "prove": "prove", "doctor": "doctor", "report": "report",
+    "quickstart": "quickstart",
 }  # fmt: skip
 """Modules of this folder by command, in the order of `finetune --help`."""
 OUTLAST_READERS = ("train", "launch", "prove", "export", "quickstart")

@@ -32,7 +32,7 @@ def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
     runs = [open_run(root) for root in roots]
     names = _names(runs)
     histories = [read_history(run) for run in runs]
-    recipes = [dict(_flat(public(read_object(run.recipe)))) for run in runs]
+    recipes = [dict(flat(public(read_object(run.recipe)))) for run in runs]
     keys = list(dict.fromkeys(key for recipe in recipes for key in recipe))
     differing = [key for key in keys if len({_cell_text(r.get(key)) for r in recipes}) > 1]
     tables = [Table(
@@ -76,14 +76,14 @@ def _names(runs: Sequence[Run]) -> list[str]:
     raise FinetuneError("compare: one run is named twice")
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a recipe with its dotted path."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _flat(inner, f"{path}.{name}" if path else str(name))
+            yield from flat(inner, f"{path}.{name}" if path else str(name))
     elif isinstance(value, list) and value:
         for number, inner in enumerate(value):
-            yield from _flat(inner, f"{path}[{number}]")
+            yield from flat(inner, f"{path}[{number}]")
     else:
         yield path, value
 

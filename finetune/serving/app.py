@@ -15,10 +15,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.serving.bodies import Body, Chat, Completion, about_field
+from finetune.serving.bodies import Body, Chat, Completion
 from finetune.serving.guard import Guard, policy
 from finetune.serving.models import Served
-from finetune.serving.problem import Json, problem
+from finetune.serving.problem import Json, about_field, problem
 from finetune.serving.reply import BrokenModel, Reply
 from finetune.serving.requests import ChatRequest, TextRequest, prompt_of
 from finetune.serving.scheduler import Scheduler
