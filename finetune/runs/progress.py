@@ -62,10 +62,10 @@ class Appended:
             kept = b""
             while read := file.read(BLOCK):
                 whole, newline, kept = (kept + read).rpartition(b"\n")
+                self.offset += len(whole) + len(newline)  # before: the caller may stop here
                 if newline or again:
                     yield again, whole + newline
                     again = False
-                self.offset += len(whole) + len(newline)
 
 
 def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -5,12 +5,13 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const number = new Intl.NumberFormat("en", {maximumSignificantDigits: 5, notation: "standard"});
 const large = new Intl.NumberFormat("en", {maximumSignificantDigits: 3, notation: "compact"});
 const SCALES = {memory: [2 ** 20, " MiB"], mfu: [0.01, " %"]};
-const show = (key, value) => {
+const brief = new Intl.NumberFormat("en", {maximumSignificantDigits: 3});
+const show = (key, value, format = number) => {
   if (value == null) return "";
   const [unit, suffix] = SCALES[key] ?? [1, ""];
   const scaled = value / unit, size = Math.abs(scaled);
   if (size >= 1e4) return large.format(scaled) + suffix;
-  return (size && size < 1e-3 ? scaled.toExponential(2) : number.format(scaled)) + suffix;
+  return (size && size < 1e-3 ? scaled.toExponential(2) : format.format(scaled)) + suffix;
 };
 
 // --- curves ----------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ function build(name, figure, data) {
     width: drawn.clientWidth, height: wide ? 300 : 190,
     cursor: {sync: {key: "run"}, points: {size: 6}},
     scales: {x: {time: false}, y: {range: (plot, low, high) => range(data, low, high)}},
-    axes: [{...axis, values: (_, all) => all.map((v) => large.format(v))}, {...axis, size: 62, values: (_, all) => all.map((v) => show(name, v))}],
+    axes: [{...axis, values: (_, all) => all.map((v) => large.format(v))}, {...axis, size: 66, values: (_, all) => all.map((v) => show(name, v, brief))}],
     series: [
       {label: charts.dataset.x, value: (_, v) => (v == null ? "" : number.format(v))},
       {...bandless, label: "min", value}, {...bandless, label: "max", value},
