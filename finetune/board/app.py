@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from fastapi import FastAPI, Request
@@ -14,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, StreamingResponse
 
-from finetune.board import pages, run_page
+from finetune.board import chat, pages, run_page
 from finetune.board.access import PAGE_OF_A_RUN, Access
 from finetune.board.shelf import Shelf
 from finetune.board.tasks import Tasks
@@ -206,12 +207,38 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
         names = request.query_params.getlist("run")
         return pages.page("compare", request, **run_page.compared(shelf, names))
 
+    @app.get("/chat", response_class=HTMLResponse)
+    def talk(request: Request, run: str) -> Any:
+        found = chat.page(shelf, tasks, run)
+        return pages.page("loading", request, **found) if isinstance(found, dict) else found
+
+    @app.api_route("/talk/{id}/v1/{path:path}", methods=["GET", "POST"])
+    async def talking(id: str, path: str, request: Request) -> Response:
+        body = await request.body()
+        served = await run_in_threadpool(chat.by_id, tasks, id)
+        return await run_in_threadpool(chat.forward, served, request.method, f"/v1/{path}", body)
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return chat.models(tasks)
+
+    @app.post("/v1/{path:path}")
+    async def answer(path: str, request: Request) -> Response:
+        if path not in ("chat/completions", "completions"):
+            raise HTTPException(404)
+        body = await request.body()
+        served = await run_in_threadpool(chat.by_model, tasks, body)
+        if isinstance(served, Response):
+            return served
+        return await run_in_threadpool(chat.forward, served, "POST", f"/v1/{path}", body)
+
     @app.post("/do")
     async def do(request: Request) -> Response:
         form = await form_of(request)
         run, verb = form.get("run", [""])[0], form.get("verb", [""])[0]
         await run_in_threadpool(run_page.do, shelf, tasks, run, verb)
-        return RedirectResponse(f"/run?{urlencode({'run': run})}#tasks", 303)
+        place = "/chat" if verb == "serve" else "/run"
+        return RedirectResponse(f"{place}?{urlencode({'run': run})}#tasks", 303)
 
     @app.post("/task")
     async def task(request: Request) -> Response:
