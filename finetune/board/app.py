@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, StreamingResponse
 
-from finetune.board import chat, pages, run_page
+from finetune.board import chat, data_page, new_run, pages, run_page, uploads
 from finetune.board.access import PAGE_OF_A_RUN, Access
 from finetune.board.shelf import Shelf
 from finetune.board.tasks import Tasks
@@ -100,6 +100,16 @@ async def form_of(request: Request) -> dict[str, list[str]]:
     return found
 
 
+def asked_of(request: Request) -> dict[str, list[str]]:
+    """The words of an address."""
+    return {name: request.query_params.getlist(name) for name in request.query_params}
+
+
+def of_htmx(request: Request) -> bool:
+    """Whether a part of a page is asked for, not a page."""
+    return request.headers.get("hx-request") == "true"
+
+
 def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
     """The ASGI application of the runs in a folder.
 
@@ -131,7 +141,8 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
     def refused(request: Request, status: int, text: str) -> Response:
         if request.url.path.startswith("/v1"):
             return problem(status, text)
-        return HTMLResponse(pages.page("card", request, text=text, title="No"), status)
+        name = "problem" if of_htmx(request) else "card"
+        return HTMLResponse(pages.page(name, request, text=text, title="No"), status)
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
@@ -206,6 +217,59 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
     def comparison(request: Request) -> str:
         names = request.query_params.getlist("run")
         return pages.page("compare", request, **run_page.compared(shelf, names))
+
+    @app.get("/new", response_class=HTMLResponse)
+    def new(request: Request) -> str:
+        return pages.page("new", request, **new_run.page(shelf, tasks, asked_of(request)))
+
+    @app.get("/data", response_class=HTMLResponse)
+    def data(request: Request) -> str:
+        return pages.page("data", request, **data_page.page(shelf, tasks, asked_of(request)))
+
+    @app.get("/rows", response_class=HTMLResponse)
+    def rows(request: Request) -> str:
+        if not pages.trusted(request):
+            raise HTTPException(401, "this starts a command: open the board with its token")
+        asked = asked_of(request)
+        values = data_page.page(shelf, tasks, asked) | data_page.rows(shelf, tasks, asked)
+        return pages.page("rows" if of_htmx(request) else "data", request, **values)
+
+    @app.post("/row")
+    async def row(request: Request) -> Response:
+        found = await run_in_threadpool(data_page.edited, shelf, tasks, await form_of(request))
+        return HTMLResponse(
+            pages.page("tokens" if of_htmx(request) else "row", request, title="A row", **found)
+        )
+
+    @app.post("/plan")
+    async def plan(request: Request) -> Response:
+        sent = await form_of(request)
+        found = await run_in_threadpool(new_run.planned, shelf, tasks, sent)
+        if of_htmx(request):
+            headers = {"HX-Replace-Url": found["address"]}
+            return HTMLResponse(pages.page("board_plan", request, **found), headers=headers)
+        began = {name: [value] for name, value in parse_qsl(found["address"].partition("?")[2])}
+        began["set"] = new_run.filled(shelf, tasks, sent).words
+        values = await run_in_threadpool(new_run.page, shelf, tasks, began)
+        return HTMLResponse(pages.page("new", request, **values, **found))
+
+    @app.post("/start")
+    async def start(request: Request) -> Response:
+        task = await run_in_threadpool(new_run.start, shelf, tasks, await form_of(request))
+        return RedirectResponse(f"/run?{urlencode({'run': task.run})}", 303)
+
+    @app.post("/files")
+    async def upload(request: Request) -> Response:
+        parts = await uploads.received(request, tasks.home / "files")
+        if "file" not in parts.files:
+            raise FinetuneError("file: choose a file with rows, such as a JSONL")
+        stored = parts.files["file"]
+        if parts.fields.get("model"):
+            name = await run_in_threadpool(
+                new_run.make_recipe, tasks, stored.stem, parts.fields["model"], stored
+            )
+            return RedirectResponse(f"/new?{urlencode({'from': name})}", 303)
+        return RedirectResponse(f"/data?{urlencode({'source': stored.name})}", 303)
 
     @app.get("/chat", response_class=HTMLResponse)
     def talk(request: Request, run: str) -> Any:

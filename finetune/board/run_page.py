@@ -53,7 +53,6 @@ def page(shelf: Shelf, tasks: Tasks, name: str, x: str) -> dict[str, Any]:
         "problems": problems,
         "evaluations": _evaluations(watch),
         "log": log_of(shelf, tasks, name),
-        "recipe": str(watch.run.recipe),
     }  # fmt: skip
 
 
