@@ -15,8 +15,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, StreamingResponse
 
-from finetune.board import chat, data_page, new_run, pages, run_page, uploads
+from finetune.board import chat, data_page, jobs_api, new_run, pages, run_page, uploads
 from finetune.board.access import PAGE_OF_A_RUN, Access
+from finetune.board.jobs import Jobs
 from finetune.board.shelf import Shelf
 from finetune.board.tasks import Tasks
 from finetune.errors import FinetuneError, first_line
@@ -118,6 +119,7 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
         local: whether only this machine can connect.
     """
     shelf, tasks, live = Shelf(root), Tasks(root), Live()
+    jobs = Jobs(shelf, tasks)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -127,10 +129,17 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
                     await run_in_threadpool(tasks.advance)
                 await asyncio.sleep(SECONDS_OF_QUEUE)
 
-        queue = asyncio.create_task(keep_advancing())
+        async def keep_preparing() -> None:
+            while True:
+                with contextlib.suppress(FinetuneError, OSError):
+                    await run_in_threadpool(jobs.prepare)
+                await asyncio.sleep(SECONDS_OF_QUEUE)
+
+        turns = [asyncio.create_task(each()) for each in (keep_advancing, keep_preparing)]
         yield
         live.ended = True
-        queue.cancel()
+        for turn in turns:
+            turn.cancel()
 
     app = FastAPI(title="finetune board", docs_url=None, redoc_url=None, openapi_url=None,
                   lifespan=lifespan)  # fmt: skip
@@ -282,6 +291,8 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
         served = await run_in_threadpool(chat.by_id, tasks, id)
         return await run_in_threadpool(chat.forward, served, request.method, f"/v1/{path}", body)
 
+    app.include_router(jobs_api.router(jobs))
+
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
         return chat.models(tasks)
@@ -291,7 +302,7 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
         if path not in ("chat/completions", "completions"):
             raise HTTPException(404)
         body = await request.body()
-        served = await run_in_threadpool(chat.by_model, tasks, body)
+        served = await run_in_threadpool(chat.by_model, shelf, tasks, body)
         if isinstance(served, Response):
             return served
         return await run_in_threadpool(chat.forward, served, "POST", f"/v1/{path}", body)

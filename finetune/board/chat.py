@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from fastapi.responses import HTMLResponse, Response
 from starlette.responses import StreamingResponse
 
+from finetune.board import run_page
 from finetune.board.shelf import Shelf
 from finetune.board.tasks import Task, Tasks
 from finetune.errors import FinetuneError
@@ -20,6 +22,7 @@ from finetune.serving.problem import problem
 
 READY = re.compile(r"^serving (.+) at (http://\S+)/v1, ", re.MULTILINE)
 """What `finetune serve` prints when it answers."""
+SECONDS_TO_LOAD = 300.0
 SECONDS = 600.0
 """Seconds until an answer begins."""
 
@@ -74,18 +77,29 @@ def models(tasks: Tasks) -> dict[str, Any]:
     return {"object": "list", "data": listed}
 
 
-def by_model(tasks: Tasks, body: bytes) -> Served | Response:
-    """The server of the model that a request names."""
+def by_model(shelf: Shelf, tasks: Tasks, body: bytes) -> Served | Response:
+    """The server of the model that a request names, which is started for a run that has none."""
     try:
         name = json.loads(body)["model"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return problem(400, "model: missing, or the body is not JSON")
-    known = servers(tasks)
-    found = next((served for served in known if name in served.models), None)
-    if found is None:
-        listed = ", ".join(name for served in known for name in served.models) or "none"
-        return problem(404, f"model: got '{name}', served now: {listed}; start one with Chat")
-    return found
+    until = time.monotonic() + SECONDS_TO_LOAD
+    task = None
+    while time.monotonic() < until:
+        known = servers(tasks)
+        if found := next((served for served in known if name in served.models), None):
+            return found
+        if task is None:
+            watch = shelf.watches().get(name) if isinstance(name, str) else None
+            if watch is None or not watch.run.steps():
+                listed = ", ".join(name for served in known for name in served.models) or "none"
+                return problem(404, f"model: got '{name}', served now: {listed}")
+            mine = [each for each in tasks.of(name) if each.verb == "serve" and not each.ended]
+            task = mine[0] if mine else run_page.do(shelf, tasks, name, "serve")
+        if task.ended:
+            return problem(503, "\n".join(task.last_words()[-5:]) or "the model was not loaded")
+        time.sleep(0.2)
+    return problem(503, f"{name}: not loaded within {SECONDS_TO_LOAD:.0f} s")
 
 
 def by_id(tasks: Tasks, id: str) -> Served:

@@ -81,7 +81,8 @@ def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, A
         "origin": began, "groups": form.groups(began.recipe), "first": form.FIRST,
         "gpus": planning.GPUS, "backends": planning.BACKENDS(), "here": devices(),
         "output": asked.get("output", [""])[0] or free_name(shelf, began),
-        "given": _given(began, asked.get("set", [])), "prefix": PREFIX, "asked": asked, "errors": {},
+        "given": _given(began, asked.get("set", [])), "prefix": PREFIX, "asked": asked,
+        "errors": {},
     }  # fmt: skip
 
 
@@ -235,7 +236,7 @@ def launch(
     return task
 
 
-def make_recipe(tasks: Tasks, name: str, model: str, data: Path) -> str:
+def make_recipe(tasks: Tasks, name: str, model: str, data: Path, *more: str) -> str:
     """A recipe for data and a model by `finetune init`; returns its name in an address.
 
     Raises:
@@ -248,7 +249,7 @@ def make_recipe(tasks: Tasks, name: str, model: str, data: Path) -> str:
     known = recipes(tasks)
     stem = next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if n not in known)
     path = path_of(str(folder / f"{stem}.yaml"))
-    run_command("init", str(path), "--model", model.strip(), "--data", str(data.resolve()))
+    run_command("init", str(path), "--model", model.strip(), "--data", str(data.resolve()), *more)
     return f"file:{stem}"
 
 

@@ -29,6 +29,8 @@ class Parts(NamedTuple):
 
     fields: dict[str, str]
     files: dict[str, Path]
+    names: dict[str, str]
+    """Names of the files as they were sent."""
 
 
 async def received(request: Request, folder: Path, name: str | None = None) -> Parts:
@@ -60,7 +62,7 @@ async def received(request: Request, folder: Path, name: str | None = None) -> P
 
 
 def _parts(body: IO[bytes], boundary: bytes, folder: Path, name: str | None) -> Parts:
-    found = Parts({}, {})
+    found = Parts({}, {}, {})
     if not os.fstat(body.fileno()).st_size:
         raise HTTPException(400, "the form is empty")
     mark = b"--" + boundary
@@ -77,6 +79,7 @@ def _parts(body: IO[bytes], boundary: bytes, folder: Path, name: str | None) -> 
             part = str(head.get_param("name", "", "content-disposition"))
             sent = head.get_filename()
             if sent:
+                found.names[part] = sent
                 found.files[part] = _store(text, start + 4, end, folder, sent, name)
             elif sent is None and end - start - 4 <= LONGEST_FIELD:
                 found.fields[part] = text[start + 4 : end].decode("utf-8", "replace")
