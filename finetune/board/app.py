@@ -223,9 +223,9 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
         return StreamingResponse(made, media_type="text/event-stream")
 
     @app.get("/compare", response_class=HTMLResponse)
-    def comparison(request: Request) -> str:
+    def comparison(request: Request, x: str = "step") -> str:
         names = request.query_params.getlist("run")
-        return pages.page("compare", request, **run_page.compared(shelf, names))
+        return pages.page("compare", request, **run_page.compared(shelf, names, x))
 
     @app.get("/new", response_class=HTMLResponse)
     def new(request: Request) -> str:
@@ -265,6 +265,11 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
     @app.post("/start")
     async def start(request: Request) -> Response:
         task = await run_in_threadpool(new_run.start, shelf, tasks, await form_of(request))
+        return RedirectResponse(f"/run?{urlencode({'run': task.run})}", 303)
+
+    @app.post("/chain")
+    async def chain(request: Request) -> Response:
+        task = await run_in_threadpool(new_run.start_chain, shelf, tasks, await form_of(request))
         return RedirectResponse(f"/run?{urlencode({'run': task.run})}", 303)
 
     @app.post("/files")

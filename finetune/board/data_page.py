@@ -102,7 +102,7 @@ def _inspect(*words: str) -> dict[str, Any]:
 def _raw(found: dict[str, Any]) -> str:
     """The row behind the first one shown, if it is a line of a JSONL file; otherwise a start."""
     place = str(found["rows"][0][0]["place"]) if found["rows"] else ""
-    name, _, number = place.rpartition(":")
+    name, _, number = place.rpartition(" row ")
     path = Path(name)
     if number.isdecimal() and path.suffix == ".jsonl" and path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:

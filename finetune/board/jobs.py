@@ -22,7 +22,6 @@ from typing import Any
 
 from finetune import catalog
 from finetune.board import new_run, planning
-from finetune.board.curves import Curves
 from finetune.board.shelf import Shelf
 from finetune.board.tasks import Task, Tasks
 from finetune.errors import FinetuneError
@@ -239,14 +238,8 @@ class Jobs:
 
     def _tokens(self, job: Job) -> int | None:
         with contextlib.suppress(FinetuneError):
-            return int(self._curves(job).tokens[-1])
+            return int(self.shelf.whole_curves(job.run).tokens[-1])
         return None
-
-    def _curves(self, job: Job) -> Curves:
-        while True:
-            found, whole = self.shelf.curves(job.run)
-            if whole:
-                return found
 
     def _error(self, job: Job, task: Task | None) -> dict[str, Any]:
         said = [line for line in (task.last_words() if task else ()) if line.strip()]
@@ -294,7 +287,7 @@ class Jobs:
             yield event(status, ended, words.get(status, wrong), 2**40)
 
     def _steps(self, job: Job, watch: Watch, event: Any) -> Iterator[dict[str, Any]]:
-        read = self._curves(job).values()
+        read = self.shelf.whole_curves(job.run).values()
         steps, losses = read["step"], read["curves"].get("loss", {}).get("mean", [])
         every = max(1, len(steps) // MOST_STEPS)
         began = watch.start.get("time") or 0.0

@@ -13,6 +13,7 @@ from finetune.board.shelf import Shelf
 from finetune.board.tasks import Task, Tasks
 from finetune.errors import FinetuneError
 from finetune.importers.recipe_file import path_of
+from finetune.launchers.chain import stages
 from finetune.process import interpreter
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, read_object
@@ -217,21 +218,43 @@ def launch(
         FinetuneError: the name is that of something else, the recipe cannot run here, or this
             machine never has room for it.
     """
-    path = shelf.root / name
-    parts = Path(name).parts
-    hidden = any(part.startswith(".") for part in parts)
-    if not parts or Path(name).is_absolute() or hidden or "\0" in name or len(parts) > 2:
-        raise FinetuneError(f"name of the run: got '{name}', expected a plain name")
-    waits = any(
-        task.run == name and not task.ended for task in tasks.all() if task.verb == "launch"
-    )
-    if path.exists() or waits:
-        raise FinetuneError(f"{name}: exists already; choose another name for the run")
+    path = _free(shelf, tasks, name)
     _, need = planning.here(recipe, machine)
     if problem := need.problem(devices()):
         raise FinetuneError(problem)
     arguments = planning.launch_words(word, words, machine, shown(path))
     task = tasks.add("launch", arguments, name, Run(path).log, need, **more)
+    tasks.advance()
+    return task
+
+
+def _free(shelf: Shelf, tasks: Tasks, name: str) -> Path:
+    """The folder of a new run; raises FinetuneError if its name is taken or not plain."""
+    path, parts = shelf.root / name, Path(name).parts
+    hidden = any(part.startswith(".") for part in parts)
+    if not parts or Path(name).is_absolute() or hidden or "\0" in name or len(parts) > 2:
+        raise FinetuneError(f"name of the run: got '{name}', expected a plain name")
+    launches = [task for task in tasks.of(name) if task.verb == "launch" and not task.ended]
+    if path.exists() or launches:
+        raise FinetuneError(f"{name}: exists already; choose another name for the run")
+    return path
+
+
+def start_chain(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Task:
+    """Queue a chain of recipes.
+
+    Raises:
+        FinetuneError: a recipe is not known, or the name is taken or not plain.
+    """
+    name = sent.get("name", [""])[0].strip()
+    origins = [origin(shelf, tasks, each) for each in sent.get("recipe", []) if each]
+    path = _free(shelf, tasks, name)
+    found = stages(path, [each.word for each in origins], [])
+    needs = [planning.here(each.recipe, planning.Machine())[1] for each in origins]
+    need = max(needs, key=lambda each: each.bytes * each.processes)
+    words = ["launch", *(each.word for each in origins), "--chain", name, "--output", shown(path)]
+    first = str(found[0].run.root.relative_to(shelf.root))
+    task = tasks.add("launch", words, first, found[0].run.log, need)
     tasks.advance()
     return task
 

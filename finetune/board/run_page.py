@@ -124,16 +124,14 @@ def _charts(watch: Watch, values: dict[str, Any], x: str) -> list[tuple[str, Cha
     """The curves as drawings, for a page without scripts and until they have run."""
     found = list[tuple[str, Chart]]()
     for key, curve in values["curves"].items():
-        points = [
-            (place, math.nan if mean is None else mean)
-            for place, mean in zip(values[x], curve["mean"], strict=True)
-        ]
+        means = zip(values[x], curve["mean"], strict=True)
+        points = [(place, _number(mean)) for place, mean in means]
         name = NAMES.get(key, key)
         curves = [Curve(name, points, "smooth")]
         if x == "step":
             measured = [(e.get("step", 0), _of(e, key)) for e in watch.evaluations]
             curves.append(Curve("evaluation", measured, "dots"))
-        drawn = chart(name, curves, size="wide" if key == "loss" else "small")
+        drawn = chart(name, curves, size="wide" if key == "loss" else "small", over=x)
         if drawn.drawing:
             found.append((key, drawn))
     return found
@@ -206,10 +204,36 @@ def evaluation(shelf: Shelf, name: str, evaluated: str) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def compared(shelf: Shelf, names: list[str]) -> dict[str, Any]:
-    """The comparison of some runs."""
-    runs = [shelf.watch(name).run.root for name in names]
-    return {"title": "compare", "chosen": names, **comparison.compare(runs)}
+def compared(shelf: Shelf, names: list[str], x: str) -> dict[str, Any]:
+    """The comparison of some runs.
+
+    Raises:
+        FinetuneError: fewer than two runs or too many, or a record that cannot be read.
+    """
+    if not 2 <= len(names) <= comparison.MOST:
+        raise FinetuneError(f"tick 2 to {comparison.MOST} runs to compare, got {len(names)}")
+    x = x if x in AXES else "step"
+    watches = [shelf.watch(name) for name in names]
+    found = comparison.compared([w.run for w in watches], [history(w) for w in watches])
+    read = [shelf.whole_curves(name).values() for name in names]
+    charts = list[Chart]()
+    for key in dict.fromkeys(key for values in read for key in values["curves"]):
+        curves = list[Curve]()
+        for number, (name, values) in enumerate(zip(found["names"], read, strict=True)):
+            means = values["curves"].get(key, {}).get("mean", [])
+            points = [(at, _number(mean)) for at, mean in zip(values[x], means, strict=False)]
+            curves.append(Curve(name, points, "smooth", number))
+        size = "wide" if key == "loss" else "small"
+        drawn = chart(NAMES.get(key, key), curves, size=size, over=x)
+        if drawn.drawing:
+            charts.append(drawn)
+    measured = [
+        Curve(name, [(e.get("step", 0), _of(e, "loss")) for e in w.evaluations], "dots", number)
+        for number, (name, w) in enumerate(zip(found["names"], watches, strict=True))
+    ]
+    if x == "step" and any(len(each.points) > 1 for each in measured):
+        charts.insert(1, chart("evaluation loss", measured, size="wide"))
+    return {"title": "compare", "chosen": names, "charts": charts, "x": x, "axes": AXES, **found}
 
 
 def do(shelf: Shelf, tasks: Tasks, name: str, verb: str) -> Task:

@@ -12,9 +12,8 @@ from finetune import catalog
 from finetune.board.curves import Curves
 from finetune.errors import FinetuneError
 from finetune.reports.comparison import flat
-from finetune.runs import units
 from finetune.runs.environment import public
-from finetune.runs.metrics import Ended, Evaluated, History, Measured, Saved, Start, parse
+from finetune.runs.metrics import Ended, Evaluated, History, Measured, Saved, Start, Trained, parse
 from finetune.runs.progress import Watch, find_runs
 from finetune.runs.run import Run, read_object
 from finetune.runs.summary import title
@@ -23,7 +22,6 @@ SECONDS_OF_A_LIST = 1.0
 """Seconds until the folder is searched again."""
 MOST_CURVES = 16
 """Runs whose curves are kept in memory."""
-MOST_DIFFERENCES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +84,13 @@ class Shelf:
                 self._curves.popitem(last=False)
             return curves, curves.read()
 
+    def whole_curves(self, name: str) -> Curves:
+        """The curves of a run, read to the end of its file."""
+        while True:
+            found, whole = self.curves(name)
+            if whole:
+                return found
+
     def about(self, name: str) -> About:
         """What a run's recipe says; read again when it changes."""
         run = self._watches[name].run
@@ -145,13 +150,10 @@ def history(watch: Watch) -> History:
     records = [parse(watch.run, record) for record in [*listed, *end]]
     return History(
         starts=tuple(record for record in records if isinstance(record, Start)),
+        trained=tuple(record for record in records if isinstance(record, Trained)),
         measured=tuple(record for record in records if isinstance(record, Measured)),
         evaluated=tuple(record for record in records if isinstance(record, Evaluated)),
         saved=tuple(record for record in records if isinstance(record, Saved)),
         ends=tuple(record for record in records if isinstance(record, Ended)),
         records=tuple(records),
     )
-
-
-def ago(seconds: float | None) -> str:
-    return "" if seconds is None else f"{units.duration(max(0.0, seconds))} ago"

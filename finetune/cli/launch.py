@@ -29,10 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="accelerate",
         help=f"{', '.join(LAUNCHERS)}, or module:function of your own launcher",
     )
+    parser.add_argument(
+        "--chain",
+        metavar="NAME",
+        help="train several recipes one after another, each from the result of the last",
+    )
     parser.epilog = "Other --flags are passed to `accelerate launch`."
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.chain is not None:
+        from finetune.launchers import chain
+
+        return chain.run(arguments, _launch)
+    return _launch(arguments)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
     from finetune.checks.request import read_words
     from finetune.launchers import srun
     from finetune.launchers.job import launch
