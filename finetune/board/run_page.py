@@ -22,6 +22,7 @@ NAMES = {
     "tokens_per_second": "tokens per second", "mfu": "share of the peak rate", "memory": "memory",
     "data_seconds": "seconds of a step waited for rows", "router_aux_loss": "load-balancing loss",
 }  # fmt: skip
+SHOW = {"memory": units.size, "lr": units.learning_rate, "tokens_per_second": units.count}
 MOST_SAMPLES = 20
 SHOWN_LINES = 200
 LEFT_OUT = ("Throughput and memory", "Warnings")
@@ -131,7 +132,8 @@ def _charts(watch: Watch, values: dict[str, Any], x: str) -> list[tuple[str, Cha
         if x == "step":
             measured = [(e.get("step", 0), _of(e, key)) for e in watch.evaluations]
             curves.append(Curve("evaluation", measured, "dots"))
-        drawn = chart(name, curves, size="wide" if key == "loss" else "small", over=x)
+        size, show = "wide" if key == "loss" else "small", SHOW.get(key, "{:.4g}".format)
+        drawn = chart(name, curves, size=size, over=x, show=show)
         if drawn.drawing:
             found.append((key, drawn))
     return found
@@ -223,8 +225,8 @@ def compared(shelf: Shelf, names: list[str], x: str) -> dict[str, Any]:
             means = values["curves"].get(key, {}).get("mean", [])
             points = [(at, _number(mean)) for at, mean in zip(values[x], means, strict=False)]
             curves.append(Curve(name, points, "smooth", number))
-        size = "wide" if key == "loss" else "small"
-        drawn = chart(NAMES.get(key, key), curves, size=size, over=x)
+        size, show = "wide" if key == "loss" else "small", SHOW.get(key, "{:.4g}".format)
+        drawn = chart(NAMES.get(key, key), curves, size=size, over=x, show=show)
         if drawn.drawing:
             charts.append(drawn)
     measured = [

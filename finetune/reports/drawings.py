@@ -203,8 +203,8 @@ def draw(
 ) -> Markup:
     """An `<svg>` of the curves; empty if no value is finite.
 
-    `show` formats values at the axis and in tooltips; the point `best` is marked with a ring; `over`
-    names the horizontal axis.
+    `show` formats values at the axis and in tooltips, `over` names the horizontal axis; the point
+    `best` is marked with a ring.
     """
     points = [point for curve in curves for point in finite(curve.points)]
     if not points:
