@@ -35,7 +35,7 @@ def locked(run: Run) -> Iterator[None]:
     """
     if not run.recipe.exists():
         refuse_foreign(run.root)
-    path = run.root / "run.lock"
+    path = run.lock
     try:
         file = path.open("a+")
     except OSError as error:

@@ -52,10 +52,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be submitted to the cluster"
     )
+    parser.add_argument(
+        "--chain",
+        metavar="NAME",
+        help="train several recipes one after another, each from the result of the last",
+    )
     parser.epilog = "Other --flags are passed to `accelerate launch`."
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.chain is not None:
+        from finetune.launchers import chain
+
+        return chain.run(arguments, _train)
+    return _train(arguments)
+
+
+def _train(arguments: argparse.Namespace) -> int:
     from finetune import extensions
     from finetune.checks.request import read_words
     from finetune.errors import FinetuneError

@@ -24,7 +24,7 @@ from finetune.version import __version__
 VERBS = {
     "init": "init", "import": "import_file", "list": "list", "show": "show", "plan": "plan",
     "inspect": "inspect", "teach": "teach", "train": "train", "launch": "launch",
-    "runs": "runs", "watch": "watch", "stop": "stop",
+    "runs": "runs", "watch": "watch", "stop": "stop", "board": "board",
     "export": "export", "chat": "chat", "serve": "serve", "eval": "eval", "compare": "compare",
     "prove": "prove", "doctor": "doctor", "report": "report", "quickstart": "quickstart",
 }  # fmt: skip

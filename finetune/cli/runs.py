@@ -22,12 +22,12 @@ def run(arguments: argparse.Namespace) -> int:
     from finetune.errors import FinetuneError
     from finetune.launchers.submission import state_of
     from finetune.runs import units
+    from finetune.runs.progress import find_runs
     from finetune.runs.run import read_object
-    from finetune.runs.standing import runs_in
 
     if not arguments.folder.is_dir():
         raise FinetuneError(f"{arguments.folder}: no such folder; name the folder of the runs")
-    found = [(run, *state_of(run)) for run in runs_in(arguments.folder)]
+    found = [(run, *state_of(run)) for run in find_runs(arguments.folder)]
     listed = [
         {
             "run": str(run.root), "state": state, "step": now.step, "steps": now.steps,

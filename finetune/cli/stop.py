@@ -18,8 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from finetune.errors import FinetuneError
     from finetune.launchers.submission import queue_of
+    from finetune.runs.progress import Watch
     from finetune.runs.run import read_object
-    from finetune.runs.standing import holder, run_at, standing
+    from finetune.runs.standing import holder, run_at
 
     run = run_at(arguments.run)
     record = read_object(run.job)
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     held = holder(run)
     if held is None:
-        raise FinetuneError(f"{run.root}: nothing trains in it; it is {standing(run).state}")
+        raise FinetuneError(f"{run.root}: nothing trains in it; it is {Watch(run).read().state}")
     found = re.fullmatch(r"process (\d+) on (\S+)", held)
     if found is None or found[2] != socket.gethostname():
         raise FinetuneError(f"{run.root}: in use by {held}; run finetune stop on that host")
@@ -36,6 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{run.root}: {held} saves and ends", flush=True)
     while holder(run) == held:
         time.sleep(SECONDS)
-    now = standing(run)
+    now = Watch(run).read()
     print(f"{run.root}: {now.state} at step {now.step}")
     return 0

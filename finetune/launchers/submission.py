@@ -24,6 +24,7 @@ from finetune.planner.estimate.row_counts import local_rows
 from finetune.process import interpreter
 from finetune.runs import attempts, standing
 from finetune.runs.foreign import refuse_foreign
+from finetune.runs.progress import Watch
 from finetune.runs.run import Run, read_object, write_json
 
 SECONDS_TO_ANSWER = 60
@@ -106,13 +107,13 @@ def queue_of(record: dict[str, Any]) -> Queue[Any]:
     return extensions.find("launcher", record["launcher"], QUEUES)
 
 
-def state_of(run: Run) -> tuple[standing.Standing, str]:
+def state_of(run: Run) -> tuple[Watch, str]:
     """Where a run stands, and its state with that of its job.
 
     The scheduler is asked only if nothing trains in the run.
     """
-    now, record = standing.standing(run), read_object(run.job)
-    if not record or now.state in ("running", *standing.COMPLETE):
+    now, record = Watch(run).read(), read_object(run.job)
+    if not record or now.locked or now.state in standing.COMPLETE:
         return now, now.state
     try:
         found = queue_of(record).status(record)

@@ -30,9 +30,18 @@ def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
     if not 2 <= len(roots) <= MOST:
         raise FinetuneError(f"compare: got {len(roots)} runs, expected 2 to {MOST}")
     runs = [open_run(root) for root in roots]
-    names = _names(runs)
     histories = [read_history(run) for run in runs]
-    recipes = [dict(_flat(public(read_object(run.recipe)))) for run in runs]
+    return compared(runs, histories) | {"charts": _charts(names_of(runs), histories)}
+
+
+def compared(runs: Sequence[Run], histories: Sequence[History]) -> dict[str, Any]:
+    """The comparison of some runs without curves: of their steps, only the last ones are read.
+
+    Raises:
+        FinetuneError: a record cannot be read, or one run is named twice.
+    """
+    names = names_of(runs)
+    recipes = [dict(flat(public(read_object(run.recipe)))) for run in runs]
     keys = list(dict.fromkeys(key for recipe in recipes for key in recipe))
     differing = [key for key in keys if len({_cell_text(r.get(key)) for r in recipes}) > 1]
     tables = [Table(
@@ -44,7 +53,6 @@ def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
     return {
         "names": names,
         "tables": [table for table in tables if table.rows],
-        "charts": _charts(names, histories),
         "same_recipe": not differing,
     }
 
@@ -66,7 +74,7 @@ def terminal(found: Mapping[str, Any]) -> list[str]:
     return lines[:-1]
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def names_of(runs: Sequence[Run]) -> list[str]:
     """Names of the runs' folders, with as much of the path as makes them unique."""
     parts = [run.root.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
@@ -76,14 +84,14 @@ def _names(runs: Sequence[Run]) -> list[str]:
     raise FinetuneError("compare: one run is named twice")
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a recipe with its dotted path."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _flat(inner, f"{path}.{name}" if path else str(name))
+            yield from flat(inner, f"{path}.{name}" if path else str(name))
     elif isinstance(value, list) and value:
         for number, inner in enumerate(value):
-            yield from _flat(inner, f"{path}[{number}]")
+            yield from flat(inner, f"{path}[{number}]")
     else:
         yield path, value
 

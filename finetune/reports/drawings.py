@@ -127,10 +127,13 @@ def chart(
     show: Callable[[float], str] = "{:.4g}".format,
     best: Point | None = None,
     from_zero: bool = False,
+    over: str = "step",
 ) -> Chart:
     """The chart of those curves that have a finite value; see `draw`."""
     curves = [curve for curve in curves if finite(curve.points)]
-    drawing = draw(curves, label=name, show=show, size=size, best=best, from_zero=from_zero)
+    drawing = draw(
+        curves, label=name, show=show, size=size, best=best, from_zero=from_zero, over=over
+    )
     alone = [curve.name for curve in curves] == [name]
     return Chart(name, size, drawing, () if alone else curves)
 
@@ -196,16 +199,18 @@ def draw(
     size: Size = "small",
     best: Point | None = None,
     from_zero: bool = False,
+    over: str = "step",
 ) -> Markup:
     """An `<svg>` of the curves; empty if no value is finite.
 
-    `show` formats values at the axis and in tooltips; the point `best` is marked with a ring.
+    `show` formats values at the axis and in tooltips, `over` names the horizontal axis; the point
+    `best` is marked with a ring.
     """
     points = [point for curve in curves for point in finite(curve.points)]
     if not points:
         return Markup()
     frame = _frame(points, size, from_zero)
-    parts = [*_axes(frame, show)]
+    parts = [*_axes(frame, show, over)]
     for curve in curves:
         parts += _shapes(frame, curve, show)
     if best is not None:
@@ -240,7 +245,7 @@ def _frame(points: Sequence[Point], size: Size, from_zero: bool) -> _Frame:
     return _Frame(width, height, (first, last), (bottom, high + pad))
 
 
-def _axes(frame: _Frame, show: Callable[[float], str]) -> Iterator[str]:
+def _axes(frame: _Frame, show: Callable[[float], str], over: str) -> Iterator[str]:
     left, right = MARGIN_LEFT, frame.width - MARGIN_RIGHT
     bottom = frame.height - MARGIN_BOTTOM
     for value in ticks(*frame.values, most=6):
@@ -248,10 +253,11 @@ def _axes(frame: _Frame, show: Callable[[float], str]) -> Iterator[str]:
         yield f'<path class="grid" d="M{left} {y:.1f}H{right}"/>'
         yield text(left - 8, y + 4, show(value), "value")
     for step in ticks(*frame.steps, most=frame.width // 80):
-        if step == round(step):
+        whole = step == round(step)
+        if whole or over != "step":
             x, _ = frame.place((step, frame.values[0]))
-            yield text(x, bottom + 20, f"{step:,.0f}", "step")
-    yield text(left - 22, bottom + 20, "step", "value")
+            yield text(x, bottom + 20, f"{step:,.0f}" if whole else f"{step:.4g}", "step")
+    yield text(left - 22, bottom + 20, over, "value")
     yield f'<path class="axis" d="M{left} {bottom}H{right}"/>'
 
 

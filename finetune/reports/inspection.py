@@ -34,6 +34,8 @@ METHODS: dict[Kind, str] = {
     "text": "sft", "pairs": "dpo", "judged": "kto", "labelled": "classifier",
 }  # fmt: skip
 """A method for each kind of sample, for data without a recipe."""
+BARS = 24
+"""Ranges of a histogram of lengths."""
 ANY_LENGTH = 2**20
 """Maximum tokens of a row that is shown without a recipe: none is cut or refused."""
 
@@ -107,6 +109,8 @@ class Inspection:
     rows: list[list[Document]]
     """Rows in training order, each with its documents: one, both of a pair, or all documents of a
     packed row."""
+    lengths: list[tuple[int, int, int]]
+    """How long the sequences are: (fewest tokens, most tokens, sequences of this length)."""
     completions: list[list[Scored]] = dataclasses.field(default_factory=list[list[Scored]])
     """Completions by the initial model for each row shown; empty unless requested."""
 
@@ -182,7 +186,17 @@ def inspect_rows(
         ]
         for index in chosen
     ]
-    return Inspection(counts, list(mistakes(counts["train"])), notes, shown)
+    lengths = histogram(train.documents.lengths)
+    return Inspection(counts, list(mistakes(counts["train"])), notes, shown, lengths)
+
+
+def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """Counts of lengths in `BARS` ranges of whole numbers, as (first, last, count)."""
+    if not len(lengths):
+        return []
+    wide = max(1, -(-int(lengths.max()) // BARS))
+    counts = np.bincount((lengths - 1).clip(0) // wide)
+    return [(at * wide + 1, (at + 1) * wide, int(n)) for at, n in enumerate(counts)]
 
 
 def _document(

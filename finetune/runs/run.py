@@ -19,7 +19,8 @@ RUN/
   checkpoints/step-00000010/   see `finetune.checkpoints.checkpoint`; manifest.json is written last
   flight_records/    rank-00000.json, ...: the last collectives, dumped by torch when one failed
   run.lock           locked by the process that trains
-  job.json           the job of a scheduler that trains it; job/ has its recipe and its log
+  job/log.txt        the output of a launch that no terminal shows
+  job.json           the job of a scheduler that trains it; job/ has its recipe
   attempts.jsonl     each start of the job and its end
   best.json          {"step": ..., "loss": ...} of the best evaluation
   final/             the result: PEFT adapter or complete model, tokenizer, model card (README.md)
@@ -90,7 +91,6 @@ class Run:
     )
     metrics = File("metrics.jsonl", "one JSON object per line.")
     job = File("job.json", "the job of a scheduler that trains it.")
-    log = File("job/log.txt", "the output of that job.")
     attempts = File("attempts.jsonl", "each start of that job and its end.")
     samples = File("samples.json", "answers before and after training.")
     evaluations = File("eval/", "one folder per evaluation by `finetune eval`.")
@@ -101,6 +101,8 @@ class Run:
     starting_adapter = File("starting_adapter.json", "the adapter that training started from.")
     checkpoints = File("checkpoints/", "one folder per saved step.")
     flight_records = File("flight_records/", "the last collectives, dumped by torch if one failed.")
+    lock = File("run.lock", "locked by the process that trains.")
+    log = File("job/log.txt", "the output of a launch that no terminal shows.")
     best = File("best.json", "step and loss of the best evaluation.")
     final = File("final/", "the result, in the format of PEFT or transformers.")
     loss_plot = File("loss.png", "the loss curve.")

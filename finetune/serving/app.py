@@ -1,11 +1,8 @@
 """The HTTP application: OpenAI's routes and a chat page, with a bounded queue."""
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import json
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -18,9 +15,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from finetune.errors import FinetuneError, did_you_mean
-from finetune.serving.bodies import Body, Chat, Completion, Json, about_field, problem
-from finetune.serving.guard import Guard
+from finetune.serving.bodies import Body, Chat, Completion
+from finetune.serving.guard import Guard, policy
 from finetune.serving.models import Served
+from finetune.serving.problem import Json, about_field, problem
 from finetune.serving.reply import BrokenModel, Reply
 from finetune.serving.requests import ChatRequest, TextRequest, prompt_of
 from finetune.serving.scheduler import Scheduler
@@ -185,17 +183,6 @@ def build_app(
 
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "finetune"}
-
-
-def policy(page: str) -> str:
-    """A Content-Security-Policy for the page's own script and style, and requests to its server."""
-    parts = re.findall(r"<(style|script)>(.*?)</", page, re.DOTALL)
-    allowed = "; ".join(
-        f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        for tag, text in parts
-    )
-    rest = "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    return f"default-src 'none'; {allowed}; {rest}"
 
 
 async def _answer(answers: Answers, request: Request, body: Body) -> Response:

@@ -1,6 +1,9 @@
 """Reject HTTP requests by host name, key, content type, size and time, before the application."""
 
 import asyncio
+import base64
+import hashlib
+import re
 import secrets
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from finetune.serving.bodies import problem
+from finetune.serving.problem import problem
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 JSON = "application/json"
@@ -45,7 +48,7 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         host = headers.get("host", "")
-        if self.local and _without_port(host) not in LOCAL:
+        if self.local and without_port(host) not in LOCAL:
             return problem(400, f"host: got '{host}', expected one of {', '.join(LOCAL)}")
         given = headers.get("authorization", "").removeprefix("Bearer ")
         right = self.key is None or secrets.compare_digest(given.encode(), self.key.encode())
@@ -57,7 +60,7 @@ class Guard:
         return None
 
 
-def _without_port(host: str) -> str | None:
+def without_port(host: str) -> str | None:
     """The name or address of a Host header, without the brackets of IPv6."""
     try:
         return urlsplit(f"//{host}").hostname
@@ -99,6 +102,17 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+def policy(page: str) -> str:
+    """A Content-Security-Policy for the page's own script and style, and requests to its server."""
+    parts = re.findall(r"<(style|script)>(.*?)</", page, re.DOTALL)
+    allowed = "; ".join(
+        f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for tag, text in parts
+    )
+    rest = "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return f"default-src 'none'; {allowed}; {rest}"
 
 
 class TimedConnection(H11Protocol):

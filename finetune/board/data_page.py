@@ -1,0 +1,139 @@
+"""The page of data: rows as the model sees them, their lengths, and a row to edit."""
+
+import json
+import math
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from finetune.board import new_run
+from finetune.board.commands import command
+from finetune.board.shelf import Shelf
+from finetune.board.tasks import Tasks
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+from finetune.reports.drawings import box, drawing, text
+
+MOST_ROWS = 50
+LONGEST_ROW = 256 * 1024
+"""Bytes of a row that is edited."""
+ONE = threading.Semaphore(1)
+"""One command at a time: each imports transformers."""
+
+
+def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, Any]:
+    """The values of the page, before the rows are read."""
+    name = asked.get("from", [""])[0]
+    known = {"title": "Data", "files": new_run.files(tasks), "asked": None, "began": None}
+    if not name:
+        return known | {"made": new_run.recipes(tasks), "runs": list(shelf.watches())}
+    began = new_run.origin(shelf, tasks, name)
+    words = asked.get("set", [])
+    count = rows_of(asked)
+    inspect = ["inspect", began.word, *words, "--rows", str(count)]
+    return known | {
+        "began": began, "asked": asked, "count": count, "command": command(inspect),
+        "query": {"from": name, "set": words, "rows": count},
+    }  # fmt: skip
+
+
+def rows_of(asked: dict[str, list[str]]) -> int:
+    given = asked.get("rows", ["5"])[0]
+    return min(MOST_ROWS, max(1, int(given))) if given.isdecimal() else 5
+
+
+def rows(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, Any]:
+    """The rows, by `finetune inspect --json`.
+
+    Raises:
+        FinetuneError: with what the command said.
+    """
+    began = new_run.origin(shelf, tasks, asked.get("from", [""])[0])
+    words = asked.get("set", [])
+    recipe = new_run.catalog.override(began.recipe, words) if words else began.recipe
+    found = _inspect(began.word, *words, "--rows", str(rows_of(asked)))
+    return {"inspection": found, "histogram": histogram(found["lengths"], recipe),
+            "raw": _raw(found), "recipe": recipe}  # fmt: skip
+
+
+def edited(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> dict[str, Any]:
+    """One row as it was typed, as the model would see it.
+
+    Raises:
+        FinetuneError: the row is no JSON object, or the data's format does not read it.
+    """
+    began = new_run.origin(shelf, tasks, sent.get("from", [""])[0])
+    row = sent.get("row", [""])[0]
+    if len(row) > LONGEST_ROW:
+        raise FinetuneError(f"row: has more than {LONGEST_ROW:,} characters")
+    try:
+        value = json.loads(row)
+    except (ValueError, RecursionError) as error:
+        raise FinetuneError(f"row: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise FinetuneError(f"row: got a {type(value).__name__}, expected an object with columns")
+    with tempfile.TemporaryDirectory(dir=tasks.home) as folder:
+        path = Path(folder) / "row.jsonl"
+        path.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        first = f"data.0.source={path.resolve()}"
+        alone = ["data.0.first=null", "data.0.split=train", "eval_data=[]", "eval_rows=null"]
+        words = [*sent.get("set", []), first, *alone, "data_checks=report", "data.0.stream=false"]
+        recipe = new_run.catalog.override(began.recipe, sent.get("set", []))
+        only = [{**new_run.catalog.to_fields(recipe)["data"][0]}] if recipe.data else []
+        words.insert(len(sent.get("set", [])), f"data={json.dumps(only)}")
+        found = _inspect(began.word, *words, "evaluation.metrics=[]", "--rows", "1")
+    return {"inspection": found}
+
+
+def _inspect(*words: str) -> dict[str, Any]:
+    if not ONE.acquire(timeout=60):
+        raise FinetuneError("other data is being read; try again")
+    try:
+        return json.loads(new_run.run_command("inspect", *words, "--json"))
+    except ValueError:
+        raise FinetuneError("finetune inspect: its answer cannot be read") from None
+    finally:
+        ONE.release()
+
+
+def _raw(found: dict[str, Any]) -> str:
+    """The row behind the first one shown, if it is a line of a JSONL file; otherwise a start."""
+    place = str(found["rows"][0][0]["place"]) if found["rows"] else ""
+    name, _, number = place.rpartition(" row ")
+    path = Path(name)
+    if number.isdecimal() and path.suffix == ".jsonl" and path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for at, line in enumerate(file, 1):
+                if at == int(number):
+                    return json.dumps(json.loads(line), indent=2, ensure_ascii=False)
+    return "{}"
+
+
+def histogram(lengths: list[list[int]], recipe: Recipe) -> Markup:
+    """Sequences by length, with the maximum as a line."""
+    if not lengths:
+        return Markup("")
+    width, high, left = 940, 150, 50
+    most, longest = max(count for _, _, count in lengths), lengths[-1][1]
+    limit = recipe.batch.max_length
+    end = max(longest, limit if limit < 2 * longest else 0)
+    each = (width - left) / end
+    parts = list[str]()
+    for first, last, count in lengths:
+        tall = high * count / most
+        about = f"{first:,} to {last:,} tokens: {count:,}"
+        parts.append(
+            box(left + (first - 1) * each, high + 8 - tall, (last - first + 1) * each - 1, tall,
+                "bar", about)
+        )  # fmt: skip
+    parts.append(text(left - 8, 18, f"{most:,}", "value"))
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        place = left + (width - left) * share * 0.97
+        parts.append(text(place, high + 26, f"{math.floor(end * share * 0.97):,}", "step"))
+    if limit <= end:
+        at = left + limit * each - 2
+        parts.append(box(at, 4, 2, high + 4, "limit", f"max_length {limit:,}"))
+    return drawing(width, high + 34, parts, "sequences by their number of tokens")

@@ -1,0 +1,268 @@
+"""The page of a run: its state, its curves, what it wrote, and what can be done with it."""
+
+import math
+import re
+from typing import Any
+
+from finetune.board import commands, pages
+from finetune.board.shelf import Shelf, history
+from finetune.board.tasks import Task, Tasks, tail
+from finetune.errors import FinetuneError
+from finetune.reports import comparison
+from finetune.reports.drawings import Chart, Curve, chart
+from finetune.reports.run_sections import sections
+from finetune.runs import units
+from finetune.runs.progress import Watch
+from finetune.runs.summary import read_samples
+
+AXES = ("step", "hours", "tokens")
+"""What curves are drawn over."""
+NAMES = {
+    "loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate",
+    "tokens_per_second": "tokens per second", "mfu": "share of the peak rate", "memory": "memory",
+    "data_seconds": "seconds of a step waited for rows", "router_aux_loss": "load-balancing loss",
+}  # fmt: skip
+SHOW = {"memory": units.size, "lr": units.learning_rate, "tokens_per_second": units.count}
+MOST_SAMPLES = 20
+SHOWN_LINES = 200
+LEFT_OUT = ("Throughput and memory", "Warnings")
+"""Sections of a report that need every step, or are shown above."""
+
+
+def page(shelf: Shelf, tasks: Tasks, name: str, x: str) -> dict[str, Any]:
+    """The values of the page."""
+    watch = shelf.watch(name)
+    read, whole = shelf.curves(name)
+    problems = list[str]()
+    found: dict[str, Any] = {"samples": [], "sections": []}
+    for key, make in (
+        ("samples", lambda: read_samples(watch.run)[:MOST_SAMPLES]),
+        ("sections", lambda: _sections(watch)),
+    ):
+        try:
+            found[key] = make()
+        except FinetuneError as error:
+            problems.append(str(error))
+    x = x if x in AXES else "step"
+    return {
+        **head(shelf, tasks, name), **found,
+        "title": name,
+        "x": x,
+        "axes": AXES,
+        "read": whole,
+        "charts": _charts(watch, read.values(), x),
+        "problems": problems,
+        "evaluations": _evaluations(watch),
+        "log": log_of(shelf, tasks, name),
+    }  # fmt: skip
+
+
+def head(shelf: Shelf, tasks: Tasks, name: str) -> dict[str, Any]:
+    """What changes while a run trains."""
+    watch = shelf.watch(name)
+    mine = tasks.of(name)
+    shown = pages.row(name, watch, shelf, mine)
+    try:
+        buttons = commands.buttons(watch)
+    except (FinetuneError, OSError) as error:
+        buttons, shown["problem"] = [], str(error)
+    launch = next((task for task in mine if task.verb == "launch"), None)
+    failed = shown["state"] in ("failed", "killed")
+    last = [line for line in log_of(shelf, tasks, name) if line.strip()][-8:] if failed else []
+    return {
+        "run": name,
+        "shown": shown,
+        "tiles": tiles(watch, shown),
+        "buttons": buttons,
+        "tasks": mine[:12],
+        "launch": launch,
+        "last_words": last,
+        "warnings": watch.warnings[-5:],
+    }
+
+
+def tiles(watch: Watch, shown: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The key figures: (name, value, small print)."""
+    last, start, best = watch.last, watch.start, watch.best
+    found = list[tuple[str, str, str]]()
+    if watch.steps:
+        share = f"of {watch.steps:,}, {units.share(watch.step, watch.steps)}"
+        found.append(("step", f"{watch.step:,}", share))
+    if not math.isnan(watch.loss):
+        found.append(("loss", units.loss(watch.loss), "last step"))
+    if best is not None:
+        newest = watch.evaluations[-1]
+        now = "the last" if newest is best else f"last {units.loss(_number(newest.get('loss')))}"
+        found.append(("best evaluation", units.loss(best["loss"]), f"step {best['step']:,}, {now}"))
+    if shown["left"] is not None:
+        found.append(("left", units.duration(shown["left"]), "by the last steps"))
+    if (rate := _number(last.get("tokens_per_second"))) > 0:
+        mfu = _number(last.get("mfu"))
+        peak = f"tokens/s, {mfu:.0%} of the peak" if mfu > 0 else "tokens per second"
+        found.append(("speed", units.count(rate), peak))
+    if shown["measured"]:
+        planned = f"planned {units.size(shown['planned'])}" if shown["planned"] else "of tensors"
+        found.append(("memory", units.size(shown["measured"]), planned))
+    elif watch.peak_memory:
+        found.append(("memory", units.size(watch.peak_memory), "peak, one process"))
+    if trainable := start.get("trainable_parameters"):
+        share = units.share(trainable, start.get("parameters") or 0)
+        found.append(("trained", units.count(trainable), f"parameters, {share}"))
+    if skipped := sum(each.get("kind") == "skip" for each in watch.warnings):
+        found.append(("skipped", f"{skipped}", "steps, not finite"))
+    return found
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _sections(watch: Watch) -> list[Any]:
+    return [each for each in sections(watch.run, history(watch)) if each.name not in LEFT_OUT]
+
+
+def _charts(watch: Watch, values: dict[str, Any], x: str) -> list[tuple[str, Chart]]:
+    """The curves as drawings, for a page without scripts and until they have run."""
+    found = list[tuple[str, Chart]]()
+    for key, curve in values["curves"].items():
+        means = zip(values[x], curve["mean"], strict=True)
+        points = [(place, _number(mean)) for place, mean in means]
+        name = NAMES.get(key, key)
+        curves = [Curve(name, points, "smooth")]
+        if x == "step":
+            measured = [(e.get("step", 0), _of(e, key)) for e in watch.evaluations]
+            curves.append(Curve("evaluation", measured, "dots"))
+        size, show = "wide" if key == "loss" else "small", SHOW.get(key, "{:.4g}".format)
+        drawn = chart(name, curves, size=size, over=x, show=show)
+        if drawn.drawing:
+            found.append((key, drawn))
+    return found
+
+
+def _of(evaluation: dict[str, Any], key: str) -> float:
+    metrics = evaluation.get("metrics")
+    values = {"loss": evaluation.get("loss")} | (metrics if isinstance(metrics, dict) else {})
+    return _number(values.get(key))
+
+
+def curves(shelf: Shelf, name: str, since: int) -> dict[str, Any]:
+    """The curves as JSON, from a bucket on."""
+    read, whole = shelf.curves(name)
+    watch = shelf.watch(name)
+    measured = list[dict[str, Any]]()
+    for each in watch.evaluations:
+        metrics = each.get("metrics")
+        own = metrics if isinstance(metrics, dict) else {}
+        measured.append({"step": each.get("step"), "loss": each.get("loss"), **own})
+    best = watch.best
+    return {
+        **read.values(since),
+        "whole": whole,
+        "names": NAMES,
+        "evaluations": measured,
+        "saved": [each.get("step") for each in watch.saved],
+        "best": best and best.get("step"),
+    }
+
+
+def live(shelf: Shelf, tasks: Tasks, name: str, trusted: bool) -> dict[str, str]:
+    """The parts of the page that are replaced while it is open."""
+    values = head(shelf, tasks, name)
+    read, whole = shelf.curves(name)
+    lines = log_of(shelf, tasks, name)
+    return {
+        "head": pages.rendered("head", trusted=trusted, **values),
+        "rows": f"{read.rows} {whole}",
+        "log": pages.rendered("log", log=lines),
+    }
+
+
+def log_of(shelf: Shelf, tasks: Tasks, name: str) -> list[str]:
+    """The last lines of a run's output."""
+    lines = tail(shelf.watch(name).run.log)
+    return [ESCAPES.sub("", line) for line in lines[-SHOWN_LINES:]]
+
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""Colors of a terminal."""
+
+
+def _evaluations(watch: Watch) -> list[str]:
+    """Names of the evaluations that have a page."""
+    folder = watch.run.evaluations
+    return sorted(path.parent.name for path in folder.glob("*/index.html") if path.is_file())
+
+
+def evaluation(shelf: Shelf, name: str, evaluated: str) -> str:
+    """The page that `finetune eval` wrote.
+
+    Raises:
+        FinetuneError: there is no such evaluation.
+    """
+    watch = shelf.watch(name)
+    if evaluated not in _evaluations(watch):
+        raise FinetuneError(f"{evaluated}: no such evaluation of {name}")
+    path = watch.run.evaluations / evaluated / "index.html"
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def compared(shelf: Shelf, names: list[str], x: str) -> dict[str, Any]:
+    """The comparison of some runs.
+
+    Raises:
+        FinetuneError: fewer than two runs or too many, or a record that cannot be read.
+    """
+    if not 2 <= len(names) <= comparison.MOST:
+        raise FinetuneError(f"tick 2 to {comparison.MOST} runs to compare, got {len(names)}")
+    x = x if x in AXES else "step"
+    watches = [shelf.watch(name) for name in names]
+    found = comparison.compared([w.run for w in watches], [history(w) for w in watches])
+    read = [shelf.whole_curves(name).values() for name in names]
+    charts = list[Chart]()
+    for key in dict.fromkeys(key for values in read for key in values["curves"]):
+        curves = list[Curve]()
+        for number, (name, values) in enumerate(zip(found["names"], read, strict=True)):
+            means = values["curves"].get(key, {}).get("mean", [])
+            points = [(at, _number(mean)) for at, mean in zip(values[x], means, strict=False)]
+            curves.append(Curve(name, points, "smooth", number))
+        size, show = "wide" if key == "loss" else "small", SHOW.get(key, "{:.4g}".format)
+        drawn = chart(NAMES.get(key, key), curves, size=size, over=x, show=show)
+        if drawn.drawing:
+            charts.append(drawn)
+    measured = [
+        Curve(name, [(e.get("step", 0), _of(e, "loss")) for e in w.evaluations], "dots", number)
+        for number, (name, w) in enumerate(zip(found["names"], watches, strict=True))
+    ]
+    if x == "step" and any(len(each.points) > 1 for each in measured):
+        charts.insert(1, chart("evaluation loss", measured, size="wide"))
+    return {"title": "compare", "chosen": names, "charts": charts, "x": x, "axes": AXES, **found}
+
+
+def do(shelf: Shelf, tasks: Tasks, name: str, verb: str) -> Task:
+    """Start what a button of a run is.
+
+    Raises:
+        FinetuneError: the run has no such button now.
+    """
+    watch = shelf.watch(name)
+    found = next((each for each in commands.buttons(watch) if each.verb == verb), None)
+    if found is None:
+        state = pages.state_of(watch, tasks.of(name))
+        raise FinetuneError(f"{verb}: not possible while {name} is {state}; reload the page")
+    running = [task for task in tasks.of(name) if task.verb == verb and not task.ended]
+    if any(task.state in ("running", "queued") for task in running):
+        raise FinetuneError(f"{name}: `{found.command}` runs already")
+    log = watch.run.log if verb == "launch" else None
+    task = tasks.add(verb, found.words, name, log)
+    tasks.advance()
+    return task
+
+
+def change(tasks: Tasks, task: Task, what: str) -> None:
+    """Stop, hold or release a task."""
+    if what == "stop":
+        tasks.stop(task)
+    elif what in ("pause", "resume"):
+        tasks.hold(task, paused=what == "pause")
+    else:
+        raise FinetuneError(f"{what}: expected stop, pause or resume")

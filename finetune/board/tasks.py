@@ -1,0 +1,270 @@
+"""The tasks that a board started, and those that wait: their folders are the only memory of it.
+
+    RUNS/.board/tasks/ID/     see `finetune.board.detached`
+    RUNS/.board/queue.lock    held while devices are given to tasks: several boards may look
+
+A task runs in a session of its own. It does not notice when the board ends, and the next board
+finds it by its files.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune.board.devices import Device, Need, devices
+from finetune.errors import FinetuneError
+from finetune.process import interpreter
+from finetune.runs.run import read_object, write_json, write_whole
+from finetune.runs.standing import holder_of
+
+State = Literal["queued", "paused", "running", "finished", "interrupted", "failed", "cancelled"]
+INTERRUPTED = 75
+CANCELLED = -1000
+"""Status of a task that was cancelled before it began."""
+SECONDS_TO_START = 20.0
+LONGEST_LOG = 32 * 1024
+"""Bytes of the end of a log that are shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A command with its folder."""
+
+    folder: Path
+    task: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def verb(self) -> str:
+        return str(self.task.get("verb", ""))
+
+    @property
+    def run(self) -> str:
+        """Name of the run that it belongs to."""
+        return str(self.task.get("run", ""))
+
+    @property
+    def words(self) -> list[str]:
+        return [str(word) for word in self.task.get("words", ())]
+
+    @property
+    def command(self) -> str:
+        """The command to copy."""
+        return command(self.words)
+
+    @property
+    def log(self) -> Path:
+        return Path(str(self.task.get("log", self.folder / "log")))
+
+    @property
+    def created(self) -> float:
+        return float(self.task.get("created", 0.0))
+
+    @property
+    def started(self) -> dict[str, Any]:
+        return read_object(self.folder / "started.json")
+
+    @property
+    def ended(self) -> dict[str, Any]:
+        return read_object(self.folder / "ended.json")
+
+    @property
+    def need(self) -> Need:
+        return Need(**self.task.get("need", {}))
+
+    @property
+    def state(self) -> State:
+        ended = self.ended
+        if ended:
+            known: dict[Any, State] = {
+                0: "finished", INTERRUPTED: "interrupted", CANCELLED: "cancelled",
+                -signal.SIGTERM: "interrupted",
+            }  # fmt: skip
+            return known.get(ended.get("status"), "failed")
+        if holder_of(self.folder / "lock") is not None:
+            return "running"
+        if (self.folder / "started.json").is_file():
+            return "failed"  # its session was killed, or the machine was switched off
+        return "paused" if (self.folder / "paused").exists() else "queued"
+
+    def last_words(self) -> list[str]:
+        """The last lines of its output."""
+        return tail(self.log)
+
+
+def command(words: Sequence[str]) -> str:
+    """A command of the toolkit, quoted for a shell."""
+    return shlex.join(["finetune", *words])
+
+
+def tail(path: Path) -> list[str]:
+    """The last lines of a log; of a line that was rewritten, its last text."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LONGEST_LOG))
+        text = file.read().decode("utf-8", "replace")
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+        return lines[1 if size > LONGEST_LOG else 0 :]
+    return []
+
+
+class Tasks:
+    """The tasks of a folder of runs."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: that of the runs."""
+        self.home = folder / ".board"
+        self.folder = folder
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._known: dict[str, Task] = {}
+
+    def all(self) -> list[Task]:
+        """Every task, the newest first; folders that are no tasks are left out."""
+        try:
+            names = sorted(os.listdir(self.home / "tasks"), reverse=True)
+        except OSError:
+            return []
+        found = list[Task]()
+        for name in names:
+            if name not in self._known:
+                folder = self.home / "tasks" / name
+                with contextlib.suppress(FinetuneError):
+                    if task := read_object(folder / "task.json"):
+                        self._known[name] = Task(folder, task)
+            if name in self._known:
+                found.append(self._known[name])
+        return found
+
+    def of(self, run: str) -> list[Task]:
+        return [task for task in self.all() if task.run == run]
+
+    def find(self, id: str) -> Task | None:
+        return next((task for task in self.all() if task.id == id), None)
+
+    def add(
+        self,
+        verb: str,
+        words: Sequence[str],
+        run: str = "",
+        log: Path | None = None,
+        need: Need | None = None,
+        **more: Any,
+    ) -> Task:
+        """Queue a command; `advance` starts it.
+
+        Raises:
+            FinetuneError: the folder cannot be written, for example because the disk is full.
+        """
+        folder = self.home / "tasks" / f"{time.time_ns() // 1000:017d}-{secrets.token_hex(4)}"
+        task = {
+            "verb": verb, "words": list(words), "run": run, "created": time.time(),
+            "log": str((log or folder / "log").resolve()), "folder": str(Path.cwd()),
+            "environment": {}, "need": dataclasses.asdict(need or Need()), **more,
+        }  # fmt: skip
+        try:
+            write_json(folder / "task.json", task)
+        except OSError as error:
+            raise FinetuneError(
+                f"{folder}: cannot be written ({error.strerror}): nothing was started; free disk "
+                "space, or run the command yourself"
+            ) from None
+        return Task(folder, task)
+
+    def stop(self, task: Task) -> None:
+        """Save and stop a task that runs, or take one that waits out of the queue."""
+        with self._alone():
+            if task.state in ("queued", "paused"):
+                write_json(task.folder / "ended.json", {"status": CANCELLED, "time": time.time()})
+                return
+        pid = task.started.get("pid")
+        if task.state == "running" and isinstance(pid, int):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def hold(self, task: Task, *, paused: bool) -> None:
+        """Keep a waiting task from starting, or let it start."""
+        if paused:
+            write_whole(task.folder / "paused", "")
+        else:
+            (task.folder / "paused").unlink(missing_ok=True)
+
+    def remove_finished(self, keep: int = 500) -> None:
+        """Forget the oldest ended tasks beyond a number."""
+        import shutil
+
+        for task in [task for task in self.all() if task.ended][keep:]:
+            self._known.pop(task.id, None)
+            shutil.rmtree(task.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self.home.mkdir(parents=True, exist_ok=True)
+        with (self.home / "queue.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def advance(self) -> None:
+        """Start the tasks for which there is room, oldest first.
+
+        A job that does not fit beside those that run waits, and those behind it too: a small job
+        never overtakes a large one for ever.
+        """
+        self._children = [child for child in self._children if child.poll() is None]
+        if not any(task.state == "queued" for task in self.all() if not task.ended):
+            return
+        with self._alone():
+            tasks = [(task, task.state) for task in reversed(self.all()) if not task.ended]
+            taken: dict[Device, int] = {}
+            for task, state in tasks:
+                if state == "running":
+                    _take(taken, task, [Device(**each) for each in task.task.get("given", ())])
+            here = devices()
+            for task, state in tasks:
+                if state == "queued":
+                    chosen = task.need.on(here, taken)
+                    if chosen is None:
+                        break
+                    self._start(task, chosen)
+                    _take(taken, task, chosen)
+
+    def _start(self, task: Task, chosen: Sequence[Device]) -> None:
+        numbers = ",".join(str(each.number) for each in chosen if each.kind == "cuda")
+        variables = dict(task.task["environment"])
+        variables |= {"CUDA_VISIBLE_DEVICES": numbers} if numbers else {}
+        given = [dataclasses.asdict(each) for each in chosen]
+        write_json(
+            task.folder / "task.json", {**task.task, "environment": variables, "given": given}
+        )
+        self._known.pop(task.id, None)
+        child = subprocess.Popen(
+            interpreter.python("-m", "finetune.board.detached", str(task.folder.resolve())),
+            env=interpreter.environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._children.append(child)
+        until = time.monotonic() + SECONDS_TO_START
+        while time.monotonic() < until and task.state == "queued" and child.poll() is None:
+            time.sleep(0.02)
+        if task.state == "queued":
+            write_json(task.folder / "ended.json", {"status": 1, "time": time.time()})
+
+
+def _take(taken: dict[Device, int], task: Task, given: Sequence[Device]) -> None:
+    each = task.need.bytes * (task.need.processes if given and given[0].kind == "cpu" else 1)
+    for device in given:
+        taken[device] = taken.get(device, 0) + each

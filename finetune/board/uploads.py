@@ -1,0 +1,116 @@
+"""Receive a form with files (RFC 7578): to the disk as it arrives, and never into memory."""
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+import tempfile
+from email.message import Message
+from email.parser import BytesHeaderParser
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from finetune.errors import FinetuneError
+
+LONGEST_FIELD = 64 * 1024
+"""Maximum bytes of a field that is no file."""
+MOST_PARTS = 50
+ENDINGS = {".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst"}
+"""Endings of files of data."""
+
+
+class Parts(NamedTuple):
+    """The parts of a form."""
+
+    fields: dict[str, str]
+    files: dict[str, Path]
+    names: dict[str, str]
+    """Names of the files as they were sent."""
+
+
+async def received(request: Request, folder: Path, name: str | None = None) -> Parts:
+    """The parts of a form; its files are stored in a folder under names that are free there.
+
+    Args:
+        name: name of the stored file, before its ending; by default that which was sent.
+
+    Raises:
+        HTTPException: the body is no such form (400, 415), or too large (413).
+        FinetuneError: a file cannot be written, or is no file of data.
+    """
+    header = Message()
+    header["content-type"] = request.headers.get("content-type", "")
+    boundary = header.get_boundary()
+    if header.get_content_type() != "multipart/form-data" or not boundary:
+        raise HTTPException(415, "content-type: expected multipart/form-data with a boundary")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as body:
+            async for piece in request.stream():
+                body.write(piece)
+            body.flush()
+            return await run_in_threadpool(_parts, body, boundary.encode("latin-1"), folder, name)
+    except OSError as error:
+        raise FinetuneError(
+            f"{folder}: the file cannot be stored ({error.strerror}); free disk space"
+        ) from None
+
+
+def _parts(body: IO[bytes], boundary: bytes, folder: Path, name: str | None) -> Parts:
+    found = Parts({}, {}, {})
+    if not os.fstat(body.fileno()).st_size:
+        raise HTTPException(400, "the form is empty")
+    mark = b"--" + boundary
+    with mmap.mmap(body.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        at = text.find(mark)
+        while at >= 0 and text[at + len(mark) : at + len(mark) + 2] == b"\r\n":
+            if len(found.fields) + len(found.files) >= MOST_PARTS:
+                raise HTTPException(400, f"the form has over {MOST_PARTS} parts")
+            start = text.find(b"\r\n\r\n", at)
+            end = text.find(b"\r\n" + mark, start + 2)
+            if start < 0 or end < 0 or start - at > 8192:
+                break
+            head = BytesHeaderParser().parsebytes(text[at + len(mark) + 2 : start + 2])
+            part = str(head.get_param("name", "", "content-disposition"))
+            sent = head.get_filename()
+            if sent:
+                found.names[part] = sent
+                found.files[part] = _store(text, start + 4, end, folder, sent, name)
+            elif sent is None and end - start - 4 <= LONGEST_FIELD:
+                found.fields[part] = text[start + 4 : end].decode("utf-8", "replace")
+            at = end + 2
+        if at < 0 or text[at + len(mark) : at + len(mark) + 2] != b"--":
+            raise HTTPException(400, "the form is cut off or damaged")
+    return found
+
+
+def _store(
+    text: mmap.mmap, start: int, end: int, folder: Path, sent: str, name: str | None
+) -> Path:
+    """Write a part to a file whose name is plain and free."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", re.split(r"[\\/]", sent)[-1]).strip("._")[-80:]
+    ending = Path(plain).suffix.lower()
+    if ending not in ENDINGS:
+        known = ", ".join(sorted(ENDINGS))
+        raise FinetuneError(f"{sent}: not a file of data; expected one that ends in {known}")
+    if start == end:
+        raise FinetuneError(f"{sent}: is empty")
+    stem = name or Path(plain).stem
+    scratch = folder / f".{secrets.token_hex(8)}"
+    try:
+        with scratch.open("xb") as file:
+            for place in range(start, end, 1 << 20):
+                file.write(text[place : min(place + (1 << 20), end)])
+        for number in range(1, 10_000):
+            path = folder / f"{stem}{f'-{number}' if number > 1 else ''}{ending}"
+            with contextlib.suppress(FileExistsError):
+                os.link(scratch, path)  # fails if the name is taken
+                return path
+        raise FinetuneError(f"{sent}: too many files of this name")
+    finally:
+        scratch.unlink(missing_ok=True)
