@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,9 +25,14 @@ HEAD = "score"
 """Name of the score head of a decoder in transformers."""
 
 
-def auto_class(head: Head) -> Any:
-    """The transformers class for a model with a score head, or for a language model."""
-    return AutoModelForSequenceClassification if head.scored else AutoModelForCausalLM
+def auto_class(head: Head, reads: tuple[str, ...] = ()) -> Any:
+    """The transformers class for a model with a score head, or for a language model.
+
+    `reads` is the recipe's `model.reads`: a model that reads images is loaded with its tower.
+    """
+    if head.scored:
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if reads else AutoModelForCausalLM
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
