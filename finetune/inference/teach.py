@@ -55,6 +55,7 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
     teacher = load_weights(
         str(given.name), revision=given.revision, trust_remote_code=given.trust_remote_code,
         pickle=given.pickle, attention=given.attention, quantization=given.quantization,
+        reads=model.reads,
     )  # fmt: skip
     vocabulary = rows_needed(tokenizer)
     if not 0 < top_k <= vocabulary:

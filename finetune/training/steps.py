@@ -49,7 +49,8 @@ class Training:
         self.recipe, self.started, self.built = engine.plan.recipe, started, started.built
         self.data, self.steps = started.data, started.inputs.steps
         self.recorder, self.rollouts = started.recorder, started.rollouts
-        self.saver = Saver(engine, run, self.built.tokenizer, self.recipe.saving)
+        images = started.inputs.chat.images
+        self.saver = Saver(engine, run, self.built.tokenizer, self.recipe.saving, images)
 
     def train(self) -> None:
         """Take all steps that are left, and write the result."""

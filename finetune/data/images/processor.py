@@ -304,6 +304,13 @@ def processor_of(
     return ImageProcessor(kind, kept, images, tokenizer)
 
 
+def copy_processor(source: Path, folder: Path) -> None:
+    """Copy the files of a saved processor, if there is one."""
+    for name in FILES:
+        if (source / name).is_file():
+            (folder / name).write_bytes((source / name).read_bytes())
+
+
 def _json(name: str, file: str, revision: str | None) -> dict[str, Any]:
     """The content of a file of a model; empty if there is none."""
     from transformers.utils import cached_file
