@@ -129,6 +129,10 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         refuse_other_labels(config.to_dict(), head, f"model.name: '{model.name}'")
+        kept = None
+        if model.reads and model.quantization != "none":
+            with engine.without_partitioning():
+                kept = image_parts.unquantised(config)
         unsharded = engine.without_partitioning() if whole else contextlib.nullcontext()
         with progress(f"loading {model.name}"), engine.loading(config) as words, unsharded:
             loaded = scoring.auto_class(head, model.reads).from_pretrained(
@@ -150,7 +154,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
                     model.quantization,
                     compute_dtype(plan),
                     getattr(torch, plan.quant_storage),
-                    image_parts.unquantised(config) if model.reads else None,
+                    kept,
                 ),
             )
     except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:
