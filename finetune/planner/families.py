@@ -28,6 +28,8 @@ class Family:
     """Its config is that of a multimodal model, of which only the language model is loaded."""
     reads: tuple[str, ...] = ()
     """Media that tests show to be trained as by plain transformers, with `model.reads`."""
+    scores: bool = False
+    """Whether it has a class with a score head that reads images."""
     connectors: tuple[str, ...] = ()
     """Modules inside of its tower that connect it with the language model."""
 

@@ -10,7 +10,7 @@ train/ eval/            the documents of each row: one sample, or those that are
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -213,14 +213,15 @@ def documents_of_rows(rows: np.ndarray, each: int) -> np.ndarray:
     return (rows[:, None] * each + np.arange(each)).ravel()
 
 
-def composed(documents: list[Columns]) -> Documents:
-    """Documents in memory, without files."""
+def composed(documents: list[Columns], images: Sequence[Sequence[PlacedImage]] = ()) -> Documents:
+    """Documents in memory, without files; `images` are those of each."""
     lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
     return Documents(
         np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in documents)]),
         np.concatenate([np.empty(0, bool), *(trained for _, trained in documents)]),
         _offsets(lengths),
         np.zeros((len(documents), 2), dtype=np.int64),
+        images=Images.of_lists(images) if any(images) else None,
     )
 
 

@@ -42,6 +42,21 @@ class Images:
     files: Sequence[Stored]
     data: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))  # (bytes,) uint8
 
+    @classmethod
+    def of_lists(cls, images: Sequence[Sequence[PlacedImage]]) -> "Images":
+        """The images of documents in memory."""
+        files, parts, size = list[Stored](), list[bytes](), 0
+        places = list[tuple[int, int, int, int]]()
+        for document, of_document in enumerate(images):
+            for each in of_document:
+                inside = each.file.data or b""
+                places.append((document, each.start, each.end, len(files)))
+                files.append(Stored(each.digest, each.file.path, size, len(inside)))
+                parts.append(inside)
+                size += len(inside)
+        data = np.frombuffer(b"".join(parts), dtype=np.uint8)
+        return cls(np.array(places, dtype=np.int64).reshape(-1, 4), files, data)
+
     def of(self, document: int) -> list[PlacedImage]:
         """The images of a document, in the order of its tokens."""
         first, behind = np.searchsorted(self.places[:, 0], [document, document + 1])
