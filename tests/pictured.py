@@ -1,13 +1,59 @@
-"""Models and rows with images whose losses plain transformers computed, among the assets."""
+"""Tiny models that read images: one made here, and some among the assets with known losses."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from tiny_run import byte_tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2VLImageProcessorPil,
+)
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
+
+
+SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "vocab_size": 264,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257, "tie_word_embeddings": False,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+    "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 32,
+    "fullatt_block_indexes": [1],
+}  # fmt: skip
+
+
+def made(folder: Path, weights: bool = True) -> Path:
+    """A Qwen2.5-VL of bytes: an image is one token for each square of 16 pixels, 4 or more."""
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    start, end, image, video = tokenizer.convert_tokens_to_ids(SPECIAL)
+    config = Qwen2_5_VLConfig(
+        text_config=TEXT, vision_config=VISION, vision_start_token_id=start,
+        vision_end_token_id=end, image_token_id=image, video_token_id=video,
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    size = {"shortest_edge": 1024, "longest_edge": 9216}
+    Qwen2VLImageProcessorPil(size=size, patch_size=8, merge_size=2).save_pretrained(folder)
+    if weights:
+        drawn(AutoModelForImageTextToText.from_config(config)).save_pretrained(folder)
+    return folder
 
 
 def stored(assets: Path, name: str) -> Any:

@@ -145,7 +145,7 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
             open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
         )
     if check and documents.images is not None:
-        documents.images.refuse_changed()
+        documents.images.refuse_changed(folder)
     return Prepared(train, evaluation, counts, folder)
 
 

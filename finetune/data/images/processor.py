@@ -41,6 +41,8 @@ SMALLEST = 8
 """Width and height in pixels of the image of a filler document, before it is resized."""
 UNCUT = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 """Settings that cut an image into tiles, by processor: a filler is one tile."""
+OF_CALLS = {"device", "return_tensors", "disable_grouping", "input_data_format", "data_format"}
+"""Arguments of an image processor that are no settings of a model."""
 Size = tuple[int, int]
 """Width and height in pixels."""
 
@@ -241,11 +243,10 @@ def _decoded(image: PlacedImage) -> "Image.Image":
     return decode(data, image.file.name)[0]
 
 
-def changed(name: str) -> str:
-    """Says that an image is another one than the tokens were computed from."""
-    return (
-        f"data: {name} has changed since the rows were prepared; restore it, or prepare them again"
-    )
+def changed(name: str, folder: Path | None = None) -> str:
+    """Says that an image is not the one that the rows in a folder were prepared from."""
+    again = "start again" if folder is None else f"delete {folder} to prepare the rows again"
+    return f"data: {name} has changed since the rows were prepared; restore it, or {again}"
 
 
 def _words_of_videos(*_: Any) -> str:
@@ -289,7 +290,7 @@ def processor_of(
     if template is not None:  # servers take it before that of a tokenizer
         tokenizer.chat_template = template
     for setting, value in (settings or {}).items():
-        known = images.valid_kwargs.__annotations__.keys()
+        known = images.valid_kwargs.__annotations__.keys() - OF_CALLS
         if setting not in known:
             raise FinetuneError(
                 f"model.processor_kwargs: {type(images).__name__} has no setting '{setting}'"

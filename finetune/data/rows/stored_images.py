@@ -73,10 +73,13 @@ class Images:
         kept = self.places[np.isin(self.places[:, 0], documents)]
         return "".join(self.files[number].digest for number in kept[:, 3]).encode()
 
-    def refuse_changed(self) -> None:
+    def refuse_changed(self, folder: Path) -> None:
         """Refuse files that are not those that the documents were prepared from.
 
         Only a file with another size or time is read.
+
+        Args:
+            folder: Folder of the prepared rows.
 
         Raises:
             FinetuneError: with the names of the first ones.
@@ -87,7 +90,7 @@ class Images:
                 continue
             found = ImageFile(path=file.path)
             if not Path(file.path).is_file() or digest_of(found.read()) != file.digest:
-                problems.append(changed(found.name))
+                problems.append(changed(found.name, folder))
         refuse(problems[:10])
 
 
