@@ -65,7 +65,7 @@ def asked(source: str, **fields: Any) -> Data:
 ZEROS = (
     "passed_over untrained dropped truncated eaten tied split overlong empty bad empty_turns "
     "history_thoughts tool_details unserved call_ids markup_asked markup_said no_bos two_bos "
-    "unasked unended duplicates left_out short repeated"
+    "unasked unended duplicates left_out short repeated images_rotated images_transparent"
 )
 
 

@@ -3,7 +3,7 @@
     step-00000010/
       adapter/     PEFT format                                       (recipes with an adapter)
       model/       transformers format, in the precision of the run  (recipes without)
-      tokenizer/   with the chat template of the training
+      tokenizer/   with the chat template of the training, and the image processor if there is one
       state/       rank-00000-of-00002.safetensors, ...: the fp32 weights and the optimizer state,
                    as boxes of each rank's shards (`finetune.distributed.boxes`), and the model's
                    other tensors: persistent buffers and, without an adapter, frozen weights
@@ -37,6 +37,7 @@ from finetune.checkpoints.pretrained import (
 )
 from finetune.checkpoints.staging import Staging
 from finetune.checkpoints.stop_tokens import follow_umask
+from finetune.data.images.processor import ImageProcessor
 from finetune.distributed.base import Engine
 from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import trained_shapes
@@ -110,11 +111,13 @@ def write(
     progress: Progress,
     tokenizer: PreTrainedTokenizerBase,
     state: State,
+    images: ImageProcessor | None = None,
     group: Group | None = None,
 ) -> int:
     """Write a checkpoint from the states of all ranks; collective. Returns its size in bytes.
 
     Args:
+        images: the image processor of the model, which is written with the tokenizer.
         group: process group for the collectives, if called from a background thread.
 
     Raises:
@@ -133,7 +136,9 @@ def write(
     outcome: Any = None
     if engine.is_main:
         outcome = attempt(
-            lambda: _complete(engine, scratch, folder, progress, tokenizer, scalars, state.shapes)
+            lambda: _complete(
+                engine, scratch, folder, progress, tokenizer, images, scalars, state.shapes
+            )
         )
     sizes = _agree(engine, outcome, folder, group)
     return sizes[0]
@@ -189,6 +194,7 @@ def _complete(
     folder: Path,
     progress: Progress,
     tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None,
     scalars: list[dict[str, dict[str, float]]],
     shapes: dict[str, tuple[int, ...]],
 ) -> int:
@@ -198,6 +204,8 @@ def _complete(
         for name, values in of_rank.items():
             merged[name] = merged.get(name, {}) | values
     tokenizer.save_pretrained(scratch / "tokenizer")
+    if images is not None:
+        images.save(scratch / "tokenizer")
     # Read back from the files just written: rank 0 needs no other rank for it, and one part of the
     # model in memory at a time.
     with Reader(scratch, shapes) as reader:

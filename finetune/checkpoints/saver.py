@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Group, Progress
 from finetune.checkpoints.staging import Staging
+from finetune.data.images.processor import ImageProcessor
 from finetune.distributed.base import Engine
 from finetune.errors import TrainingFailure
 from finetune.recipe import Saving
@@ -30,10 +31,15 @@ class Saver:
     """Writes the checkpoints of a run; its methods are collective."""
 
     def __init__(
-        self, engine: Engine, run: Run, tokenizer: PreTrainedTokenizerBase, saving: Saving
+        self,
+        engine: Engine,
+        run: Run,
+        tokenizer: PreTrainedTokenizerBase,
+        saving: Saving,
+        images: ImageProcessor | None = None,
     ) -> None:
         self._engine, self._run, self._tokenizer = engine, run, tokenizer
-        self._saving = saving
+        self._saving, self._images = saving, images
         is_gpu = engine.device.type == "cuda"
         self._staging = Staging(engine.device, keep=saving.background and is_gpu)
         self._thread: threading.Thread | None = None
@@ -101,7 +107,7 @@ class Saver:
         waited: float | None,
     ) -> None:
         size = checkpoint.write(
-            self._engine, self._run, progress, self._tokenizer, taken, self._group
+            self._engine, self._run, progress, self._tokenizer, taken, self._images, self._group
         )
         tidy(self._engine, self._run, progress, best, self._saving.keep, self._group)
         took = time.perf_counter() - started

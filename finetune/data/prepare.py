@@ -27,6 +27,7 @@ from finetune.data.audit import Facts, count_rows
 from finetune.data.chat.next_marks import own_ends
 from finetune.data.chat.render import Chat
 from finetune.data.formats import find_format
+from finetune.data.images.inputs import ImageInputs
 from finetune.data.problems import Problems, check_source
 from finetune.data.read.hub import hub_version
 from finetune.data.read.mixture import hold_out, mix
@@ -87,6 +88,10 @@ class Prepared:
         """
         return self._with_both(padding_free=free, share_prompts=shared)
 
+    def with_image_inputs(self, inputs: ImageInputs | None) -> "Prepared":
+        """The same rows, whose images become inputs of the model in this way."""
+        return self._with_both(image_inputs=inputs)
+
     def with_columns(
         self,
         columns: dict[str, np.ndarray],
@@ -139,6 +144,8 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
         train, evaluation = (
             open_rows(documents, folder / name, recipe.batch.packing) for name in ("train", "eval")
         )
+    if check and documents.images is not None:
+        documents.images.refuse_changed(folder)
     return Prepared(train, evaluation, counts, folder)
 
 
@@ -285,8 +292,9 @@ def _encode(
         file = files.setdefault(encoded.file, len(files))
         origins = np.stack([np.full_like(encoded.numbers, file), encoded.numbers], axis=1)
         writer.append(
-            encoded.ids, encoded.trained, encoded.lengths, origins, encoded.columns, encoded.beside
-        )
+            encoded.ids, encoded.trained, encoded.lengths, origins, encoded.columns,
+            encoded.beside, encoded.images,
+        )  # fmt: skip
         facts.append(Facts(encoded.trained_tokens, encoded.ended, encoded.digests))
         # Rows are numbered over all sources, in the order in which their documents are written.
         members[encoded.section].append(np.arange(written, written + count))
@@ -400,6 +408,7 @@ def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
         "mixed": recipe.seed if weighted else None,
         "template": [chat.template, chat.tool_template, dict(chat.variables)],
         "tokenizer": _tokenizer_hash(chat),
+        **({} if chat.images is None else {"images": chat.images.identity}),
         "train_sources": len(recipe.data),
         "sources": [
             [

@@ -6,20 +6,25 @@ A method declares the kind of samples that it takes (`READ_AS`).
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from finetune.data.chat.messages import Message, Turns
 from finetune.data.chat.tools import template_kwargs_of, tools_of
+from finetune.data.images.image_file import ImageFile, with_images
 from finetune.data.values import Raw, RowProblem, is_given, text_if_given
 from finetune.recipe import Kind
 
-CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs")
+CONVERSATION = ("system", "tools", "functions", "chat_template_kwargs", "images", "image")
 """Optional columns that every conversation format reads."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the chat form of Hugging Face, with `tool_calls` and `tool` roles."""
+    """Messages in the chat form of Hugging Face, with `tool_calls` and `tool` roles.
+
+    A message with images has a `PLACE` for each in its text, and the files in `images`.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -30,6 +35,11 @@ class Conversation:
     """Indices of assistant messages that are context only (`weight: 0`)."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the row sets."""
+
+    @property
+    def images(self) -> tuple[ImageFile, ...]:
+        """The images of all messages, in order."""
+        return tuple(each for message in self.messages for each in message.get("images", ()))
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,27 @@ def cut_to(sample: Conversation, messages: int) -> Conversation:
     return dataclasses.replace(sample, messages=sample.messages[:messages])
 
 
+def with_files_in(sample: Any, folder: Path) -> Any:
+    """A sample whose images with relative paths are in a folder: that of its file."""
+    match sample:
+        case Conversation() if sample.images:
+            messages = (
+                {**each, "images": tuple(file.within(folder) for file in each["images"])}
+                if "images" in each
+                else each
+                for each in sample.messages
+            )
+            return dataclasses.replace(sample, messages=tuple(messages))
+        case tuple():
+            return tuple(with_files_in(each, folder) for each in sample)
+        case Preference() | Several() | Judged() | Labelled() | Prompt():
+            names = [each.name for each in dataclasses.fields(sample)]
+            inside = {name: with_files_in(getattr(sample, name), folder) for name in names}
+            return dataclasses.replace(sample, **inside)
+        case _:
+            return sample
+
+
 def with_message(sample: Conversation, number: int, message: Message) -> Conversation:
     """A conversation with another message in one place."""
     messages = list(sample.messages)
@@ -196,6 +227,7 @@ def conversation_of(row: Raw, turns: Turns, given: int = 0) -> Conversation:
             messages = ({"role": "system", "content": system}, *messages)
             untrained = frozenset(number + 1 for number in untrained)
             given += given > 0
+    messages = with_images(messages, row)
     return Conversation(messages, tools_of(row), given, untrained, template_kwargs_of(row))
 
 

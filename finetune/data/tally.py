@@ -28,6 +28,8 @@ UNUSUAL = {
     "markup_said": "with special tokens of the template in the text of their answers",
     "no_bos": "without the BOS or prefix that the tokenizer adds",
     "two_bos": "that begin with two BOS",
+    "images_rotated": "with an image that its EXIF data turns",
+    "images_transparent": "with a transparent image, which becomes white there",
     "unasked": "with an empty prompt and no BOS: the first token of the answer is not trained",
 }
 """Counts that are shown if they are not zero, with the words behind the number."""

@@ -9,7 +9,6 @@ from finetune import catalog
 from finetune.cache import cache
 from finetune.checkpoints.resume import refuse_other_data
 from finetune.data.audit import identity
-from finetune.data.chat.render import load_chat
 from finetune.data.formats import find_format, read_row
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.prompts import answered
@@ -27,7 +26,7 @@ from finetune.data.samples import (
 )
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, reading
-from finetune.models.model import load_tokenizer
+from finetune.models.model import load_chat_of
 from finetune.recipe import Data, Recipe
 from finetune.runs.run import Run, open_run
 
@@ -190,8 +189,7 @@ def held_out(run: Run, recipe: Recipe) -> dict[str, set[int]]:
     Raises:
         FinetuneError: the data is not the data of the run.
     """
-    chosen = recipe.model
-    chat = load_chat(load_tokenizer(recipe), chosen.chat_template, chosen.chat_template_kwargs)
+    chat = load_chat_of(recipe)
     prepared = prepare(recipe, chat, cache("data"))
     newest = run.newest()
     if newest is not None:

@@ -50,7 +50,7 @@ def _trained_config(source: Source) -> LoraConfig:
         raise FinetuneError("--format adapter: the run trained all weights; export it as 'model'")
     recipe = source.recipe
     with torch.device("meta"):
-        skeleton = auto_class(recipe.head).from_config(
+        skeleton = auto_class(recipe.head, recipe.model.reads).from_config(
             base_config(recipe), trust_remote_code=recipe.model.trust_remote_code
         )
     return check_adapter(source.adapter, skeleton)

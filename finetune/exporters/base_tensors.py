@@ -176,6 +176,7 @@ def _on_disk(model: Model, name: str | Path, files: list[Path]) -> Base:
         trust_remote_code=model.trust_remote_code,
         attention=model.attention,
         device="meta",
+        reads=model.reads,
     )
     mapping = get_model_conversion_mapping(network)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]

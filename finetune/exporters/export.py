@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from finetune import extensions
 from finetune.checkpoints.stop_tokens import follow_umask, saved_tokenizer
+from finetune.data.images.processor import copy_processor
 from finetune.data.scratch import scratch_for
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters import CHECKS, EXPORTERS, vllm
@@ -117,6 +118,7 @@ def export(
         if kind != "gguf":
             end = turn_end(source.tokenizer)
             saved_tokenizer(source.tokenizer, end).save_pretrained(folder)
+            copy_processor(source.checkpoint / "tokenizer", folder)
         checked = check(source, folder, kind, check_rows) if check_rows else "not requested"
         commands = serve_commands(source, folder, kind)
         lines = check_lines(checked)

@@ -26,6 +26,7 @@ def write(source: Source, folder: Path) -> Kind:
             dtype,
             trust_remote_code=source.recipe.model.trust_remote_code,
             quantization="nf4",
+            reads=source.recipe.model.reads,
         )
         quantised.generation_config = source.generation
         quantised.config.use_cache = True

@@ -14,13 +14,12 @@ from finetune import catalog
 from finetune.backend import Precision
 from finetune.cache import cache
 from finetune.data.chat.chat_templates import suitable
-from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.data.read.first_rows import has_turns
 from finetune.errors import FinetuneError
 from finetune.kernels.matmul_rate import rate_of_products
 from finetune.methods.online import Online
-from finetune.models.model import load_tokenizer
+from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.planner.estimate import advice, choice, hardware, wording
 from finetune.planner.estimate.plan_api import described, whole_numbers
 from finetune.planner.estimate.row_counts import local_rows
@@ -132,8 +131,7 @@ def _sizes(recipe: Recipe, fields: dict[str, Any], processes: int) -> Iterator[s
     (data,) = recipe.data
     first = min(data.first or MEASURED, MEASURED)
     measured = catalog.from_fields(fields | {"data": [fields["data"][0] | {"first": first}]})
-    model = measured.model
-    chat = load_chat(load_tokenizer(measured), model.chat_template, model.chat_template_kwargs)
+    chat = load_chat_of(measured)
     rows = prepare(measured, chat, cache("data")).train
     if not len(rows):
         raise FinetuneError(f"data: {data.source} has no row that {recipe.method} can train on")

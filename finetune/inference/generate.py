@@ -102,6 +102,7 @@ def model_of(
             trust_remote_code=recipe.model.trust_remote_code,
             attention=recipe.model.attention,
             head=recipe.head,
+            reads=recipe.model.reads,
         )
         return model, tokenizer, None
     if recipe.model.quantization != "none":

@@ -149,7 +149,9 @@ def base_model(
     if model.name is None:
         torch.manual_seed(recipe.seed)
         config = base_config(recipe)
-        built = auto_class(recipe.head).from_config(config, dtype=dtype or torch.float32)
+        built = auto_class(recipe.head, model.reads).from_config(
+            config, dtype=dtype or torch.float32
+        )
         draw_head(built, recipe.head, recipe.seed)
         return built.eval()
     loaded = load_weights(
@@ -163,6 +165,7 @@ def base_model(
         device=device,
         head=recipe.head,
         seed=recipe.seed,
+        reads=model.reads,
     )
     return loaded if quantized else _unquantised(loaded)
 
@@ -190,10 +193,12 @@ def load_weights(
     device: str | None = None,
     head: Head = LANGUAGE,
     seed: int | None = None,
+    reads: tuple[str, ...] = (),
 ) -> PreTrainedModel:
     """A causal language model for inference; by default in bf16 on GPUs and fp32 on CPUs.
 
-    A score `head` is initialized from `seed` if the files have none.
+    A score `head` is initialized from `seed` if the files have none. With `reads`, or if it has no
+    class for text alone, the model is loaded with its vision tower.
 
     `attention` is the recipe's setting. If it is None, or needs a GPU that is not used,
     transformers chooses the implementation: SDPA, or eager for a model without SDPA.
@@ -202,9 +207,10 @@ def load_weights(
     dtype = dtype or (torch.bfloat16 if device == "auto" else torch.float32)
     with progress(f"loading {name}"), within_memory(str(name)), reading(_unloadable(name)):
         fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
-        loaded: Any = auto_class(head).from_pretrained(
+        config = _config(name, revision, trust_remote_code, head)
+        loaded: Any = auto_class(head, reads, config).from_pretrained(
             str(name),
-            config=_config(name, revision, trust_remote_code, head),
+            config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             dtype=dtype,

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from finetune.cache import cache
-from finetune.data.chat.render import load_chat
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.rows.collate import collate
 from finetune.data.rows.store import single_rows
@@ -21,7 +20,7 @@ from finetune.errors import FinetuneError
 from finetune.inference.load import load_weights
 from finetune.kernels.divergence import LEAST
 from finetune.methods.losses import labelled
-from finetune.models.model import load_tokenizer
+from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.models.teacher import as_student, compare_tokenizer, refuse_tokens_without_rows
 from finetune.models.vocabulary import rows_needed
 from finetune.planner.kernels import TILE_ENTRIES
@@ -48,13 +47,14 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
     tokenizer = load_tokenizer(recipe)
     compare_tokenizer(tokenizer, recipe.taught_by)
     model = recipe.model
-    chat = load_chat(tokenizer, model.chat_template, model.chat_template_kwargs)
+    chat = load_chat_of(recipe, tokenizer)
     data = prepare(recipe, chat, cache("data"))
     refuse_tokens_without_rows(recipe.taught_by, data)
     given = as_student(recipe).model
     teacher = load_weights(
         str(given.name), revision=given.revision, trust_remote_code=given.trust_remote_code,
         pickle=given.pickle, attention=given.attention, quantization=given.quantization,
+        reads=model.reads,
     )  # fmt: skip
     vocabulary = rows_needed(tokenizer)
     if not 0 < top_k <= vocabulary:

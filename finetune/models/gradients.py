@@ -4,11 +4,14 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from peft import PeftModel
 from torch import nn
 
 from finetune.distributed.parameters import unsharded_numel
 from finetune.errors import FinetuneError
+from finetune.models import image_parts
+from finetune.models.load_checks import plain_name
 from finetune.models.reachable import unreached
 from finetune.recipe import LoRA, Recipe
 
@@ -19,7 +22,10 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def without_unreached(
-    model: nn.Module, recipe: Recipe, attach: Callable[[nn.Module, LoRA], nn.Module]
+    model: nn.Module,
+    recipe: Recipe,
+    attach: Callable[[nn.Module, LoRA], nn.Module],
+    image: dict[str, torch.Tensor] | None = None,
 ) -> tuple[nn.Module, str | None]:
     """Exclude trained parameters that get no gradient; returns the model and a note.
 
@@ -29,11 +35,14 @@ def without_unreached(
         model: Model with its adapter, before an engine wraps it.
         recipe: Recipe of the run.
         attach: Function that attaches an adapter to the base.
+        image: Tensors of an image, for a model that reads images.
 
     Raises:
         FinetuneError: the recipe names modules without a gradient, or nothing else is trained.
     """
     names = unreached(model, recipe.batch.max_length)
+    if names is not None and image is not None:
+        names = image_parts.unreached(model, names, image)
     if names is None:
         return model, "gradients: could not measure before training which parameters they reach"
     if not names:
@@ -162,9 +171,3 @@ def _module(name: str) -> str:
 def _is_called(layer: str, word: str) -> bool:
     """Whether a name in PEFT's configuration selects a layer."""
     return layer == word or layer.endswith(f".{word}")
-
-
-def plain_name(name: str) -> str:
-    """A tensor's name in the base, without the wrappers of adapters and engines."""
-    name = re.sub(r"^(module\.)?(base_model\.model\.)?", "", name)
-    return re.sub(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)", "", name)

@@ -145,3 +145,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and ON_CPU in str(error)
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name in the base, without the wrappers of adapters and engines."""
+    name = re.sub(r"^(module\.)?(base_model\.model\.)?", "", name)
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)", "", name)

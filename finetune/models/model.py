@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.data.chat.render import Chat, load_chat
+from finetune.data.images.processor import load_processor
 from finetune.distributed import layers
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
@@ -26,7 +28,7 @@ from finetune.kernels.pointwise import Chain
 from finetune.kernels.rotary import FusedRotation, fuse_rotations
 from finetune.kernels.score_head import give_scores
 from finetune.kernels.token_loss import TokenLoss
-from finetune.models import adapters, resume_adapter, teacher, vocabulary
+from finetune.models import adapters, image_parts, resume_adapter, teacher, vocabulary
 from finetune.models.compiled_blocks import compile_blocks
 from finetune.models.embedding_noise import add_noise
 from finetune.models.gradients import without_unreached
@@ -94,6 +96,23 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_chat_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Chat:
+    """The chat of a recipe: its tokenizer, its template and, if it reads images, their processor.
+
+    Raises:
+        FinetuneError: one of them cannot be loaded.
+    """
+    tokenizer, model = tokenizer or load_tokenizer(recipe), recipe.model
+    images = load_processor(model, tokenizer)
+    return load_chat(tokenizer, model.chat_template, model.chat_template_kwargs, images)
+
+
+def filler(recipe: Recipe) -> dict[str, torch.Tensor] | None:
+    """The tensors of a small image for a recipe's model; None if it reads text only."""
+    processor = load_processor(recipe.model, load_tokenizer(recipe)) if recipe.model.reads else None
+    return None if processor is None else processor.filler[1]
+
+
 def build(engine: Engine, seed: int) -> nn.Module:
     """Build the model with its adapter on this rank, before the engine shards it.
 
@@ -117,6 +136,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     refuse(problems_of(LAYOUT, asked))
     keep_unpacked(model)
     _refuse_unfit(model, recipe)
+    recipe = image_parts.within_parts(model, recipe)
     if recipe.head.scored and model.config.get_text_config().pad_token_id is None:
         # Required for several rows; `scoring.set_pad_token` chooses the one that is saved.
         model.config.get_text_config().pad_token_id = 0
@@ -133,7 +153,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
         trained, left_out = adapted, None
         # A pipeline stage, or a part of a row, has no complete path from tokens to logits.
         if plan.mesh.pipeline * plan.mesh.sequence == 1:
-            trained, left_out = without_unreached(adapted, recipe, attach)
+            trained, left_out = without_unreached(adapted, recipe, attach, filler(recipe))
     engine.notes += [left_out] if left_out is not None else []
     if given is not None:
         resume_adapter.load_adapter(trained, recipe)
@@ -163,6 +183,7 @@ def frozen(engine: Engine, chosen: Model) -> PreTrainedModel:
         FinetuneError: it cannot be loaded, or its architecture does not support the row layout.
     """
     plan = engine.plan
+    chosen = dataclasses.replace(chosen, reads=plan.recipe.model.reads)
     recipe = dataclasses.replace(plan.recipe, model=chosen, adapter=None)
     try:
         with engine.without_partitioning():
@@ -219,6 +240,7 @@ def as_trained(
     if recipe.adapter is None:
         if recipe.model.trainable:
             freeze_others(model, recipe)
+        image_parts.freeze_parts(model, recipe)
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -268,6 +290,8 @@ def install_fused(model: PreTrainedModel, plan: Plan) -> None:
         if values[option] == "fused":
             fuse(model)
     compute_as_autocast()
+    if plan.recipe.model.reads:
+        image_parts.leave_documents_out(model)
     mask_without_reading(model)
     separate_documents(model)
 

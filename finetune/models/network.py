@@ -18,7 +18,7 @@ from finetune.checkpoints.base_weights import refuse_codes
 from finetune.checkpoints.pretrained import forget_stored_form, save_as_published
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError, first_line, problems_of, refuse
-from finetune.models import adapters, scoring, vocabulary
+from finetune.models import adapters, image_parts, scoring, vocabulary
 from finetune.models.load_checks import other_shapes, unfilled, unread
 from finetune.models.packed_attention import implementation
 from finetune.models.quantization import (
@@ -58,6 +58,15 @@ def causal(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config() if alone else config
 
 
+def attention_of(engine: Engine, recipe: Recipe, config: PreTrainedConfig) -> Any:
+    """The attention implementation of a model, or of each of its parts, for transformers."""
+    if recipe.model.reads:
+        chosen = implementation(recipe, config)
+        return image_parts.attention_by_part(config, chosen, recipe.model.attention)
+    config = causal(config)
+    return engine.attention(config, implementation(recipe, config))
+
+
 def from_scratch(engine: Engine) -> PreTrainedModel:
     """Create the model of `model.config`, with weights from torch's global generator.
 
@@ -72,11 +81,9 @@ def from_scratch(engine: Engine) -> PreTrainedModel:
     try:
         config = AutoConfig.for_model(kind, **fields)
         with engine.without_partitioning():
-            model = scoring.auto_class(recipe.head).from_config(
+            model = scoring.auto_class(recipe.head, recipe.model.reads).from_config(
                 config,
-                attn_implementation=engine.attention(
-                    causal(config), implementation(recipe, causal(config))
-                ),
+                attn_implementation=attention_of(engine, recipe, config),
                 dtype=torch.float32,
             )
             scoring.refuse_other_head(model, recipe.head)
@@ -122,18 +129,20 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         refuse_other_labels(config.to_dict(), head, f"model.name: '{model.name}'")
+        kept = None
+        if model.reads and model.quantization != "none":
+            with engine.without_partitioning():
+                kept = image_parts.unquantised(config)
         unsharded = engine.without_partitioning() if whole else contextlib.nullcontext()
         with progress(f"loading {model.name}"), engine.loading(config) as words, unsharded:
-            loaded = scoring.auto_class(head).from_pretrained(
+            loaded = scoring.auto_class(head, model.reads).from_pretrained(
                 model.name,
                 **words,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 revision=model.revision,
                 dtype="auto" if widened else dtype,
-                attn_implementation=engine.attention(
-                    causal(config), implementation(recipe, causal(config))
-                ),
+                attn_implementation=attention_of(engine, recipe, config),
                 trust_remote_code=model.trust_remote_code,
                 use_safetensors=None if model.pickle else True,  # a pickle can run code
                 weights_only=True,
@@ -145,6 +154,7 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
                     model.quantization,
                     compute_dtype(plan),
                     getattr(torch, plan.quant_storage),
+                    kept,
                 ),
             )
     except (OSError, ValueError, ImportError, pickle.UnpicklingError, SafetensorError) as error:

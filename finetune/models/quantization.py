@@ -21,19 +21,22 @@ MOST_NAMED = 5
 
 
 def quantization_config(
-    kind: str, compute: torch.dtype, storage: torch.dtype = torch.uint8
+    kind: str,
+    compute: torch.dtype,
+    storage: torch.dtype = torch.uint8,
+    kept: list[str] | None = None,
 ) -> BitsAndBytesConfig | None:
     """bitsandbytes' configuration: NF4 with double quantization, or LLM.int8; None for `none`.
 
     `compute` is the type of a layer's products. `storage` is the type of packed weights, because
-    FSDP shards floating-point tensors only.
+    FSDP shards floating-point tensors only. `kept` are names of modules that are not quantized.
     """
     if kind == "none":
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
         raise FinetuneError(f"model.quantization: {kind} needs {missing('bitsandbytes')}")
     if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
     if kind != "nf4":
         raise FinetuneError(f"model.quantization: got '{kind}', expected none, nf4 or int8")
     return BitsAndBytesConfig(
@@ -42,6 +45,7 @@ def quantization_config(
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
         bnb_4bit_quant_storage=storage,
+        llm_int8_skip_modules=kept,
     )
 
 
@@ -50,6 +54,7 @@ def loading_arguments(
     kind: str,
     compute: torch.dtype,
     storage: torch.dtype = torch.uint8,
+    kept: list[str] | None = None,
 ) -> dict[str, Any]:
     """Arguments of `from_pretrained` for quantization, for a model with this `config.json`.
 
@@ -58,7 +63,7 @@ def loading_arguments(
     """
     stored = stored_kind(fields)
     if stored is None:
-        asked = quantization_config(kind, compute, storage)
+        asked = quantization_config(kind, compute, storage, kept)
         return {} if asked is None else {"quantization_config": asked}
     if stored in DEQUANTISED:
         config = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}[stored]

@@ -7,8 +7,12 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -24,9 +28,22 @@ HEAD = "score"
 """Name of the score head of a decoder in transformers."""
 
 
-def auto_class(head: Head) -> Any:
-    """The transformers class for a model with a score head, or for a language model."""
-    return AutoModelForSequenceClassification if head.scored else AutoModelForCausalLM
+def auto_class(
+    head: Head, reads: tuple[str, ...] = (), config: PreTrainedConfig | None = None
+) -> Any:
+    """The transformers class for a model with a score head, or for a language model.
+
+    Args:
+        head: Head of the recipe.
+        reads: Its `model.reads`: a model that reads images is loaded with its tower.
+        config: Config of a model that may have no class for text alone.
+    """
+    if head.scored:
+        return AutoModelForSequenceClassification
+    kind, both = type(config), MODEL_FOR_CAUSAL_LM_MAPPING
+    if reads or (kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in both):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

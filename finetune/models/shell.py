@@ -32,7 +32,7 @@ def blank(engine: Engine) -> nn.Module | None:
     recipe = dataclasses.replace(plan.recipe, model=model)
     config = copy.deepcopy(network_of(engine.module).config)
     with torch.device("meta"):
-        network = scoring.auto_class(recipe.head).from_config(
+        network = scoring.auto_class(recipe.head, recipe.model.reads).from_config(
             config, attn_implementation=implementation(recipe, causal(config))
         )
         given = None if model.adapter is None else resume_adapter.prepare_base(network, recipe)
@@ -52,4 +52,4 @@ def from_fields(recipe: Recipe, fields: Mapping[str, Any]) -> PreTrainedModel:
     with reading("model: transformers cannot build it"):
         config = AutoConfig.for_model(kind, **given)
         with torch.device("meta"):
-            return scoring.auto_class(recipe.head).from_config(config)
+            return scoring.auto_class(recipe.head, recipe.model.reads).from_config(config)

@@ -18,7 +18,7 @@ from finetune.data.rows.collate import Boundaries, MicroBatch
 from finetune.distributed.heartbeat import is_transport
 from finetune.errors import FinetuneError
 from finetune.kernels.quantised import Linear4bit, Linear8bitLt
-from finetune.models.gradients import plain_name
+from finetune.models.load_checks import plain_name
 from finetune.models.reachable import logits_of
 
 PREFIX, CHANGED, VARIANTS = 5, 3, 4

@@ -13,6 +13,7 @@ Logits = Literal["plain", "softcapped", "divided", "multiplied"]
 Shape = Literal["llama", "phi3", "gpt_neox", "gpt2"]
 
 ENCODER_DECODER = "is an encoder-decoder model, and only decoders are trained here"
+READS_IMAGES = "also reads images: set model.reads=[image]"
 OTHER_MEDIA = "also reads images or audio, which are not supported"
 MASKED = "is an encoder that predicts masked tokens, not the next token"
 
@@ -25,6 +26,12 @@ class Family:
     """Why it cannot be trained here, for types that are often tried; loading refuses others."""
     text_only: bool = False
     """Its config is that of a multimodal model, of which only the language model is loaded."""
+    reads: tuple[str, ...] = ()
+    """Media that tests show to be trained as by plain transformers, with `model.reads`."""
+    scores: bool = False
+    """Whether it has a class with a score head that reads images."""
+    connectors: tuple[str, ...] = ()
+    """Modules inside of its tower that connect it with the language model."""
 
     sdpa: bool = True
     """Whether transformers has SDPA for it; concatenated rows use the attention of this package."""
@@ -90,6 +97,7 @@ _DENSE: tuple[Axis, ...] = ("tensor", "pipeline")
 _MIXTURE: tuple[Axis, ...] = ("pipeline", "context", "sequence", "experts")
 _ALL = ("norm", "activation", "rotary")
 _LLAMA = Family(logits="plain", compiles=True, divides=(*_DENSE, "context"), shape="llama")
+_IMAGES = Family(reads=("image",), unfit=READS_IMAGES, logits="plain")
 _GEMMA = dataclasses.replace(_LLAMA, divides=_DENSE, gemma=True)
 
 FAMILIES: dict[str, Family] = {
@@ -168,6 +176,10 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(),
     ),
+    # Models that read images.
+    "qwen2_5_vl": dataclasses.replace(_IMAGES, connectors=("merger",)),
+    "qwen3_vl": dataclasses.replace(_IMAGES, connectors=("merger", "deepstack_merger_list")),
+    "smolvlm": _IMAGES,
     "qwen3_5": Family(text_only=True, concatenates=False),
     "qwen3_5_moe": Family(text_only=True, concatenates=False),
     "openai-gpt": dataclasses.replace(_OTHER, recomputes=False, sdpa=False, transposed=True),
@@ -199,8 +211,8 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         (
             "florence2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
-            "mistral3", "paligemma", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl",
-            "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral",
+            "mistral3", "paligemma", "qwen2_5_omni", "qwen2_audio", "qwen2_vl", "qwen3_vl_moe",
+            "voxtral",
         ),
         dataclasses.replace(_OTHER, unfit=OTHER_MEDIA),
     ),

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from finetune.errors import FinetuneError
 from finetune.planner.balance_loss import coefficient, expert_count
-from finetune.planner.families import ENCODER_DECODER, family_of
+from finetune.planner.families import ENCODER_DECODER, FAMILIES, family_of
 from finetune.planner.request import Request, Rule
 from finetune.planner.shapes.prequantised import (
     BITSANDBYTES,
@@ -103,8 +103,14 @@ def layers(request: Request) -> Iterator[str]:
 
 def architecture(request: Request) -> Iterator[str]:
     """model.config, model.name: not a text decoder; use one, such as Qwen3, Llama or Gemma."""
-    kind = request.kind
-    if reason := unfit(request.recipe, request.fields):
+    kind, reads = request.kind, request.recipe.model.reads
+    if reads and request.fields and not family_of(kind).reads:
+        known = ", ".join(name for name, each in FAMILIES.items() if each.reads)
+        yield (
+            f"model.reads: images are not known here to be trained right in {kind}; use one of "
+            f"{known}, or reads=[] for a model that also reads text alone"
+        )
+    elif reason := unfit(request.recipe, request.fields):
         yield (
             f"{_field(request.recipe)}: {kind} {reason}; use a decoder such as Qwen3, Llama or "
             "Gemma"
@@ -116,7 +122,8 @@ def unfit(recipe: Recipe, fields: Mapping[str, Any]) -> str:
     if recipe.model.trust_remote_code and fields.get("auto_map"):
         return ""  # the code in the repository defines the architecture
     encodes = fields.get("is_encoder_decoder")
-    reason = ENCODER_DECODER if encodes else family_of(fields).unfit
+    family = family_of(fields)
+    reason = ENCODER_DECODER if encodes else "" if recipe.model.reads else family.unfit
     return "" if encodes is False and reason == ENCODER_DECODER else reason
 
 

@@ -51,6 +51,7 @@ def leaks(fields: Mapping[str, Any], longest: int) -> list[str]:
     if not family.concatenates:
         return [f"concatenated documents have not been shown to be exact for '{kind}' models"]
     found: list[str] = []
+    fields = fields.get("text_config") or fields  # of a model that reads images too
     known = ATTENTION | STATE if family.recurrent else ATTENTION
     layers = set(fields.get("layer_types") or ()) - known
     if layers:

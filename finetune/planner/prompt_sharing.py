@@ -65,6 +65,8 @@ def against_sharing(recipe: Recipe, backend: Backend, fields: Mapping[str, Any])
         yield "adapter.dropout differs between repetitions of a token"
     if recipe.model.neftune_alpha is not None:
         yield "model.neftune_alpha differs between repetitions of a token"
+    if recipe.model.reads:
+        yield "prompts of equal tokens may have different images"
     yield from _of_model(recipe, fields)
 
 

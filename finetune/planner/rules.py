@@ -130,6 +130,30 @@ def second_model(request: Request) -> Iterator[str]:
         )
 
 
+def images(request: Request) -> Iterator[str]:
+    """model.reads, model.trains: the method or backend has no images, or no reads; use ddp, sft."""
+    recipe, model = request.recipe, request.recipe.model
+    reasons = {
+        f"{request.backend.name} divides a model or the tokens of a row, and an image would cross "
+        "its parts; use ddp, fsdp_full_shard or zero3": request.backend.axes.any,
+        f"{recipe.method} samples completions from text alone; use sft or dpo": (
+            recipe.takes == "prompts"
+        ),
+        f"{recipe.method} trains a score head, and transformers has no class of {request.kind} "
+        "that has one and reads images; use dpo": (
+            recipe.head.scored and bool(request.fields) and not family_of(request.kind).scores
+        ),
+    }
+    for reason, holds in reasons.items():
+        if model.reads and holds:
+            yield f"model.reads: {reason}"
+    if not model.reads and (model.trains != ("language",) or model.processor_kwargs):
+        field = "processor_kwargs" if model.processor_kwargs else "trains"
+        yield f"model.{field}: it is for a model that reads images; add model.reads=[image]"
+    if not model.trains:
+        yield "model.trains: no part is trained; name language, connector or tower"
+
+
 def layout(request: Request) -> Iterator[str]:
     """batch.packing, batch.padding_free: documents would see each other; use false and auto."""
     recipe, batch, fields = request.recipe, request.recipe.batch, decoder_fields(request.fields)
@@ -420,7 +444,7 @@ OF_CONFIG: tuple[Rule, ...] = (*library_limits.RULES, mesh_rules.of_config)
 RULES: tuple[Rule, ...] = (
     completeness, *library_limits.RULES, of_data, second_heads, token_loss, noise, trained_weights,
     second_model, batch_rows, *LAYOUT, precision, quantization, patterns, initial_adapter,
-    gathered_by_module, added_tokens, attention, compiled_blocks, rounded_on_disk, optimizer,
-    evaluation, best_metric, processes, divided,
+    gathered_by_module, added_tokens, attention, images, compiled_blocks, rounded_on_disk,
+    optimizer, evaluation, best_metric, processes, divided,
 )  # fmt: skip
 """Every rule. Those that only collect others have no field in their docstring."""

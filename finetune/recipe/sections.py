@@ -103,6 +103,12 @@ class Model(metaclass=Checked):
     """Attention implementation, by its name in transformers."""
     activation_checkpointing: bool | Literal["attention", "offload"] = False
     """`true` recomputes blocks, `attention` saves its output, `offload` puts inputs on the host."""
+    reads: tuple[Literal["image"], ...] = ()
+    """Media that it reads beside text; its vision tower is then loaded too."""
+    trains: tuple[Literal["language", "connector", "tower"], ...] = ("language",)
+    """Parts of a model with `reads` that are trained, or that get the adapter of `all-linear`."""
+    processor_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of its image processor, such as `size`; they are saved with the result."""
     chat_template: Text | None = None
     """A built-in template (`chatml`, `plain`), a file, or one of the tokenizer's, by name."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

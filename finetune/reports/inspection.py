@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from finetune import catalog
 from finetune.cache import cache
 from finetune.data.audit import describe, mistakes
-from finetune.data.chat.render import load_chat
 from finetune.data.formats import find_format
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.read.first_rows import fit, labels
@@ -25,7 +24,7 @@ from finetune.data.rows.order import permutation
 from finetune.data.samples import READ_AS
 from finetune.errors import FinetuneError
 from finetune.methods import find_method
-from finetune.models.model import load_tokenizer
+from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.recipe import Data, Kind, Recipe
 
 BROKEN = "\ufffd"
@@ -157,7 +156,7 @@ def inspect(recipe: Recipe, rows: int = 3) -> Inspection:
         FinetuneError: the data cannot be prepared.
     """
     tokenizer = load_tokenizer(recipe)
-    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
+    chat = load_chat_of(recipe, tokenizer)
     return inspect_rows(recipe, prepare(recipe, chat, cache("data")), tokenizer, rows)
 
 

@@ -72,6 +72,7 @@ class DataPasses:
         rows = Rows(
             train.documents, numbers, np.arange(0, len(numbers) + 1, each),
             packed=train.side_by_side, share_prompts=train.share_prompts and share_prompts,
+            image_inputs=train.image_inputs,
         )  # fmt: skip
         found = list[tuple[np.ndarray, np.ndarray]]()
         engine.model.eval()

@@ -19,13 +19,22 @@ from finetune.checks.machine import check_machine
 from finetune.checks.model import context
 from finetune.checks.start import Job, run_checks
 from finetune.data.audit import identity, mistakes
-from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.render import Chat
 from finetune.data.prepare import Prepared, prepare
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError
 from finetune.kernels import cpu, pointwise
-from finetune.models import adapters, composition, model, scoring, sizes, starting_adapter, teacher
+from finetune.models import (
+    adapters,
+    composition,
+    image_parts,
+    model,
+    scoring,
+    sizes,
+    starting_adapter,
+    teacher,
+)
 from finetune.models.packed_attention import layout
 from finetune.planner.padding import Padding
 from finetune.planner.prompt_sharing import SharedPrompts, shared_prompts
@@ -113,7 +122,7 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     resumed = engine.on_rank_0(claimed)
     refuse_unshared(run, engine)
     tokenizer = model.load_tokenizer(recipe)
-    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
+    chat = model.load_chat_of(recipe, tokenizer)
     tokenizer.chat_template = chat.saved  # saved: inference then renders as training did
     data = _prepare_on_ranks(engine, recipe, chat)
     if recipe.teaches:
@@ -123,6 +132,8 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
         refuse_other_data(run, resumed, identity(data.counts))
     # The layout of the forecast: the plan read the config file, if there is one yet.
     data = data.side_by_side(plan.padding.free, plan.prompts.shared)
+    alone = plan.processes == 1
+    data = data.with_image_inputs(image_parts.image_inputs(recipe.model, chat.images, alone))
     steps = plan.steps(len(data.train))
     optim.check(recipe.optim, plan.backend.shard != "none" or plan.backend.axes.any)
     optim.learning_rate(steps - 1, steps, recipe.optim, plan.lr)  # refuses wrong arguments

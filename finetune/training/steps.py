@@ -52,7 +52,8 @@ class Training:
         self.recorder, self.rollouts = started.recorder, started.rollouts
         self.limit = TimeLimit(run, options.end_by)
         self.recorder.listeners.append(self.limit.listen)
-        self.saver = Saver(engine, run, self.built.tokenizer, self.recipe.saving)
+        images = started.inputs.chat.images
+        self.saver = Saver(engine, run, self.built.tokenizer, self.recipe.saving, images)
 
     def train(self) -> None:
         """Take all steps that are left, and write the result."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.chat.strings import divided
 from finetune.data.chat.tools import calls_in, calls_of, keys_of_call, without_call_key
+from finetune.data.images.image_file import PLACE, ImageFile, image_of
 from finetune.data.values import RowProblem, is_given, kind_of, list_of, shown, text_of
 from finetune.errors import did_you_mean
 
@@ -33,10 +34,18 @@ FLAGS = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss
 """Keys of a message that say whether it is trained: 0 or false makes it context only."""
 NOT_TEXT = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
 """Keys of a message, or of a part of its content, for content other than text."""
-PART_KEYS = frozenset(("type", "text", *NOT_TEXT, *FLAGS))
+IMAGES = ("image", "image_url", "input_image")
+"""Types of the parts of a content that are images."""
+IMAGE_KEYS = ("image", "image_url", "path", "url", "bytes")
+"""Keys of such a part that name its file or have its bytes."""
+PART_KEYS = frozenset(("type", "text", *IMAGE_KEYS, *NOT_TEXT, *FLAGS))
 """Keys of a part of a message's content that are read or refused."""
 REFUSED = {
-    **dict.fromkeys(NOT_TEXT, "only text is trained"),
+    **dict.fromkeys(
+        NOT_TEXT,
+        "write it as a part of the message's content, such as "
+        '{"type": "image", "path": "..."}; video and audio are not trained',
+    ),
     "refusal": "write what the assistant says into content",
     "train_detail": "a turn is trained as a whole or not at all; use weight: 0 or 1",
     "training_detail": "a turn is trained as a whole or not at all; use weight: 0 or 1",
@@ -52,7 +61,7 @@ LOST = {
     "reasoning_details": "write the reasoning into reasoning_content",
 }
 """Keys of a message that only some templates read, with what to do for the other templates."""
-KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING))
+KNOWN = frozenset(("role", "content", "images", "tool_calls", "tool_call_id", *REASONING))
 """Keys of a message that are normalized; all other keys are passed to the template unchanged."""
 
 OF_CALLS = "tool_calls[]."
@@ -126,10 +135,14 @@ def _message(raw: Any, where: str) -> Message:
         calls, message["content"] = calls_in(message.get("content"), where), ""
     if calls and role != "assistant":
         raise RowProblem(f"{where} has {calling}, which only an assistant makes")
-    message["content"] = _content(message.get("content", "" if calls else None), where, role)
+    images = list[ImageFile | None]()
+    content = message.get("content", "" if calls else None)
+    message["content"] = _content(content, where, role, images)
     if calls:
         message["tool_calls"] = calls
     _check_keys(message, where)
+    if images:
+        message["images"] = tuple(images)  # in the order of their places in the text
     return _with_reasoning(message, where)
 
 
@@ -221,16 +234,19 @@ def _flag(value: Any, where: str) -> bool:
     )
 
 
-def _content(content: Any, where: str, role: str) -> str:
+def _content(content: Any, where: str, role: str, images: list[ImageFile | None]) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content:
-        return "".join(_part(part, where, role) for part in content)
+        return "".join(_part(part, where, role, images) for part in content)
     raise RowProblem(f"{where}.content is {kind_of(content)}, expected text")
 
 
-def _part(part: Any, where: str, role: str) -> str:
-    """The text of a content part; refuses parts that are not text."""
+def _part(part: Any, where: str, role: str, images: list[ImageFile | None]) -> str:
+    """The text of a content part: of an image its place, which is added to `images`.
+
+    It is added as None if a column of the row has the image. Refuses all other parts.
+    """
     if not isinstance(part, Mapping):
         raise RowProblem(
             f"{where}.content holds {kind_of(part)} among its parts, expected objects such as "
@@ -244,11 +260,19 @@ def _part(part: Any, where: str, role: str) -> str:
             "trained as a whole or not at all: set weight: 0 or 1 on the message"
         )
     kind = part.get("type", "text")
+    if kind in IMAGES:
+        named = [part[key] for key in IMAGE_KEYS if part.get(key) is not None]
+        if len(named) == 2 and part.get("bytes") and part.get("path"):  # an image of `datasets`
+            named = [part["bytes"]]
+        if len(named) > 1:
+            raise RowProblem(f"{where} has a part that names {len(named)} images; keep one")
+        images.append(image_of(named[0], f"{where}.content") if named else None)
+        return PLACE
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
         kind = next((key for key in NOT_TEXT if part.get(key)), None)
         if kind is None:
             return part["text"]
-    raise RowProblem(f"{where} has a part that is not text: {kind}")
+    raise RowProblem(f"{where} has a part that is neither text nor an image: {kind}")
 
 
 def unread_part_keys(turns: list[Any]) -> Iterator[str]:

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from finetune.data.chat.chat_templates import BUILT_IN, added_before, choose
 from finetune.data.chat.next_marks import ended_spans, with_last_end
 from finetune.data.chat.template_spans import Span
+from finetune.data.chat.tokens import Row, Tokens, placed_images
 from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
+from finetune.data.images.processor import Expanded, ImageProcessor
 from finetune.data.samples import (
     Completion,
     Conversation,
@@ -32,10 +34,10 @@ from finetune.data.samples import (
     Text,
     sequences_of,
 )
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
 TrainOn = Literal["assistant", "completion", "all"]
@@ -43,29 +45,6 @@ TrainOn = Literal["assistant", "completion", "all"]
 HEADER = 6
 """Minimum length of a header, in characters, that is unlikely to occur in a text by chance."""
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class Row:
-    """Token ids of a sequence, and which of them are trained."""
-
-    ids: list[int]
-    trained: list[bool]
-    notes: frozenset[str] = frozenset()
-    """Unusual properties, by the names in `finetune.data.tally.COUNTED`."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Token ids of a text."""
-
-    ids: list[int]
-    encoding: "Encoding"
-
-    @property
-    def offsets(self) -> list[Span]:
-        """The character span of each token."""
-        return self.encoding.offsets
 
 
 @dataclass(frozen=True)
@@ -81,7 +60,11 @@ class Chat:
     """Values of the template's variables: `model.chat_template_kwargs`."""
     saved: str | dict[str, str] | None = None
     """Value of `tokenizer.chat_template` in the saved tokenizer."""
-    _rendered_ahead: dict[int, Rendered] = field(default_factory=dict, init=False, compare=False)
+    images: ImageProcessor | None = None
+    """The image processor of the model; None if it reads text only."""
+    _rendered_ahead: dict[int, tuple[Rendered, Expanded]] = field(
+        default_factory=dict, init=False, compare=False
+    )
     """Rendered conversations, by the `id` of their samples."""
     _tokens_ahead: dict[str, Tokens] = field(default_factory=dict, init=False, compare=False)
 
@@ -108,13 +91,22 @@ class Chat:
         row = self._text(sample) if isinstance(sample, Text) else self.render(sample, "all")
         if not row.ids:
             raise FinetuneError("the text is empty, so it has no token to score")
-        return Row(row.ids, [False] * (len(row.ids) - 1) + [True], row.notes)
+        return Row(row.ids, [False] * (len(row.ids) - 1) + [True], row.notes, row.images)
 
     def prompt(self, sample: Conversation | Completion | str) -> list[int]:
         """Token ids of a prompt: the messages and the header of the model's turn, or their text."""
         if isinstance(sample, Completion):
             return self._opened(self._tokens(sample.prompt).ids)
-        return self._tokens(sample if isinstance(sample, str) else self.prompt_text(sample)).ids
+        if isinstance(sample, Conversation):
+            return self.prompt_row(sample).ids
+        return self._tokens(sample).ids
+
+    def prompt_row(self, sample: Conversation) -> Row:
+        """`prompt` of a conversation with the images among its tokens, none of which is trained."""
+        expanded = self._expanded(self.prompt_text(sample), sample)
+        tokens = self._tokens(expanded.text)
+        images = placed_images(sample.images, expanded, tokens)
+        return Row(tokens.ids, [False] * len(tokens.ids), images=images)
 
     def prompt_text(self, sample: Conversation) -> str:
         """The rendered text of a prompt, which `prompt` tokenizes."""
@@ -198,10 +190,14 @@ class Chat:
 
     def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
         turns = self._turns(sample)
-        rendered = self._rendered(sample)
-        rendered = rendered if train_on == "all" else with_last_end(turns, rendered)
-        text = rendered.marked.text
+        rendered, expanded = self._rendered(sample)
+        text = expanded.text
+        if train_on != "all":
+            length = len(rendered.marked.text)
+            rendered = with_last_end(turns, rendered)
+            text += rendered.marked.text[length:]
         tokens = self._tokens(text)
+        notes = rendered.notes | expanded.notes
         if train_on == "all":
             if sample.untrained:
                 raise FinetuneError(
@@ -210,7 +206,8 @@ class Chat:
                     "key out"
                 )
             ids = tokens.ids
-            return Row(ids, [True] * len(ids), self._bos_notes(ids) | rendered.notes)
+            images = placed_images(sample.images, expanded, tokens)
+            return Row(ids, [True] * len(ids), self._bos_notes(ids) | notes, images)
         answers = [
             number
             for number, message in enumerate(sample.messages)
@@ -218,8 +215,12 @@ class Chat:
         ]
         chosen = answers[-1:] if train_on == "completion" else answers
         chosen = [number for number in chosen if number not in sample.untrained]
-        spans = {number: ended_spans(turns, rendered, number) for number in chosen}
-        ids, places = self._placed(text, tokens, [span for said in spans.values() for span in said])
+        spans = {
+            number: [expanded.moved(span) for span in ended_spans(turns, rendered, number)]
+            for number in chosen
+        }
+        every = [span for said in spans.values() for span in said]
+        ids, places, apart = self._placed(text, tokens, every)
         trained = [False] * len(ids)
         for number, said in spans.items():
             last = 0
@@ -228,40 +229,31 @@ class Chat:
                 trained[first:behind] = [True] * (behind - first)
                 last = ids[behind - 1]
             self._check_end(last, rendered.marked.written(number) or text[slice(*said[-1])])
-        return Row(ids, trained, self._bos_notes(ids) | rendered.notes)
+        images = placed_images(sample.images, expanded, tokens, apart)
+        return Row(ids, trained, self._bos_notes(ids) | notes, images)
 
     def _placed(
         self, text: str, tokens: Tokens, spans: list[Span]
-    ) -> tuple[list[int], dict[Span, Span]]:
-        """Ids of a text, and the token range (first, end) of each span of characters."""
-        places = {span: self._place(tokens, span) for span in spans}
+    ) -> tuple[list[int], dict[Span, Span], list[Span] | None]:
+        """Ids of a text, and the token range (first, end) of each span of characters.
+
+        Last are the character spans of the ids, if they are not those of `tokens`.
+        """
+        places = {span: tokens.place(span, self.end_tokens) for span in spans}
         found = {span: place for span, place in places.items() if place is not None}
         if len(found) == len(places):
-            return tokens.ids, found
+            return tokens.ids, found, None
         borders = sorted({start for start, _ in spans})
         ids, offsets = self._cut(text, tokens.ids, tokens.offsets, borders)
         starts = [start for start, _ in offsets]
-        return ids, {
-            (start, end): (bisect_left(starts, start), bisect_left(starts, end))
-            for start, end in spans
-        }
-
-    def _place(self, tokens: Tokens, span: Span) -> Span | None:
-        """Token range of a span that begins and ends at token borders and ends with an end token.
-
-        None if the tokens at its ends do not show this; then all tokens are searched.
-        """
-        start, end = span
-        encoding = tokens.encoding
-        if start >= end or start == 0:
-            return None
-        before, first = encoding.char_to_token(start - 1), encoding.char_to_token(start)
-        last = encoding.char_to_token(end - 1)
-        if before is None or first != before + 1 or last is None:
-            return None
-        if encoding.token_to_chars(first)[0] != start or encoding.token_to_chars(last)[1] != end:
-            return None
-        return (first, last + 1) if tokens.ids[last] in self.end_tokens else None
+        return (
+            ids,
+            {
+                (start, end): (bisect_left(starts, start), bisect_left(starts, end))
+                for start, end in spans
+            },
+            offsets,
+        )
 
     def _cut(
         self, text: str, ids: list[int], offsets: list[Span], borders: list[int]
@@ -370,10 +362,11 @@ class Chat:
                 case Conversation():
                     try:
                         rendered = self._turns(part).render(part)
-                    except FinetuneError:  # raised again when the row is rendered
+                        expanded = self._expanded(rendered.marked.text, part)
+                    except (FinetuneError, RowProblem):  # raised again when the row is rendered
                         continue
-                    self._rendered_ahead[id(part)] = rendered
-                    texts[rendered.marked.text] = None
+                    self._rendered_ahead[id(part)] = rendered, expanded
+                    texts[expanded.text] = None
                 case Completion():
                     texts |= {part.prompt: None, part.prompt + part.completion: None}
                 case Text():
@@ -388,8 +381,28 @@ class Chat:
             self._rendered_ahead.clear()
             self._tokens_ahead.clear()
 
-    def _rendered(self, sample: Conversation) -> Rendered:
-        return self._rendered_ahead.get(id(sample)) or self._turns(sample).render(sample)
+    def _rendered(self, sample: Conversation) -> tuple[Rendered, Expanded]:
+        """A conversation as rendered, and its text with expanded images."""
+        if id(sample) in self._rendered_ahead:
+            return self._rendered_ahead[id(sample)]
+        rendered = self._turns(sample).render(sample)
+        return rendered, self._expanded(rendered.marked.text, sample)
+
+    def _expanded(self, text: str, sample: Conversation) -> Expanded:
+        """A rendered text with the tokens of its images.
+
+        Raises:
+            FinetuneError: it has images, and the model reads text only.
+            RowProblem: an image cannot be read, or has no place in the text.
+        """
+        if self.images is not None:
+            return self.images.expand(text, sample.images)
+        if sample.images:
+            raise FinetuneError(
+                "the row has images, and the model reads text only; set model.reads=[image] for a "
+                "model that reads images, or leave them out of the row"
+            )
+        return Expanded(text)
 
     def _tokens(self, text: str) -> Tokens:
         """Tokenize a text without adding special tokens.
@@ -421,6 +434,7 @@ def load_chat(
     tokenizer: "PreTrainedTokenizerFast",
     chat_template: str | None,
     variables: Mapping[str, Any] | None = None,
+    images: ImageProcessor | None = None,
 ) -> Chat:
     """Combine a tokenizer with a chat template: its own (None), a named or built-in one, or a file.
 
@@ -428,6 +442,7 @@ def load_chat(
         tokenizer: A fast tokenizer.
         chat_template: The recipe's `model.chat_template`.
         variables: The recipe's `model.chat_template_kwargs`.
+        images: The image processor of the model, if it reads images.
 
     Raises FinetuneError for a tokenizer without offsets, and the errors of `choose`.
     """
@@ -439,4 +454,4 @@ def load_chat(
     # Dates from YAML become text, as in JSON and in the printed recipe.
     values = json.loads(json.dumps(dict(variables or {}), default=str))
     chosen = choose(tokenizer, chat_template, values)
-    return Chat(tokenizer, chosen.template, chosen.tool_template, values, chosen.saved)
+    return Chat(tokenizer, chosen.template, chosen.tool_template, values, chosen.saved, images)

@@ -12,6 +12,8 @@ from typing import Any
 
 import markupsafe
 
+from finetune.data.images.image_file import PLACE
+
 THOUGHT = re.compile(
     r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|(?:begin|end)_of_thought\|>"
     r"|◁/?think▷|<\|channel>thought|<channel\|>"
@@ -33,12 +35,13 @@ def text_name(message: Mapping[str, Any]) -> str:
 def lost(message: Mapping[str, Any], text: str) -> list[str]:
     """Names of the strings of a message that a text does not contain."""
     content = message["content"]
-    plain = "tool_calls" not in message and not message.get("reasoning_content")
+    plain = message.keys().isdisjoint(("tool_calls", "images"))
+    plain = plain and not message.get("reasoning_content")
     if plain and content.strip() in text:
         return []
     *_, (_, answer) = _pieces(content)
     # A mark in prose delimits no thought: a template that divides the answer there moves text.
-    if THOUGHT.search(answer) and answer.strip() not in text:
+    if THOUGHT.search(answer) and answer.strip() not in text and "images" not in message:
         return [text_name(message)]
     remaining, missing = _squeezed(text), dict[str, None]()
     strings = [(name, _forms(value)) for name, value in _strings(message)]
@@ -137,7 +140,8 @@ def _is_inside_a_sentence(text: str, start: int, end: int) -> bool:
 def _strings(message: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the strings of a message, and the other scalars of its arguments, with their names."""
     for is_thought, piece in _pieces(message["content"]):
-        yield THOUGHTS if is_thought else text_name(message), piece
+        for text in piece.split(PLACE) if "images" in message else [piece]:
+            yield THOUGHTS if is_thought else text_name(message), text
     thoughts = message.get("reasoning_content")
     if isinstance(thoughts, str):
         yield f"{THOUGHTS} (reasoning_content)", thoughts

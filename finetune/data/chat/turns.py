@@ -21,6 +21,7 @@ from finetune.data.chat.messages import Message, without_key
 from finetune.data.chat.strings import THOUGHTS, has_thought, lost, lost_of_tool, text_name
 from finetune.data.chat.template_limits import within_limits
 from finetune.data.chat.template_spans import Marked, Span, mark
+from finetune.data.images.image_file import as_parts
 from finetune.data.samples import Conversation, cut_to, with_message
 from finetune.errors import FinetuneError
 
@@ -124,10 +125,31 @@ class Turns:
         if len(self._exceeded) >= EXCEEDED:
             raise self._exceeded[-1]
         try:
-            return within_limits(mark, self.template, form.messages, today, variables)
+            messages = self._given(form.messages)
+            return within_limits(mark, self.template, messages, today, variables)
         except FinetuneError as error:
             self._exceeded.append(error)
             raise
+
+    def _given(self, messages: tuple[Message, ...]) -> list[Message]:
+        """Messages as the template reads them: content as parts for images, or always."""
+        return [
+            as_parts(each) if "images" in each or self._reads_parts_only else each
+            for each in messages
+        ]
+
+    @cached_property
+    def _reads_parts_only(self) -> bool:
+        """Whether the template writes a text only if it is in a list of parts (SmolVLM)."""
+        variables = {"add_generation_prompt": False, **self._special_tokens, **self.variables}
+        written = list[bool]()
+        for message in (QUESTION, as_parts(QUESTION)):
+            try:
+                text = within_limits(mark, self.template, [message], False, variables).text
+            except (jinja2.TemplateError, FinetuneError):  # such as one that needs a system turn
+                text = ""
+            written.append(QUESTION["content"] in text)
+        return written == [False, True]
 
     # What transformers renders.
 
@@ -151,7 +173,7 @@ class Turns:
         if "strftime_now" in self.template:
             ours = self.mark(sample, today=True).text
         theirs = text_of_chat(
-            self.tokenizer, sample.messages, sample.tools, self.template,
+            self.tokenizer, self._given(sample.messages), sample.tools, self.template,
             {**self.variables, **sample.template_kwargs},
         )  # fmt: skip
         if ours != theirs:

@@ -60,7 +60,7 @@ def _is_false(value: Any) -> bool:
 
 
 IGNORED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (NOT_TEXT, is_given, "only text is trained"),
+    (NOT_TEXT, is_given, "only text is trained, and images of conversations with model.reads"),
     (PREFERENCES, is_given,
         "it belongs to a pair of answers, which methods such as 'dpo' learn from"),
     (("label", "kto_tag"), lambda value: verdict(value) is not None,

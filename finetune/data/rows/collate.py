@@ -1,13 +1,15 @@
 """Collate rows into the tensors of one forward pass."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from finetune.data.images.image_file import PlacedImage
+from finetune.data.images.inputs import ImageInputs
 from finetune.data.rows.embedding_noise import Noise
 from finetune.data.rows.shared_prompts import computed_once
 from finetune.data.rows.store import Columns, Rows
@@ -24,7 +26,7 @@ do not fill a block."""
 class Boundaries:
     """Boundaries of documents that are concatenated in one row of tokens."""
 
-    positions: torch.Tensor  # (1, tokens) int64: from 0 in each document
+    positions: torch.Tensor  # (1, tokens) int64: from 0 in each document; (4, 1, tokens) in space
     ends: torch.Tensor  # (documents + 1,) int32: 0, then the end of each document
     longest: int
     """Tokens of the longest document."""
@@ -79,6 +81,8 @@ class MicroBatch:
     document are then those of the first process; the others have no documents."""
     unpadded: torch.Tensor | None = None  # as attention_mask
     """Mask of rows that were padded to a common shape, after which attention needs none."""
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Inputs for the images, in the order of their tokens, by their names in transformers."""
     noise: Noise | None = None
     """Noise of the embeddings in training; None without any."""
     of_step: Any = None
@@ -95,7 +99,7 @@ class MicroBatch:
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward pass, as transformers names them."""
         if self.boundaries is None:
-            return {"input_ids": self.ids, "attention_mask": self.attention_mask}
+            return {"input_ids": self.ids, "attention_mask": self.attention_mask, **self.images}
         ends, longest = self.boundaries.ends, self.boundaries.longest
         given: dict[str, Any] = {
             "input_ids": self.ids,
@@ -109,7 +113,7 @@ class MicroBatch:
         if self.boundaries.document_tokens is not None:
             given["document_tokens"] = self.boundaries.document_tokens
             given["token_places"] = self.boundaries.token_places
-        return given
+        return given | self.images
 
     @property
     def attended(self) -> int:
@@ -123,23 +127,58 @@ def collate(rows: Rows, indices: np.ndarray, pad_id: int, device: torch.device |
     Padding is identified by its position, never by its id, so `pad_id` may be any token. In a
     concatenated micro-batch, padding is a document of fewer than `GRAIN` tokens, on CPUs only.
     Without indices the result is a row of two untrained tokens, for a rank that must still take
-    part in the collectives.
+    part in the collectives. Without images it may have a filler: one more document with an image.
+    It is untrained and no document sees it, so its gradient is exactly zero.
     """
     lay = _side_by_side if rows.side_by_side else _padded
     if rows.share_prompts and rows.side_by_side:
         lay = functools.partial(_side_by_side, share=True)
-    if not len(indices):
-        batch, numbers = lay([_nothing(2, pad_id)], 0, pad_id, device), np.empty(0, np.int64)
+    numbers = np.concatenate([np.empty(0, np.int64), *(rows.numbers(int(i)) for i in indices)])
+    picked = [rows.documents.document(int(number)) for number in numbers]
+    if rows.image_inputs is not None:
+        images = [rows.documents.images_of(int(number)) for number in numbers]
+        batch = _with_images(lay, picked, images, rows.image_inputs, len(indices), pad_id, device)
     else:
-        numbers = np.concatenate([rows.numbers(int(index)) for index in indices])
-        picked = [rows.documents.document(int(number)) for number in numbers]
-        batch = lay(picked, len(indices), pad_id, device)
+        batch = lay(picked or [_nothing(2, pad_id)], len(indices), pad_id, device)
     known = {**rows.documents.columns, **rows.columns}
     if not known and not rows.token_columns:
         return batch
     of_tokens = {n: _on_device(each.of(numbers), device) for n, each in rows.token_columns.items()}
     columns = {name: _on_device(values[numbers], device) for name, values in known.items()}
     return replace(batch, columns=columns, token_columns=of_tokens)
+
+
+def _with_images(
+    lay: Callable[..., MicroBatch],
+    picked: list[Columns],
+    images: list[list[PlacedImage]],
+    inputs: ImageInputs,
+    rows: int,
+    pad_id: int,
+    device: torch.device | str,
+) -> MicroBatch:
+    """A micro-batch with the inputs for its images, and for a filler if it has none."""
+    is_filled = inputs.everywhere and not any(images)
+    picked = picked or [_nothing(2, pad_id)]
+    counts = [*map(len, images), *([0] * (len(picked) - len(images)))]
+    fillers = list[Columns]()
+    if is_filled:
+        ids, _ = inputs.processor.filler
+        fillers, counts = [(ids, np.zeros(len(ids), dtype=bool))], [*counts, 1]
+    batch = lay(picked, rows, pad_id, device, fillers=fillers)
+    tensors = inputs.tensors(images, is_filled)
+    bounds = batch.boundaries
+    if bounds is not None and inputs.positions is not None:
+        documents = [ids for ids, _ in [*picked, *fillers]]
+        if (rest := bounds.numbers[-1] - sum(map(len, documents))) > 0:  # up to a multiple
+            documents, counts = [*documents, np.full(rest, pad_id)], [*counts, 0]
+        placed = inputs.document_positions(zip(documents, counts, strict=True), tensors)
+        bounds = replace(bounds, positions=_on_device(placed.numpy(), device))
+    if inputs.token_types is not None:
+        # Of the final ids: on the side where they are padded, whichever that is.
+        tensors[inputs.token_types] = torch.from_numpy(inputs.types(batch.ids.cpu().numpy()))
+    moved = {name: _on_device(value.numpy(), device) for name, value in tensors.items()}
+    return replace(batch, images=moved, boundaries=bounds)
 
 
 def with_noise(
@@ -166,9 +205,15 @@ def _nothing(tokens: int, pad_id: int) -> Columns:
 
 
 def _padded(
-    picked: list[Columns], rows: int, pad_id: int, device: torch.device | str
+    picked: list[Columns],
+    rows: int,
+    pad_id: int,
+    device: torch.device | str,
+    fillers: Sequence[Columns] = (),
 ) -> MicroBatch:
-    """Pad each document to the longest one, one row each."""
+    """Pad each document to the longest one, one row each; fillers are rows that do not count."""
+    real = len(picked)
+    picked = [*picked, *fillers]
     lengths = [len(ids) for ids, _ in picked]
     shape = (len(picked), max(lengths))
     ids = np.full(shape, pad_id, dtype=np.int64)
@@ -180,7 +225,7 @@ def _padded(
         labels[place, :length] = np.where(trained, row_ids, UNTRAINED)
         mask[place, :length] = 1
     labels[:, 0] = UNTRAINED  # no token predicts the first one
-    documents = len(picked) if rows else 0
+    documents = real if rows else 0
     counts = (labels != UNTRAINED).sum(axis=1)[:documents]
     lasts = np.arange(documents) * shape[1] + np.array(lengths[:documents], dtype=np.int64) - 1
     return MicroBatch(
@@ -189,7 +234,7 @@ def _padded(
         attention_mask=_on_device(mask, device) if min(lengths) < max(lengths) else None,
         rows=rows,
         trained_tokens=int(counts.sum()),
-        real_tokens=sum(lengths) if rows else 0,
+        real_tokens=sum(lengths[:documents]),
         document_labels=_on_device(counts, device),
         last_places=_on_device(lasts, device),
     )
@@ -201,6 +246,7 @@ def _side_by_side(
     pad_id: int,
     device: torch.device | str,
     share: bool = False,
+    fillers: Sequence[Columns] = (),
 ) -> MicroBatch:
     """Concatenate documents in one row; the first token of each is never a label:
 
@@ -222,6 +268,7 @@ def _side_by_side(
     tokens, documents = sum(len(ids) for ids, _ in picked), len(picked) if rows else 0
     index = computed_once(picked) if share else None
     computed = tokens if index is None else int(index.max()) + 1
+    picked, computed = [*picked, *fillers], computed + sum(len(ids) for ids, _ in fillers)
     if torch.device(device).type == "cpu" and computed >= GRAIN_FROM and computed % GRAIN:
         picked = [*picked, _nothing(-computed % GRAIN, pad_id)]
         filler = np.arange(computed, computed + len(picked[-1][0]))

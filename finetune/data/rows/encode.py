@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
@@ -12,6 +13,7 @@ from finetune.data.chat.chat_templates import fewest_tokens
 from finetune.data.chat.messages import LOST, further_keys
 from finetune.data.chat.render import Chat
 from finetune.data.formats import read_row, unread_columns
+from finetune.data.images.image_file import PlacedImage
 from finetune.data.rows.example import Example
 from finetune.data.rows.store import Columns
 from finetune.data.samples import (
@@ -23,14 +25,17 @@ from finetune.data.samples import (
     answers,
     as_kind,
     sequences_of,
+    with_files_in,
 )
 from finetune.data.tally import Tally
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.recipe import Batch, Recipe
 
-Numbered = tuple[tuple[Columns, ...], Mapping[str, float], str | None]
-"""The documents of a row, its values for the method's `columns`, and a reward's input as JSON."""
+Images = list[PlacedImage]
+Numbered = tuple[tuple[Columns, ...], Mapping[str, float], str | None, tuple[Images, ...]]
+"""The documents of a row, its values for the method's `columns`, a reward's input as JSON, and the
+images of each document."""
 HUGE = 1 << 20
 """Characters above which a sample is checked before tokenization, which could take minutes."""
 
@@ -81,6 +86,8 @@ class Encoded:
     columns: dict[str, np.ndarray]  # (documents,) fp64 each, by the method's `columns`
     beside: list[str]
     """The reward's input for each prompt, as JSON; empty for other samples."""
+    images: list[Images]  # (documents,)
+    """Images of each document; empty if the model reads text only."""
     tally: Tally
     problems: list[tuple[str, str]]
     """Place and problem."""
@@ -98,7 +105,7 @@ class Encoder:
         """Encode a chunk; problems are collected, not raised."""
         tally, problems, bad = Tally(), list[tuple[str, str]](), list[BadRow]()
         rows, numbers = list[Numbered](), list[int]()
-        read = [(number, value, _read(chunk.data_format, value)) for number, value in chunk.rows]
+        read = [(number, value, self._read(chunk, value)) for number, value in chunk.rows]
         whole = [sample for _, _, sample in read if self._is_encoded_ahead(sample)]
         with self.chat.ahead(whole):
             for number, value, sample in read:
@@ -125,6 +132,14 @@ class Encoder:
                 numbers += [number] * len(added) * self.recipe.documents_per_row
         problems.extend(("", problem) for problem in chunk.failure)
         return self._joined(chunk, rows, numbers, tally, problems, bad)
+
+    def _read(self, chunk: Chunk, value: object) -> Sample | RowProblem | None:
+        """The sample of a row, or the problem with the row."""
+        try:
+            sample = read_row(chunk.data_format, value)
+        except RowProblem as problem:
+            return problem
+        return with_files_in(sample, Path(chunk.file).parent) if self.chat.images else sample
 
     def _is_encoded_ahead(self, sample: Sample | RowProblem | None) -> TypeGuard[Sample]:
         """Whether a sample is small enough to be tokenized without a check of its length."""
@@ -163,7 +178,10 @@ class Encoder:
         for name in sorted(frozenset().union(*(row.notes for row in example.sequences))):
             tally.note(name, place)
         assert set(example.numbers) == set(self.recipe.columns)
-        return [(row, example.numbers, example.beside) for row in fit(example, batch, tally, place)]
+        return [
+            (row, example.numbers, example.beside, _images_of(example, row))
+            for row in fit(example, batch, tally, place)
+        ]
 
     def _markup(self, sample: Sample) -> Iterator[str]:
         """Yield the tally names for special tokens in the text of prompts and of answers."""
@@ -228,24 +246,19 @@ class Encoder:
                 ],
                 dtype=bool,
             ),
-            digests=np.array([d for row, *_ in rows for d in _digests(row)], dtype=np.uint64),
+            digests=np.array(
+                [d for row, *_, images in rows for d in _digests(row, images)], dtype=np.uint64
+            ),
             columns={
-                name: np.repeat(np.array([known[name] for _, known, _ in rows], np.float64), each)
+                name: np.repeat(np.array([known[name] for _, known, *_ in rows], np.float64), each)
                 for name in self.recipe.columns
             },
-            beside=[beside for _, _, beside in rows if beside is not None],
+            beside=[beside for _, _, beside, _ in rows if beside is not None],
+            images=[each for *_, of_row in rows for each in of_row] if self.chat.images else [],
             tally=tally,
             problems=problems,
             bad=bad,
         )
-
-
-def _read(data_format: str, value: object) -> Sample | RowProblem | None:
-    """The sample of a row, or the problem with the row."""
-    try:
-        return read_row(data_format, value)
-    except RowProblem as problem:
-        return problem
 
 
 def _texts(sample: Sample) -> list[tuple[str, str]]:
@@ -267,9 +280,20 @@ def _texts_of(sequence: Plain, answer: bool = False) -> list[tuple[str, str]]:
             return [("text", sequence.text)]
 
 
-def _digests(row: tuple[Columns, ...]) -> list[int]:
+def _images_of(example: Example, row: tuple[Columns, ...]) -> tuple[Images, ...]:
+    """The images of each document of a row, which `fit` cuts only in front of one."""
+    return tuple(
+        [image for image in sequence.images if image.end <= len(ids)]
+        for sequence, (ids, _) in zip(example.sequences, row, strict=True)
+    )
+
+
+def _digests(row: tuple[Columns, ...], images: tuple[Images, ...]) -> list[int]:
     """A hash of each document of a row; equal for the same document of an equal row."""
-    parts = [ids.tobytes() for ids, _ in row]
+    parts = [
+        ids.tobytes() + "".join(image.digest for image in own).encode()
+        for (ids, _), own in zip(row, images, strict=True)
+    ]
     whole = b"" if len(parts) == 1 else hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
     return [
         int.from_bytes(hashlib.blake2b(part + whole, digest_size=8).digest(), "little")
@@ -297,8 +321,14 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
                 return []
             case "truncate":
                 tally.note("truncated", place)
-                pieces = [tuple((ids[:most], trained[:most]) for ids, trained in row)]
+                ends = [_end_before_images(each.images, most) for each in example.sequences]
+                pieces = [tuple((i[:end], t[:end]) for (i, t), end in zip(row, ends, strict=True))]
                 tally.note("eaten", place, _all_trained(row) and not _all_trained(pieces[0]))
+            case "split" if any(each.images for each in example.sequences):
+                raise RowProblem(
+                    "batch.overlong=split would part this row from its images; use truncate or "
+                    "drop, or raise batch.max_length"
+                )
             case "split":
                 tally.note("split", place)
                 (document,) = row  # rules refuse it for rows of several documents
@@ -312,6 +342,11 @@ def fit(example: Example, batch: Batch, tally: Tally, place: str) -> list[tuple[
     whole = [row for row in different if max(len(ids) for ids, _ in row) >= batch.min_length]
     tally.note("short", place, len(different) - len(whole))
     return whole
+
+
+def _end_before_images(images: tuple[PlacedImage, ...], most: int) -> int:
+    """Where a document of at most `most` tokens ends, so that no image is cut."""
+    return min([most, *(each.start for each in images if each.start < most < each.end)])
 
 
 def _mark(row: tuple[Columns, ...], scored: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from finetune.data.chat.render import Row
+from finetune.data.chat.tokens import Row
 
 
 @dataclass(frozen=True)

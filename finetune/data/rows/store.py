@@ -2,6 +2,7 @@
 
 ids.bin trained.bin     one entry per token, memory-mapped
 beside.bin              concatenated JSON of the documents, for prompts only
+images.*                images of the documents (`finetune.data.rows.stored_images`)
 lengths.npy origins.npy columns/NAME.npy   one entry per document
 train/ eval/            the documents of each row: one sample, or those that are packed together
 """
@@ -9,13 +10,17 @@ train/ eval/            the documents of each row: one sample, or those that are
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+
+from finetune.data.images.image_file import PlacedImage
+from finetune.data.images.inputs import ImageInputs
+from finetune.data.rows.stored_images import Images, ImagesWriter, open_images
 
 Columns = tuple[np.ndarray, np.ndarray]
 """A document: its ids, (tokens,) int32, and which of them are trained, (tokens,) bool."""
@@ -36,6 +41,8 @@ class Documents:
     json: np.ndarray | None = None  # (bytes,) uint8
     """For prompts: the reward's input for each document, as concatenated JSON."""
     json_offsets: np.ndarray | None = None  # (documents + 1,) int64
+    images: Images | None = None
+    """Images of the documents; None without any."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -44,6 +51,10 @@ class Documents:
         """Views of a document's ids and its trained tokens."""
         start, end = self.offsets[number], self.offsets[number + 1]
         return self.ids[start:end], self.trained[start:end]
+
+    def images_of(self, number: int) -> list[PlacedImage]:
+        """The images of a document, in the order of its tokens."""
+        return [] if self.images is None else self.images.of(number)
 
     def reward_input(self, number: int) -> dict[str, Any]:
         """The reward's input for a prompt: the prompt and its columns."""
@@ -106,6 +117,8 @@ class Rows:
     """Whether the rows of a micro-batch are concatenated although they are not packed."""
     share_prompts: bool = False
     """Whether concatenated rows that start with the same prompt share it."""
+    image_inputs: ImageInputs | None = None
+    """How images become inputs of the model; None for a model that reads text only."""
     prompts: np.ndarray | None = None  # (rows,) int64
     """Number of the prompt of each row, if several rows share one; else None."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
@@ -190,6 +203,8 @@ def digest(rows: Rows) -> str:
             found.update(ids.data)
             found.update(trained.data)
         rows.documents.release()
+    if rows.documents.images is not None:
+        found.update(rows.documents.images.digests(used))
     return found.hexdigest()
 
 
@@ -198,14 +213,15 @@ def documents_of_rows(rows: np.ndarray, each: int) -> np.ndarray:
     return (rows[:, None] * each + np.arange(each)).ravel()
 
 
-def composed(documents: list[Columns]) -> Documents:
-    """Documents in memory, without files."""
+def composed(documents: list[Columns], images: Sequence[Sequence[PlacedImage]] = ()) -> Documents:
+    """Documents in memory, without files; `images` are those of each."""
     lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
     return Documents(
         np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in documents)]),
         np.concatenate([np.empty(0, bool), *(trained for _, trained in documents)]),
         _offsets(lengths),
         np.zeros((len(documents), 2), dtype=np.int64),
+        images=Images.of_lists(images) if any(images) else None,
     )
 
 
@@ -226,6 +242,7 @@ class DocumentWriter:
             (folder / "trained.bin").open("wb"),
         )
         self._beside: list[bytes] = []
+        self._images = ImagesWriter(folder)
         self._lengths: list[np.ndarray] = []
         self._origins: list[np.ndarray] = []
         self._columns: dict[str, list[np.ndarray]] = {}
@@ -238,8 +255,10 @@ class DocumentWriter:
         origins: np.ndarray,
         columns: Mapping[str, np.ndarray] | None = None,
         beside: Iterable[str] = (),
+        images: Iterable[Iterable[PlacedImage]] = (),
     ) -> None:
-        """Append concatenated documents, as in `Documents`, with their lengths and JSON."""
+        """Append concatenated documents, as in `Documents`, with their lengths, JSON and images."""
+        self._images.append(images)
         self._beside += [each.encode("utf-8", "surrogatepass") for each in beside]
         for file, array, kind in zip(self._files, (ids, trained), (np.int32, bool), strict=True):
             file.write(np.ascontiguousarray(array, dtype=kind).data)
@@ -252,6 +271,7 @@ class DocumentWriter:
         """Write what is still in memory; returns all documents, memory-mapped."""
         for file in self._files:
             file.close()
+        self._images.close()
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *self._lengths])
         origins = np.concatenate([np.empty((0, 2), dtype=np.int64), *self._origins])
         if self._beside:
@@ -274,11 +294,12 @@ def open_documents(folder: Path) -> Documents:
         for name, kind in (("ids.bin", np.int32), ("trained.bin", bool))
     )
     columns = {path.stem: np.load(path) for path in sorted((folder / "columns").glob("*.npy"))}
+    images = open_images(folder)
     if not (folder / "beside.npy").is_file():
-        return Documents(ids, trained, offsets, origins, columns)
+        return Documents(ids, trained, offsets, origins, columns, images=images)
     ends = _offsets(np.load(folder / "beside.npy"))
     beside = _mapped(folder / "beside.bin", np.uint8, int(ends[-1]))
-    return Documents(ids, trained, offsets, origins, columns, beside, ends)
+    return Documents(ids, trained, offsets, origins, columns, beside, ends, images)
 
 
 def check_origins(documents: Documents, files: int) -> None:

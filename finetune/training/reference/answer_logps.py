@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from finetune.data.images.image_file import PlacedImage
 from finetune.data.rows.collate import MicroBatch, collate
 from finetune.data.rows.order import of_rank, permutation, split_rows
 from finetune.data.rows.store import Columns, Rows, composed, single_rows
@@ -80,13 +81,17 @@ def mismatched(rows: Rows, chosen: np.ndarray, epoch: int, seed: int, max_length
     place[permutation(len(rows.used), seed, epoch)] = np.arange(len(rows.used))
     ordered = numbers[np.argsort(place[np.searchsorted(rows.used, numbers)])]
     documents = [rows.documents.document(int(number)) for number in ordered]
-    joined = [
-        _joined(documents[index], documents[index - 1], max_length)
-        for index in range(len(documents))
-        if len(documents) > 1
-    ]
-    made = single_rows(composed([each for each in joined if each[1].any()]))
-    return dataclasses.replace(made, padding_free=rows.side_by_side)
+    joined, images = list[Columns](), list[list[PlacedImage]]()
+    for index, number in enumerate(ordered) if len(documents) > 1 else ():
+        whole = _joined(documents[index], documents[index - 1], max_length)
+        if whole[1].any():
+            joined.append(whole)
+            asked = int(documents[index][1].argmax())
+            of_prompt = rows.documents.images_of(int(number))
+            images.append([image for image in of_prompt if image.end <= asked])
+    made = single_rows(composed(joined, images))
+    inputs = rows.image_inputs
+    return dataclasses.replace(made, padding_free=rows.side_by_side, image_inputs=inputs)
 
 
 def _joined(asked: Columns, reply: Columns, max_length: int) -> Columns:

@@ -94,7 +94,7 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
     with torch.device("meta"):
         try:
             short = shortened(config | recipe.head.config, layers)
-            network = auto_class(recipe.head).from_config(
+            network = auto_class(recipe.head, recipe.model.reads).from_config(
                 short, attn_implementation=engine.attention(short, implementation), dtype=dtype
             )
             if isinstance(engine, MeshEngine):

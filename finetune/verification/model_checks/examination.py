@@ -12,12 +12,11 @@ from typing import Any
 from peft import PeftModel
 
 from finetune.cache import cache
-from finetune.data.chat.render import load_chat
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.models import soundness, targets
 from finetune.models.load_checks import token_rows
-from finetune.models.model import load_tokenizer
+from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.models.packed_attention import layout
 from finetune.models.quantization import quantised_notes
 from finetune.planner import plan
@@ -230,12 +229,10 @@ class Examination:
         return bool(check.passed), check.summary
 
     def _stops(self) -> tuple[bool | None, str]:
-        tokenizer = load_tokenizer(self.recipe)
-        chosen = self.recipe.model
-        chat = load_chat(tokenizer, chosen.chat_template, chosen.chat_template_kwargs)
+        chat = load_chat_of(self.recipe)
         picked = (self.rows.row(index) for index in range(min(ROWS, len(self.rows))))
         ends = {int(ids[is_trained][-1]) for ids, is_trained in picked} & chat.end_tokens
-        named = ", ".join(repr(tokenizer.decode([end])) for end in sorted(ends))
+        named = ", ".join(repr(chat.tokenizer.decode([end])) for end in sorted(ends))
         if not ends:
             return False, "rows are not trained to end, so the model would never stop"
         stored = json.loads((self.run.final / "generation_config.json").read_text("utf-8"))

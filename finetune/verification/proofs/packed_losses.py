@@ -3,9 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
-from finetune.models.model import load_tokenizer
+from finetune.models.model import load_chat_of
 from finetune.recipe import Evaluation, Recipe, Saving
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import compare_steps
@@ -54,8 +53,7 @@ def make_packable(subject: Subject, processes: int, cache: Path) -> Packable:
     packed = recipe.with_batch(packing=True)
 
     def filled(each: Recipe) -> Recipe:
-        chosen = each.model
-        chat = load_chat(load_tokenizer(each), chosen.chat_template, chosen.chat_template_kwargs)
+        chat = load_chat_of(each)
         rows = len(prepare(each, chat, cache).train)
         return each.with_batch(rows=rows * 2 * processes, micro_rows=2)
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from finetune.data.chat.render import load_chat
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.read.sources import find_source
 from finetune.errors import FinetuneError
 from finetune.methods.online import Online
+from finetune.models.model import load_chat_of
 from finetune.models.vocabulary import check_words
 from finetune.planner.shapes import published
 from finetune.recipe import Batch, Data, Evaluation, LoRA, Model, Optim, Recipe, Saving, Teacher
@@ -115,7 +115,7 @@ def _prepared(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, notes: list[str]
 ) -> Subject:
     """Prepare the data once here; its rows are also used to check the result."""
-    chat = load_chat(tokenizer, recipe.model.chat_template, recipe.model.chat_template_kwargs)
+    chat = load_chat_of(recipe, tokenizer)
     found = prepare(recipe, chat, cache)
     if len(found.train) < FEWEST_ROWS and recipe.batch.overlong == "drop":
         recipe = recipe.with_batch(overlong="truncate")

@@ -1,0 +1,1 @@
+"""Images in rows: their files, their tokens, and the tensors of a micro-batch."""
