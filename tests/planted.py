@@ -89,8 +89,8 @@ FAULTS = [
           "taken = True", "fp16"),
     # --- second starts ---
     Fault("moment-lost-zero2", "distributed/deepspeed.py",
-          "for key in MOMENTS:\n                target", "for key in MOMENTS[:1]:\n"
-          "                target", "second_starts"),
+          "for key in extra.values:\n                target",
+          "for key in [*extra.values][:1]:\n                target", "second_starts"),
     Fault("resume-skips-a-step", "training/stages.py",
           "replace(saved, data=", "replace(saved, step=saved.step + 1, data=", "second_starts"),
     Fault("patience-starts-again", "training/stages.py",
