@@ -128,8 +128,8 @@ FAULTS = [
           "trainable"),
     # --- second starts ---
     Fault("moment-lost-zero2", "distributed/deepspeed.py",
-          "for key in MOMENTS:\n                target", "for key in MOMENTS[:1]:\n"
-          "                target", "backends"),
+          "for key in extra.values:\n                target",
+          "for key in [*extra.values][:1]:\n                target", "backends"),
     Fault("resume-skips-a-step", "training/stages.py",
           "replace(saved, data=", "replace(saved, step=saved.step + 1, data=", "second_starts"),
     Fault("patience-starts-again", "training/stages.py",

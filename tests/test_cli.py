@@ -89,8 +89,8 @@ $ show quickstart saving.zzz=1
 override: saving.zzz: unknown key; known are every, keep, background, rehearse
 $ show quickstart optim.name=adamv
 override: optim.name: got 'adamv', expected one of adamw, adamw_8bit, adamw_4bit,
-    paged_adamw_8bit, adafactor, muon, lion, sgd, or module:Class of a torch.optim.Optimizer; did
-    you mean 'adamw'?
+    paged_adamw_8bit, schedule_free_adamw, adafactor, muon, lion, sgd, or module:Class of a
+    torch.optim.Optimizer; did you mean 'adamw'?
 $ show quickstart batch.rows=many
 override: batch.rows: Input should be a valid integer, unable to parse string as an integer, got
     'many'

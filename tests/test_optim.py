@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Finetune, Tiny, Train, apart, cut_off, losses, problems_of, slow, together
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -18,7 +19,9 @@ from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.data.rows.collate import collate
 from finetune.data.rows.order import rows_of_step
+from finetune.distributed.averages import result
 from finetune.distributed.muon import Muon
+from finetune.distributed.reader import Reader
 from finetune.errors import FinetuneError
 from finetune.models.model import load_tokenizer
 from finetune.planner.estimate.workload import adam_moments
@@ -26,7 +29,9 @@ from finetune.recipe import Optim
 from finetune.runs.run import Run
 from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit, values_of
 from finetune.training.optim import Lion, build, check, group_notes, groups_of, learning_rate
+from finetune.training.schedule_free import ScheduleFreeAdamW
 
+FREE = {"name": "schedule_free_adamw", "schedule": "constant", "lr": 1e-2}
 HAND = {
     "lr": 1e-2, "warmup": 2, "min_lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-3,
     "weight_decay": 0.5, "max_grad_norm": 0.5,
@@ -236,6 +241,64 @@ def test_lion_is_that_of_its_paper() -> None:
     torch.testing.assert_close(weight.detach(), by_hand)
 
 
+def test_schedule_free_steps_are_those_of_the_paper() -> None:
+    """Algorithm 1 of arXiv:2405.15682, with x stored, in double precision."""
+    given = {"betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
+    weight = torch.nn.Parameter(torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64))
+    made, total, moment = ScheduleFreeAdamW([weight], **given), 0.0, 0.0
+    x = z = weight.detach().clone()
+    for step, lr in enumerate((0.05, 0.1, 0.1), 1):
+        gradient = torch.tensor([step, 1.0, -0.1 * step]).double()
+        y = 0.2 * z + 0.8 * x
+        moment = 0.9 * moment + 0.1 * gradient**2
+        root = (moment / (1 - 0.9**step)).sqrt() + 1e-3
+        z = z - lr * (gradient / root + 0.2 * y)
+        total += lr**2
+        x = x + lr**2 / total * (z - x)
+        weight.grad, made.param_groups[0]["lr"] = gradient, lr
+        made.step()
+    state, near = made.state[weight], {"rtol": 1e-6, "atol": 0}  # the sum of squares is in fp32
+    torch.testing.assert_close(state["z"], z, **near)
+    torch.testing.assert_close(weight.detach(), 0.2 * z + 0.8 * x, **near)
+    optim = Optim("schedule_free_adamw", schedule="constant", betas=(0.8, 0.9))
+    torch.testing.assert_close(result(weight.detach(), state, optim), x, **near)
+
+
+@pytest.mark.parametrize("optim", [FREE, {"ema_decay": 0.6}], ids=["free", "average"])
+@pytest.mark.parametrize("adapter", [None, {"r": 4}], ids=["all", "adapter"])
+def test_an_average_is_evaluated_and_saved_and_the_weights_of_the_training_go_on(
+    optim: dict[str, Any], adapter: dict[str, Any] | None, train: Train, tiny: Tiny
+) -> None:
+    sections = {"optim": optim, "adapter": adapter, "saving": {"every": 1, "keep": 6}}
+    run = train("often", **sections, evaluation={"every": 1})
+    assert losses(run) == losses(train("once", **sections, evaluation={"every": 100}))
+    recipe = catalog.load(run.recipe)
+    rows = prepare(recipe, load_chat(load_tokenizer(recipe), None), cache("data")).eval
+    batch = collate(rows, range(len(rows)), 0, "cpu")
+    averages: dict[str, torch.Tensor] = {}
+    for step, found in enumerate(losses(run, "eval"), 1):
+        folder = run.checkpoint(step)
+        with Reader(folder) as reader:
+            for name in reader.shapes:
+                weight = reader.full(name, "weight")
+                if optim is FREE:
+                    averages[name] = (weight - 0.1 * reader.full(name, "z")) / 0.9
+                else:
+                    averages[name] = 0.6 * averages.get(name, weight) + 0.4 * weight
+        kind = "adapter/adapter_model" if adapter else "model/model"
+        saved = load_file(folder / f"{kind}.safetensors")
+        for name, values in saved.items():
+            known = averages[name.replace(".weight", ".default.weight") if adapter else name]
+            torch.testing.assert_close(values.reshape(-1), known, atol=1e-6, rtol=1e-5)
+        model = AutoModelForCausalLM.from_pretrained(
+            tiny.model if adapter else folder / "model", dtype=torch.float32
+        )
+        model = PeftModel.from_pretrained(model, folder / "adapter") if adapter else model
+        given = {"attention_mask": batch.attention_mask, "labels": batch.labels}
+        with torch.no_grad():
+            assert float(model(batch.ids, **given).loss) == pytest.approx(found, abs=2e-6)
+
+
 def test_the_maps_are_those_of_bitsandbytes() -> None:
     from bitsandbytes.functional import create_dynamic_map
 
@@ -431,8 +494,10 @@ def test_a_group_with_a_rate_of_zero_stays(backend: str, run_of: Train, tiny: Ti
         {"name": "adamw_8bit", "lr": 1e-2},
         slow({"name": "adamw_4bit", "lr": 1e-2}),
         {"name": "muon", "lr": 1e-2, "groups": [{"match": "down_proj", "lr": 3e-2}]},
+        FREE,
+        slow({"ema_decay": 0.6}),
     ],
-    ids=lambda optim: optim["name"].rpartition(":")[2],
+    ids=lambda optim: optim.get("name", "average").rpartition(":")[2],
 )
 def test_an_optimizer_shards_and_resumes_on_one_process(
     optim: dict[str, Any], run_of: Train, finetune: Finetune, tmp_path: Path
@@ -441,9 +506,28 @@ def test_an_optimizer_shards_and_resumes_on_one_process(
 
     A gradient that is summed in another order may get another code: a small part of a step.
     """
+    resumes(optim, "fsdp_full_shard", run_of, finetune, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["zero1", "zero2_offload", "zero3", "ddp", "tp", "pp"])
+@pytest.mark.parametrize(
+    "optim",
+    [FREE, {"ema_decay": 0.6}, {"name": "sgd", "lr": 0.5, "arguments": {"momentum": 0.9}}],
+    ids=["free", "average", "sgd"],
+)
+def test_any_state_of_elements_is_saved_by_every_engine(
+    optim: dict[str, Any], backend: str, run_of: Train, finetune: Finetune, tmp_path: Path
+) -> None:
+    resumes(optim, backend, run_of, finetune, tmp_path)
+
+
+def resumes(
+    optim: dict[str, Any], backend: str, run_of: Train, finetune: Finetune, tmp_path: Path
+) -> None:
     sections = {"optim": optim, "saving": {"every": 0.5, "keep": 3}, "evaluation": {"every": 0.5}}
     whole = run_of("single", **sections)
-    cut = cut_off(run_of("fsdp_full_shard", **sections), tmp_path / "cut", 3)
+    cut = cut_off(run_of(backend, **sections), tmp_path / "cut", 3)
     words = ("train", cut.recipe, "--resume", "--precision", "fp32", "--output", cut.root)
     finetune(*words, "--backend", "single").passed()
     assert whole.steps() == [3, 6]

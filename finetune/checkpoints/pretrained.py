@@ -20,11 +20,13 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.stop_tokens import base_reference, network_of, saved_config
+from finetune.distributed.averages import result
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import complete
 from finetune.distributed.parameters import to_host, unsharded_values
 from finetune.distributed.reader import Reader
 from finetune.errors import TrainingFailure
+from finetune.recipe import Optim
 from finetune.runs.run import write_json
 
 SHARD_BYTES = 4 * 1024**3
@@ -69,10 +71,10 @@ def kept_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 
 def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) -> None:
     folder.mkdir()
-    module = engine.module
+    module, optim = engine.module, engine.plan.recipe.optim
     kept = reader.kept()
     tensors = {
-        key: kept[name] if name in kept else reader.full(name, "weight").reshape(shapes[name])
+        key: kept[name] if name in kept else _trained(reader, name, shapes, optim)
         for key, name in adapter_keys(module, [*shapes, *kept]).items()
     }
     empty = [key for key, tensor in tensors.items() if not tensor.numel()]
@@ -111,7 +113,7 @@ def write_model(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) ->
     """Write the unsharded model as `save_pretrained` does, one part at a time."""
     folder.mkdir()
     dtype = torch.bfloat16 if engine.plan.backend.precision == "bf16" else torch.float32
-    network = network_of(engine.module)
+    network, optim = network_of(engine.module), engine.plan.recipe.optim
     parts: list[list[str]] = []
     part: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -122,7 +124,7 @@ def write_model(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) ->
         part.clear()
 
     for names in _by_layer([*shapes, *reader.kept()]):
-        tensors = {name: _stored(network, reader, name, shapes, dtype) for name in names}
+        tensors = {name: _stored(network, reader, name, shapes, dtype, optim) for name in names}
         saved = revert_weight_conversion(network, tensors)
         more = sum(tensor.nbytes for tensor in saved.values())
         if part and size + more > SHARD_BYTES:
@@ -166,17 +168,25 @@ def _stored(
     name: str,
     shapes: Shapes,
     dtype: torch.dtype,
+    optim: Optim,
 ) -> torch.Tensor:
     """A tensor of the result: buffers unchanged, weights cast to `dtype`.
 
     Weights that transformers always loads in fp32 stay in fp32.
     """
     kept = reader.kept()
-    values = kept[name] if name in kept else reader.full(name, "weight").reshape(shapes[name])
+    values = kept[name] if name in kept else _trained(reader, name, shapes, optim)
     strict: Any = network._keep_in_fp32_modules_strict
     if name not in shapes and name in dict(complete(network).named_buffers()):
         return values
     return values.float() if in_fp32(name, strict or ()) else values.to(dtype)
+
+
+def _trained(reader: Reader, name: str, shapes: Shapes, optim: Optim) -> torch.Tensor:
+    """A trained tensor of the result, complete."""
+    state = {key: key for key in reader.keys(name)}
+    weight = reader.full(name, "weight")
+    return result(weight, state, optim, lambda key: reader.full(name, key)).reshape(shapes[name])
 
 
 def in_fp32(name: str, patterns: Any) -> bool:

@@ -172,6 +172,7 @@ def checkpoint_bytes(engine: Engine, tokens: int) -> int:
     known |= {"muon": 6, "lion": 4}
     found = measured(recipe.optim)
     state = known.get(recipe.optim.name, 8) if found is None else found
+    state += 0 if recipe.optim.ema_decay is None else 4
     usable = 4 if recipe.adapter is not None or engine.plan.backend.precision != "bf16" else 2
     # A tokenizer's JSON takes up to about 100 bytes per token.
     return int(trained * (4 + state + usable)) + 100 * tokens + 2**16

@@ -247,6 +247,9 @@ class Engine(Ranks):
         """
         yield self.module
 
+    def follow_masters(self) -> None:
+        """Give the model the values of master weights, if the engine has any."""
+
     def gather_frozen_units(self) -> None:
         """Gather frozen units once after the first forward pass; call it on every rank."""
 
@@ -405,7 +408,11 @@ class Engine(Ranks):
     def element_counts(self) -> ElementCounts:
         """Element counts of this rank; valid after the first step."""
         parameters = sum(self.resident(parameter) for parameter in self.module.parameters())
-        return ElementCounts(parameters, self.held_gradients or 0, moment_elements(self.states()))
+        return ElementCounts(
+            parameters,
+            self.held_gradients or 0,
+            moment_elements(state for _, state in self.stepped()),
+        )
 
     def resident(self, parameter: nn.Parameter) -> int:
         """Elements of a parameter in this rank's memory between steps."""
@@ -416,10 +423,11 @@ class Engine(Ranks):
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         return sum(local(grad).numel() for grad in grads)
 
-    def states(self) -> Iterator[dict[str, Any]]:
-        """The optimizer state of each tensor."""
+    def stepped(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """This rank's part of each tensor that an optimizer has stepped, and its state."""
         for optimizer in self.optimizers:
-            yield from optimizer.optimizer.state.values()  # type: ignore[attr-defined]
+            for parameter, state in optimizer.optimizer.state.items():  # type: ignore[attr-defined]
+                yield local(parameter.data), state
 
     def _refuse_difference(self) -> None:
         """Compare what Accelerate built with the plan.
@@ -435,12 +443,9 @@ class Engine(Ranks):
         compare("processes", self.plan.processes, built.num_processes)
         compare("processes", rendezvous.world(), built.num_processes)
         compare("accumulation", self.plan.accumulation, built.gradient_accumulation_steps)
-        compare("precision", self.plan.backend.precision, _precision(built))
+        precision = backends.PRECISIONS.get(built.mixed_precision, "unknown")
+        compare("precision", self.plan.backend.precision, precision)
         # Reads what only an accelerator of the right kind has.
         if built.distributed_type in self.kinds:
             self.compare_built(compare)
         refuse(differences)
-
-
-def _precision(accelerator: Accelerator) -> str:
-    return backends.PRECISIONS.get(accelerator.mixed_precision, "unknown")

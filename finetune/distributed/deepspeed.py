@@ -15,7 +15,7 @@ from finetune.backend.engine_options import ZERO_SHARDS
 from finetune.distributed import deepspeed_nvme as nvme
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
-from finetune.distributed.fragments import Fragment
+from finetune.distributed.fragments import Fragment, scalar_state
 from finetune.distributed.plan_differences import Compare
 from finetune.distributed.reader import Reader
 from finetune.distributed.workarounds import without_deepspeed
@@ -23,9 +23,6 @@ from finetune.planner import Plan
 from finetune.planner.estimate.sharding.zero import REDUCE_BUCKET
 from finetune.process import rendezvous
 from finetune.process.imports import collecting_later, compiling_later
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of AdamW, the only optimizer that the planner allows on a sharded backend."""
 
 
 class DeepSpeed(Engine):
@@ -156,9 +153,22 @@ class DeepSpeed(Engine):
             return super().resident(parameter)
         return max(parameter.numel(), partition.numel())  # unsharded while persistent, else empty
 
-    def states(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self.optimizers:
-            yield from optimizer.optimizer.optimizer.state.values()  # type: ignore[attr-defined]
+    def stepped(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """The flat fp32 partitions of this rank."""
+        for partition, state in self._base.state.items():
+            yield partition.data, state
+
+    def follow_masters(self) -> None:
+        """As after a step (DeepSpeed 0.19): cast the partitions, and gather what is unsharded."""
+        zero = self._engine.optimizer
+        if self.plan.backend.shard != "params":
+            zero.update_lp_params()
+            return
+        zero._partition_all_parameters()
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def gradient_elements(self) -> int:
         stage = self._engine.zero_optimization_stage()
@@ -193,12 +203,8 @@ class DeepSpeed(Engine):
             state = self._base.state.get(self._partition(parameter), {})
             place = mapping.get_hp_fragment_address()
             values = {"weight": mapping.get_hp_fragment().detach()}
-            values |= {
-                key: state[key].narrow(0, place.start, place.numel)
-                for key in MOMENTS
-                if key in state
-            }
-            scalars = {"step": float(state["step"])} if "step" in state else {}
+            cut, scalars = _divided(state)
+            values |= {key: each.narrow(0, place.start, place.numel) for key, each in cut.items()}
             yield Fragment(name, mapping.lp_fragment_address.start, values, scalars=scalars)
 
     def _restore_pieces(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
@@ -211,11 +217,9 @@ class DeepSpeed(Engine):
             start = mapping.lp_fragment_address.start
             mapping.get_hp_fragment().data.copy_(reader.range(name, "weight", start, place.numel))
             extra = extras(name)
-            if not extra.scalars:
-                continue
             if partition not in base.state:
-                base.state[partition] = _fresh_state(partition, extra.scalars["step"])
-            for key in MOMENTS:
+                base.state[partition] = _fresh_state(partition, extra)
+            for key in extra.values:
                 target = base.state[partition][key].narrow(0, place.start, place.numel)
                 target.copy_(reader.range(name, key, start, place.numel))
 
@@ -229,33 +233,29 @@ class DeepSpeed(Engine):
             start = self.rank * size
             yield name, parameter, start, max(0, min(size, zero.ds_numel - start))
 
-    def _steps(self) -> float | None:
-        """The optimizer's step count; None before the first step."""
-        for state in self._base.state.values():
-            if "step" in state:
-                return float(state["step"])
-        return None
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of the partition that holds a slice of a parameter."""
+        zero = self._engine.optimizer
+        group, *_ = zero.grad_position[zero.get_param_id(parameter)]
+        return self._base.state.get(zero.fp32_partitioned_groups_flat[group], {})
 
     def _slices(self) -> Iterator[Fragment]:
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-        step = self._steps()
         for name, parameter, start, size in self._places():
             values = {"weight": safe_get_local_fp32_param(parameter).detach()[:size].clone()}
-            if step is not None:
-                for key in MOMENTS:
-                    state = safe_get_local_optimizer_state(parameter, key)
-                    values[key] = state.detach()[:size].clone()
-            yield Fragment(name, start, values, scalars={} if step is None else {"step": step})
+            cut, scalars = _divided(self._state_of(parameter))
+            for key in cut:
+                state = safe_get_local_optimizer_state(parameter, key)
+                values[key] = state.detach()[:size].clone()
+            yield Fragment(name, start, values, scalars=scalars)
 
     def _restore_slices(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        places = list(self._places())
-        steps = extras(places[0][0]).scalars
-        if steps:
-            self._make_states(steps["step"])
-        for name, parameter, start, size in places:
+        known = {id(parameter): extras(name) for name, parameter, _, _ in self._places()}
+        self._make_states(known)
+        for name, parameter, start, size in self._places():
             padding = parameter.ds_tensor.ds_numel - size  # type: ignore[attr-defined]
 
             def partition(key: str, place=(name, start, size, padding)) -> torch.Tensor:
@@ -264,24 +264,36 @@ class DeepSpeed(Engine):
                 return nn.functional.pad(values, (0, padding)).to(self.device)
 
             safe_set_local_fp32_param(parameter, partition("weight"))
-            for key in MOMENTS if steps else ():
+            for key in known[id(parameter)].values:
                 safe_set_local_optimizer_state(parameter, partition(key), key)
 
-    def _make_states(self, step: float) -> None:
+    def _make_states(self, known: dict[int, Fragment]) -> None:
         """Create the state of every fp32 partition as the optimizer would at its first step."""
         zero = self._engine.optimizer
         for index, partition in enumerate(zero.fp32_partitioned_groups_flat):
+            extra = known[id(zero.fp16_groups[index][0])]
+            if not (extra.values or extra.scalars):
+                continue  # saved before the optimizer's first step
             on_disk = zero._swappable_optimizer_subgroup(index)
             if on_disk:
                 zero._optimizer_states_and_gradient_swap_in(index)
-            zero.optimizer.state[partition] = _fresh_state(partition, step)
+            zero.optimizer.state[partition] = _fresh_state(partition, extra)
             if on_disk:
                 zero._optimizer_states_and_gradient_swap_out(index)
 
 
-def _fresh_state(partition: torch.Tensor, step: float) -> dict[str, torch.Tensor]:
-    state = {key: torch.zeros_like(partition.data) for key in MOMENTS}
-    return state | {"step": torch.tensor(step, device=partition.device)}
+def _divided(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a partition's state, which are cut as it is, and its scalars."""
+    cut = {key: each for key, each in state.items() if torch.is_tensor(each) and each.dim()}
+    scalars = {key: each for key, each in state.items() if key not in cut}
+    return cut, {
+        key: float(each) if torch.is_tensor(each) else each for key, each in scalars.items()
+    }
+
+
+def _fresh_state(partition: torch.Tensor, extra: Fragment) -> dict[str, Any]:
+    state: dict[str, Any] = {key: torch.zeros_like(partition.data) for key in extra.values}
+    return state | scalar_state(extra.scalars, partition.device)
 
 
 def _plugin(plan: Plan, nvme_path: Path, cpu: bool) -> DeepSpeedPlugin:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -39,3 +40,14 @@ class Fragment:
         for box in boxes_of(shape, self.start, values.numel()):
             yield box, values[reached : reached + box.numel].reshape(box.sizes)
             reached += box.numel
+
+
+def scalar_state(scalars: dict[str, float], device: torch.device) -> dict[str, Any]:
+    """Scalars of a checkpoint as optimizers have them.
+
+    Counters are fp32 tensors in torch (on the device if fused), ints in bitsandbytes.
+    """
+    return {
+        key: torch.tensor(number, device=device) if isinstance(number, float) else number
+        for key, number in scalars.items()
+    }

@@ -24,7 +24,7 @@ from finetune.data.rows.collate import MicroBatch
 from finetune.distributed import complete, context, layers, sequence
 from finetune.distributed.boxes import Box
 from finetune.distributed.filling import padded
-from finetune.distributed.fragments import Fragment
+from finetune.distributed.fragments import Fragment, scalar_state
 from finetune.distributed.layers import NAMED
 from finetune.distributed.parameters import local
 from finetune.distributed.plan_differences import DIVIDED, Compare
@@ -305,8 +305,7 @@ class MeshEngine(Native):
                 # With the placements of the parameter: the optimizer updates both together.
                 state[key] = torch.empty_like(parameter.data, dtype=values.dtype)
                 local(state[key]).copy_(values)
-            for key, number in extra.scalars.items():
-                state[key] = torch.tensor(number, device=part.device)
+            state |= scalar_state(extra.scalars, part.device)
             owners[id(parameter)].state[parameter] = state
 
     def block(self, parameter: nn.Parameter) -> Block:

@@ -61,6 +61,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a gradient: where its parameter is cut, tensor parallelism may not be."""
+    data, gradient = parameter.data, parameter.grad
+    assert gradient is not None
+    if isinstance(data, DTensor) and isinstance(gradient, DTensor):
+        gradient = gradient.redistribute(placements=data.placements)
+    return local(gradient).detach()
+
+
 def row_state(
     parameter: nn.Parameter, width: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
-from finetune.distributed.fragments import Fragment
+from finetune.distributed.fragments import Fragment, scalar_state
 from finetune.distributed.parameters import local, row_state
 from finetune.distributed.reader import Reader
 
@@ -94,10 +94,7 @@ class Native(Engine):
                 values = reader.range(name, key, begin, local(made).numel())
                 state[key] = torch.empty_like(made, dtype=values.dtype)
                 _flat(state[key]).copy_(values)
-            for key, number in extra.scalars.items():
-                # Counters are fp32 tensors in torch (on the device if fused), ints in bitsandbytes.
-                is_torch = isinstance(number, float)
-                state[key] = torch.tensor(number, device=flat.device) if is_torch else number
+            state |= scalar_state(extra.scalars, flat.device)
             owners[id(parameter)].state[parameter] = {
                 key: value.to(flat.device) if isinstance(value, torch.Tensor) else value
                 for key, value in state.items()

@@ -19,7 +19,7 @@ OPTIMIZERS = {
     "adamw_torch_8bit": "adamw_8bit", "ao_adamw_8bit": "adamw_8bit",
     "adamw_torch_4bit": "adamw_4bit", "ao_adamw_4bit": "adamw_4bit",
     "sgd": "sgd", "lion_32bit": "lion", "rmsprop": "torch.optim:RMSprop",
-    "adagrad": "torch.optim:Adagrad",
+    "adagrad": "torch.optim:Adagrad", "schedule_free_adamw": "schedule_free_adamw",
 }  # fmt: skip
 SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant": "constant",
@@ -156,7 +156,7 @@ def schedule(job: Translation, scheduler: str, usual: str, warmup: float) -> Non
         job.source["cosine_min_lr_ratio"] = 0
     _warmup(job, warmup)
     _end_of_schedule(job)
-    _optimizer(job)
+    _optimizer(job, scheduler)
     job.move_all({"weight_decay": "optim.weight_decay", "adam_epsilon": "optim.eps"})
     job.move("max_grad_norm", "optim.max_grad_norm", lambda norm: norm or None)
     if {"adam_beta1", "adam_beta2"} & job.source.keys():
@@ -191,7 +191,7 @@ def _end_of_schedule(job: Translation) -> None:
 WIDE = "with exact moments, which need 6 more bytes of a trained weight, divided over the processes"
 
 
-def _optimizer(job: Translation) -> None:
+def _optimizer(job: Translation, scheduler: str) -> None:
     job.move("loraplus_lr_ratio", "optim.loraplus_lr_ratio")
     _groups(job)
     if job.get("use_muon"):
@@ -211,6 +211,9 @@ def _optimizer(job: Translation) -> None:
         job.set("optim.name", "adamw")
         job.say(key, "differs", f"{name}: optim.name=adamw {WIDE}")
     elif ours is not None:
+        if ours == "schedule_free_adamw":
+            job.set("optim.schedule", "constant")
+            job.say(scheduler, "differs", f"optim.schedule=constant: {name} needs none")
         job.set("optim.name", ours)
         job.say(key, "translated", f"optim.name={ours}")
     elif name == "paged_adamw_32bit":

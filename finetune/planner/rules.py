@@ -355,7 +355,7 @@ ROWS = {
 
 
 def optimizer(request: Request) -> Iterator[str]:
-    """optim.name: needs complete tensors, or state that is not saved; use adamw, ddp or FSDP."""
+    """optim.name, optim.ema_decay: needs complete tensors, or unsaved state; use adamw or FSDP."""
     name, backend = request.recipe.optim.name, request.backend
     if name in COMPLETE and (backend.shard != "none" or backend.axes.any):
         yield f"optim.name: {name} {COMPLETE[name]}, which {backend.name} shards; use adamw, or ddp"
@@ -364,10 +364,12 @@ def optimizer(request: Request) -> Iterator[str]:
             f"optim.name: {name} {ROWS[name]}, which {backend.name} cuts; use adamw, or "
             "fsdp_full_shard"
         )
-    if backend.engine == "deepspeed" and (":" in name or name in ("lion", "sgd")):
+    known = name in ("adamw", *COMPLETE, *ROWS)
+    if backend.device == "nvme" and (not known or request.recipe.optim.ema_decay is not None):
+        what = "optim.ema_decay: an average" if known else f"optim.name: {name}"
         yield (
-            f"optim.name: checkpoints of {backend.name} hold the two moments of AdamW, and not the "
-            f"state of {name}; use fsdp_full_shard"
+            f"{what} needs other state than the two moments of AdamW, which {backend.name} has on "
+            "disk; use zero3_offload"
         )
 
 

@@ -61,7 +61,8 @@ def pattern(text: str) -> str:
 
 PART = re.compile(r"[^\[\]]+(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 OPTIMIZERS = (
-    "adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "adafactor", "muon", "lion", "sgd",
+    "adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "schedule_free_adamw", "adafactor",
+    "muon", "lion", "sgd",
 )  # fmt: skip
 Every = Annotated[int | float | str, BeforeValidator(cadence)]
 HeldOut = Annotated[int | float, BeforeValidator(rows_or_share)]
@@ -320,6 +321,25 @@ class Optim(metaclass=Checked):
     """Keyword arguments of the optimizer besides the fields above, such as `momentum` of `sgd`."""
     schedule_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the schedule in transformers, such as `num_cycles`, `power`, `min_lr_rate`."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Evaluate and publish a moving average of the weights, such as 0.999; null for the weights."""
+
+    def __post_init__(self) -> None:
+        if not self.schedule_free:
+            return
+        if self.schedule != "constant":
+            raise ValueError(f"`schedule`: {self.name} averages instead; use schedule=constant")
+        if self.ema_decay is not None:
+            raise ValueError(f"`ema_decay`: {self.name} has an average of its own; remove it")
+        if not self.betas[0]:
+            raise ValueError(f"`betas`: {self.name} needs a first one above 0")
+        if self.arguments:
+            raise ValueError(f"`arguments`: {self.name} has only lr, betas, eps and weight_decay")
+
+    @property
+    def schedule_free(self) -> bool:
+        """Whether the optimizer averages in place of a schedule."""
+        return self.name.startswith("schedule_free")
 
 
 @dataclass(frozen=True, config=STRICT)

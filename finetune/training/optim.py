@@ -13,6 +13,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from finetune import extensions
+from finetune.distributed.averages import keep_average
 from finetune.distributed.muon import Muon
 from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError, first_line
@@ -20,6 +21,7 @@ from finetune.models.scoring import head_of
 from finetune.planner import Plan
 from finetune.recipe import Optim
 from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit
+from finetune.training.schedule_free import ScheduleFreeAdamW
 from finetune.version import install
 
 Groups = list[dict[str, Any]]
@@ -91,8 +93,13 @@ def build(
     if not named:  # a stage of a pipeline without adapters
         return []
     if optim.name == "muon":
-        return _muon(model, named, optim, peak, plan)
-    return [_of_groups(groups_of(named, optim), optim, peak)]
+        made = _muon(model, named, optim, peak, plan)
+    else:
+        made = [_of_groups(groups_of(named, optim), optim, peak)]
+    if optim.ema_decay is not None:
+        for each in made:
+            keep_average(each, optim.ema_decay)
+    return made
 
 
 def groups_of(named: Iterable[tuple[str, nn.Parameter]], optim: Optim) -> Groups:
@@ -193,7 +200,7 @@ def check(optim: Optim, sharded: bool) -> None:
             raise FinetuneError(
                 f"optim.name: {optim.name} has other weights for evaluation than for training "
                 "(schedule-free), and evaluations and checkpoints here would have those of "
-                "training; use adamw with optim.schedule=constant"
+                "training; use schedule_free_adamw with optim.schedule=constant"
             )
         for group in made.param_groups:
             group["lr"] = 1e-2  # a number, as the engine sets it
@@ -212,6 +219,14 @@ def check(optim: Optim, sharded: bool) -> None:
         raise FinetuneError(
             f"optim.name: {optim.name} does not update each element by itself, and this backend "
             "shards tensors, so the result would depend on the number of processes; use ddp"
+        )
+    state = [each for values in made.state.values() for each in values.values()]
+    if sharded and any(
+        torch.is_tensor(each) and each.shape not in ((), (65, 64)) for each in state
+    ):
+        raise FinetuneError(
+            f"optim.name: {optim.name} has state that is not of the shape of its tensor, and this "
+            "backend shards tensors with their state; use ddp"
         )
 
 
@@ -289,6 +304,15 @@ class Lion(torch.optim.Optimizer):
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "sgd": torch.optim.SGD,
     "lion": Lion, "adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit,
+    "schedule_free_adamw": ScheduleFreeAdamW,
 }  # fmt: skip
-BY_PLAN = ("adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "adafactor", "muon")
+BY_PLAN = (
+    "adamw",
+    "schedule_free_adamw",
+    "adamw_8bit",
+    "adamw_4bit",
+    "paged_adamw_8bit",
+    "adafactor",
+    "muon",
+)
 """Optimizers whose backends the plan knows (`finetune.planner.rules`)."""

@@ -10,6 +10,7 @@ from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.saver import Saver
 from finetune.checks.model import finite_weights
+from finetune.distributed import averages
 from finetune.distributed.base import Engine
 from finetune.distributed.heartbeat import Heartbeat
 from finetune.errors import Interrupted, TrainingFailure
@@ -192,14 +193,14 @@ class Training:
         due = step == self.steps or self._due(progress, self.started.inputs.evaluation_every)
         if not due or not len(self.data.eval):
             return progress, False
-        if self.rollouts is None:
-            result = evaluate(self.engine, self.data.eval, self.built.pad_id)
-        else:
-            with self._saving_if_sampling_fails(progress):
+        with self._saving_if_sampling_fails(progress), averages.in_place(self.engine):
+            if self.rollouts is None:
+                result = evaluate(self.engine, self.data.eval, self.built.pad_id)
+            else:
                 result = self.rollouts.evaluate(self.data.eval)
-            self._warn(progress)
-        if self.started.answering is not None:
-            result = result.with_metrics(self.started.answering.measure(self.engine))
+            if self.started.answering is not None:
+                result = result.with_metrics(self.started.answering.measure(self.engine))
+        self._warn(progress)
         judged, best = result.judged_by(chosen.best), progress.best_loss
         better = math.isfinite(judged) and (best is None or judged < best)
         self.recorder.evaluated(step, result, better)

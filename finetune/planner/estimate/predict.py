@@ -62,6 +62,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         reference_stays=recipe.needs_second_model,
         update=recipe.optim.name,
         state=measured(recipe.optim),
+        ema=recipe.optim.ema_decay is not None,
         accumulation=plan.accumulation,
         root_unit=place.axes.any,
         synchronise_each=synchronises_each(recipe),

@@ -67,6 +67,8 @@ class Workload:
     update: str = "adamw"
     state: float | None = None
     """Bytes of optimizer state per weight in fp32, if it is not known by `update`."""
+    ema: bool = False
+    """Whether the optimizer keeps a moving average of the weights."""
     accumulation: int = 1
     stepping: Literal["fused", "foreach", "loop"] = "fused"
     """Optimizer step: `foreach` copies all gradients, `loop` copies one tensor at a time twice."""
@@ -325,6 +327,11 @@ class Workload:
     @property
     def moments(self) -> float:
         """Optimizer bytes per trained parameter before sharding."""
+        width = 4 if self.scheme == "fsdp" else self.trained_width
+        return self._moments + self.ema * width
+
+    @property
+    def _moments(self) -> float:
         if self.update in ("adamw_8bit", "paged_adamw_8bit"):
             return adam_moments(1, narrow=True)
         if self.update == "adamw_4bit":
