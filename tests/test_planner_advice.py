@@ -42,7 +42,7 @@ EIGHT = hardware.machine("A100-80", 8, link="pcie4")
 )
 def test_what_fits_is_not_sharded_and_frozen_weights_that_do_not_are(name, rank, machine, backend):
     adapter = lora(shape(name), rank) if rank else None
-    assert best(Workload(shape(name), 1, 2048, adapter=adapter), machine).name == backend
+    assert best(Workload(shape(name), 4, 2048, adapter=adapter), machine).name == backend
 
 
 def test_states_that_no_gpu_holds_go_to_the_host_or_nowhere():
@@ -133,13 +133,14 @@ def test_a_division_comes_first_where_rows_are_too_few_for_all_gpus():
 
 
 def test_a_division_that_is_twice_as_fast_comes_first_and_others_are_named():
-    options, reason = ranked(large(rows=256), H100S)
+    machine = f"{H100S} --network 50gbe"
+    options, reason = ranked(large(rows=256), machine)
     assert options[0]["backend"] == "fsdp_full_shard"
     safe = [each for each in options if each["axes"] and each["status"] == "safe"]
     quickest = max(safe, key=rate)
     sizes = " x ".join(f"{axis} {size}" for axis, size in quickest["axes"].items())
     told = f"{quickest['backend']} ({sizes}), which divides the model, would reach"
-    assert told in ask(H100S, large(rows=256))
+    assert told in ask(machine, large(rows=256))
     few = large(rows=64)  # one row of each GPU: weights are gathered for little work
     options, reason = ranked(few, f"{H100S} --network 100gbe/node")
     assert options[0]["axes"]
@@ -149,7 +150,7 @@ def test_a_division_that_is_twice_as_fast_comes_first_and_others_are_named():
 
 def test_experts_are_divided_where_gathering_all_of_them_takes_long():
     mixtral = large(64, "mistralai/Mixtral-8x7B-v0.1", 2048)
-    machine = "--gpu H100-80 --gpus 16 --nodes 2"
+    machine = "--gpu H100-80 --gpus 16 --nodes 2 --network 25gbe"
     options, reason = ranked(mixtral, machine)
     assert options[0]["axes"] == {"experts": 8}
     assert reason.startswith("ep_fsdp (experts 8) fits (")
@@ -227,12 +228,40 @@ def test_a_gpu_is_known_by_its_full_name_and_its_memory():
         "NVIDIA H100 80GB HBM3": "H100-80", "h200-141gb": "H200", "Tesla T4": "T4",
         "Tesla V100-SXM2-16GB": "V100-16", "NVIDIA GeForce RTX 4090": "RTX4090",
         "RTX 4090 24GB": "RTX4090", "NVIDIA RTX A6000": "A6000", "L40S-48": "L40S",
-        "AMD Instinct MI300X": "MI300X", "B200-180": "B200",
+        "AMD Instinct MI300X": "MI300X", "B200-180": "B200", "NVIDIA H100 NVL": "H100-NVL",
+        "NVIDIA GH200 480GB": "GH200-96", "NVIDIA RTX 6000 Ada Generation": "RTX6000Ada",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000", "L40": "L40",
+        "NVIDIA GeForce RTX 4070 Ti SUPER": "RTX4070TiSuper", "NVIDIA A10": "A10", "a10g": "A10G",
+        "NVIDIA A800 80GB PCIe": "A800-80-PCIe", "NVIDIA B300 SXM6 AC": "B300", "4090": "RTX4090",
+        "AMD Radeon RX 7900 XTX": "RX7900XTX", "NVIDIA GB10": "GB10", "Quadro RTX 8000":
+        "Quadro-RTX8000", "NVIDIA TITAN RTX": "TITAN-RTX", "NVIDIA GeForce RTX 4090 D": "RTX4090D",
     }  # fmt: skip
     assert {written: hardware.gpu(written).name for written in names} == names
-    for other in ("H100-94", "H100 NVL", "RTX 4090 Ti", "A100-64GB", "L40"):
+    for other in ("H100-72", "RTX 4090 Ti", "A100-64GB", "RTX 4090 Laptop GPU", "H100 MIG 1g.10gb"):
         with pytest.raises(FinetuneError, match="--gpu-memory 48"):
             hardware.gpu(other)
+
+
+def test_every_row_of_the_table_is_found_by_its_own_name_and_by_its_drivers():
+    for name, row in hardware.GPUS.items():
+        assert hardware.gpu(name) is row
+        assert hardware.of_driver(f"NVIDIA {name}", row.memory) == row
+
+
+def test_a_slice_a_laptop_and_an_unknown_card_are_not_the_whole_card():
+    whole = hardware.gpu("A100-40")
+    part = hardware.of_driver("NVIDIA A100-SXM4-40GB MIG 3g.20gb", whole.memory / 2)
+    assert (part.memory, part.bandwidth) == (whole.memory / 2, whole.bandwidth / 2)
+    assert (part.flops, part.nvlink) == (pytest.approx(whole.flops * 3 / 7), 0)
+    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 6090"):
+        found = hardware.of_driver(name, 17.1e9)
+        assert (found.memory, found.name) == (17.1e9, name)
+        assert f"{name} is not in the table" in found.note
+
+
+def test_cards_that_copy_through_the_host_have_half_a_lane_and_two_nvl_cards_a_bridge():
+    assert hardware.machine("RTX4090", 2).link == hardware.machine("A10", 2).link / 2
+    assert [hardware.machine("H100-NVL", n).link for n in (2, 4)] == [300e9, 64e9]
 
 
 def test_network_ports_are_counted_per_gpu_or_per_node():
@@ -279,7 +308,7 @@ def test_offloaded_weights_break_even_at_the_tokens_of_the_formula():
     bandwidth = machine.gpu.pcie * timing.PCIE_EFFICIENCY
     # 4 bytes a weight travel, 2 in each pass, while 8 FLOPs a weight and token run:
     # T* = F m / (2 B).
-    formula = machine.gpu.flops * machine.gpu.mfu / (2 * bandwidth)
+    formula = machine.gpu.flops * machine.gpu.reached / (2 * bandwidth)
     # It leaves out attention's products and what travels once a step.
     assert found.break_even == pytest.approx(formula, rel=0.05)
     assert found.break_even > 512

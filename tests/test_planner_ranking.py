@@ -18,6 +18,11 @@ JOBS = (
     "qwen3_0_6b_distill --gpu H100 --gpus 8",
     "llama3_3_70b_lora --gpu H200 --gpus 8",
     "qwen3_0_6b_classifier --gpu L4 --gpus 4",
+    "qwen3_0_6b_grpo model.name=Qwen/Qwen3-8B --gpu RTX4090 --gpus 2",
+    "qwen3_0_6b_grpo --gpu A100-40 --gpus 8",
+    "llama3_1_8b_lora model.activation_checkpointing=offload --gpu A100-40 --gpus 2",
+    "qwen3_0_6b_lora batch.packing=true --gpu T4 --gpus 2 --precision fp16",
+    "qwen3_0_6b_full model.name=Qwen/Qwen3-30B-A3B --gpu H200 --gpus 8",
 )
 
 
@@ -33,7 +38,7 @@ def test_a_line_of_the_ranking_is_that_of_its_page(capsys, job):
     for line in lines[:: max(1, len(lines) // 12)]:
         words = [f"batch.micro_rows={line['micro_rows']}", "batch.micro_tokens=null"]
         words += [f"--{axis}={size}" for axis, size in line["axes"].items()]
-        kept = {"none": "false", "full": "true", "attention": "attention"}[line["checkpointing"]]
+        kept = {"none": "false", "full": "true"}.get(line["checkpointing"], line["checkpointing"])
         words += [f"model.activation_checkpointing={kept}", "--backend", line["backend"]]
         page = planned(capsys, job, *words)
         memory, time = page["prediction"]["memory"], page["prediction"]["time"]

@@ -125,7 +125,7 @@ def _page(
         lines.append(
             f"speed        {wording.duration(times.step)} a step, {times.tokens_per_second:,.0f} "
             f"tokens/s on this CPU if every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
-            f"process (measured), {gpu.mfu:.0%} of it in products (an assumption)"
+            f"process (measured), {gpu.reached:.0%} of it in products (an assumption)"
         )
         found = judges(prediction.plan.recipe, cpu=True)
         lines += [wording.judge_words(found)] if found else []

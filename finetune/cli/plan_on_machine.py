@@ -218,7 +218,8 @@ def _shortest_words(path: list[dict[str, Any]] | None) -> str:
 
 def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Machine) -> int:
     """Without a backend: print a ranking of all backends."""
-    precision: backends.Precision = arguments.precision or "bf16"
+    usual: backends.Precision = "bf16" if machine.gpu.bf16 else "fp16"
+    precision: backends.Precision = arguments.precision or usual
     source = model_source(recipe)
     found = choice.candidates(recipe, machine, precision)
     whole = advice.rank(found)
@@ -267,6 +268,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     prediction = _predicted(arguments, planned, machine)
     print(f"\nshapes from {source.where}")
     print(wording.whole_run(prediction))
+    words += [f"--precision {usual}"] * (arguments.precision is None and usual != "bf16")
     print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
     return 0
 
@@ -291,7 +293,7 @@ def _ranking(
             "axes": each.workload.layout.axes.sizes,
             "micro_rows": each.workload.micro_rows,
             "accumulation": each.workload.accumulation,
-            "checkpointing": each.workload.checkpointing,
+            "checkpointing": each.recompute,
             "status": each.status,
             "bytes": each.peak.total,
             "usable": each.usable,

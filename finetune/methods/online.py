@@ -111,6 +111,8 @@ class Online(Recipe):
             self.batch.rows * self.steps_per_generation,
             self.sampling_rows,
             self.max_completion_length,
+            self.num_generations,
+            self.updates,
             elsewhere=self.vllm_server_base_url is not None,
         )
 

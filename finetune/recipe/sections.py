@@ -458,5 +458,9 @@ class Completions:
     """Completions that a device samples at once."""
     longest: int
     """Maximum number of tokens in a completion."""
+    of_prompt: int
+    """Completions of a prompt."""
+    updates: int
+    """Optimizer steps on the completions of a sampling phase."""
     elsewhere: bool = False
     """Whether another program samples them."""

@@ -78,6 +78,12 @@ class Option:
         return f"{self.name} ({axes.words()})" if axes.any else self.name
 
     @property
+    def recompute(self) -> str:
+        """What is recomputed; `offload` if the kept activations are on the host."""
+        kept = self.workload.activations_on_host and self.workload.recomputes
+        return "offload" if kept else self.workload.checkpointing
+
+    @property
     def usable(self) -> float:
         """Bytes available to tensors."""
         return self.machine.usable
@@ -174,12 +180,15 @@ def on(
     workload: Workload, layout: Layout, precision: str, checkpointing: Checkpointing | None = None
 ) -> Workload:
     """The workload with another layout."""
+    kept = checkpointing or workload.checkpointing
     return dataclasses.replace(
         workload,
         layout=layout,
         scheme=scheme_of(layout, precision),
         root_unit=layout.axes.any or workload.root_unit,
-        checkpointing=checkpointing or workload.checkpointing,
+        checkpointing=kept,
+        # What is not recomputed is not offloaded either: they are values of one option.
+        activations_on_host=workload.activations_on_host and kept == workload.checkpointing,
     )
 
 
@@ -287,10 +296,14 @@ def reason(best: Option, found: Iterable[Option]) -> str:
     fitting = [each for each in others if each.status != "no"]
     if fitting:
         other = min(fitting, key=lambda each: each.comparable)
-        crowded = " tightly" if other.status == "tight" else ""
+        crowded = "only tightly" if other.status == "tight" else "too"
+        share = best.times.tokens_per_second / other.times.tokens_per_second
+        word = "is faster" if share > 1 + SAME_TIME else "is about as fast"
+        if share < 1 / (1 + SAME_TIME):
+            word = "fits safely, which counts more than speed"
         return (
-            f"{prefix} and is faster: {best.speed}, {other.times.tokens_per_second:,.0f} with "
-            f"{other.name}, which fits{crowded} too"
+            f"{prefix} and {word}: {best.speed}, {other.times.tokens_per_second:,.0f} with "
+            f"{other.name}, which fits {crowded}"
         )
     crowded = [each for each in others if each.peak.total > each.usable]
     if crowded:

@@ -7,6 +7,7 @@ from typing import Literal
 from finetune import backend as backends
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, hardware, mesh_sizes
+from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.estimate.workload import Workload
@@ -40,18 +41,18 @@ def candidates(
     Raises:
         FinetuneError: the shape of the model is unknown, or a step has too few rows for the GPUs.
     """
-    base = plan(_one_process(recipe), "single", 1, precision)
-    workload = workload_of(base, model_source(recipe).shape)
+    alone, shape = _one_process(recipe), model_source(recipe).shape
+    machine = leaving_room(machine, recipe)
+    base = workload_of(plan(alone, "single", 1, precision), shape)
     if cpu:
-        chained = recipe.kernels.pointwise != "eager"
-        workload = dataclasses.replace(workload, cpu=True, chained=chained)
+        base = dataclasses.replace(base, cpu=True, chained=recipe.kernels.pointwise != "eager")
     found = advice.options(
-        workload,
+        base,
         machine,
         precision,
         rows_per_step=recipe.batch.rows,
         micro_rows=[rows for rows in SIZES if recipe.batch.rows % rows == 0],
-        divided=_divisions(recipe, workload, machine, precision) if divided else (),
+        divided=_divisions(recipe, base, machine, precision) if divided else (),
     )
     if not found:
         raise FinetuneError(_too_few_rows(recipe, machine))

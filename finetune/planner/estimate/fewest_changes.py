@@ -43,6 +43,12 @@ def _candidates(
     def with_(**fields: object) -> Workload:
         return dataclasses.replace(workload, **fields)  # type: ignore[arg-type]
 
+    if (asked := workload.sampled) is not None and asked.at_once > 1:
+        for rows in (asked.at_once // 2**n for n in range(1, asked.at_once.bit_length())):
+            fewer = with_(sampled=dataclasses.replace(asked, at_once=rows))
+            if advice.option(fewer, machine).status != "no" or rows == 1:
+                yield "fewer completions at once", f"sampling_rows={rows}", fewer
+                break
     if workload.attention == "eager":
         yield "fused attention", "model.attention=sdpa", with_(attention="flash")
     if workload.micro_rows > 1:

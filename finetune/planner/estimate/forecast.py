@@ -10,7 +10,7 @@ from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
 from finetune.planner.estimate.moments import Moment
 from finetune.planner.estimate.predict import model_source, workload_of
-from finetune.planner.estimate.sampling_cost import Sampling, gathered_weights, sampling
+from finetune.planner.estimate.sampling_cost import Sampling, sampling
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
 
@@ -60,7 +60,12 @@ class Forecast:
     @property
     def peak_memory(self) -> int:
         """Bytes of one process at the peak of the largest micro-batch."""
-        return round(memory.timeline(self.workload).peak.total)
+        return round(memory.timeline(self.training).peak.total)
+
+    @property
+    def training(self) -> Workload:
+        """The workload without sampling, whose memory a run measures separately."""
+        return dataclasses.replace(self.workload, sampled=None)
 
     def peaks(
         self,
@@ -78,7 +83,7 @@ class Forecast:
         """
         scored = longest if self.workload.scored else 0
         workload = dataclasses.replace(
-            self.workload, rows=rows, scored=scored, repeated=max(1.0, repeated)
+            self.training, rows=rows, scored=scored, repeated=max(1.0, repeated)
         )
         workload = _with_length(workload, length, padded, labelled)
         return [found.peak for found in memory.by_stage(workload)]
@@ -90,7 +95,7 @@ class Forecast:
 
     def summary(self) -> dict[str, Any]:
         """Bytes and seconds for `plan.json`, with the same names as the measured values."""
-        timeline = memory.timeline(self.workload)
+        timeline = memory.timeline(self.training)
         found: dict[str, Any] = {
             "peak_memory": round(timeline.peak.total),
             "moment": timeline.peak.name,
@@ -112,7 +117,7 @@ class Forecast:
                 "seconds": times.step * self.steps,
                 "machine": self.machine.gpu.name,
                 "flops_per_second": self.machine.gpu.flops,
-                "mfu": times.mfu,
+                "reached": times.reached,
             }
         if self.judges:
             found["reward_models"] = {each.name: round(each.memory) for each in self.judges}
@@ -138,8 +143,7 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         repeated=facts.repeated_in_longest,
     )  # fmt: skip
     workload = _with_length(workload, facts.length, facts.padded, facts.labelled)
-    weights = gathered_weights(workload)
-    sampled = sampling(plan, workload.shape, machine, tokens=facts.length, weights=weights)
+    sampled = sampling(workload, machine)
     found = list[Judge]()
     with contextlib.suppress(FinetuneError):  # the formulas do not cover the model
         found = judges(plan.recipe, facts.cpu, facts.length)

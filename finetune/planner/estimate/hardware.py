@@ -1,10 +1,12 @@
 """Data of GPUs, links and networks, and machines composed of them by name."""
 
 import dataclasses
+import importlib
 import re
 import shutil
 import subprocess
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from finetune.errors import FinetuneError, did_you_mean, refuse
 
@@ -12,9 +14,12 @@ SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nou
 SMI_SECONDS = 60
 """Timeout in seconds: without persistence mode, the driver wakes one GPU after another."""
 
-GIGA = 1e9
-Bound = Literal["compute", "launches", "communication", "offload"]
+Bound = Literal["compute", "launches", "communication", "offload", "sampling"]
 """What limits the speed of a step."""
+LAUNCH, LAUNCH_CPU = 20e-6, 15e-6
+"""Seconds on the host to launch an operation as `operations` counts them. On a GPU: 24 and 32
+layers took 18 and 24 ms to decode a token on an A100, and 0.12 and 0.15 s to train 256 tokens
+(QwenLM/Qwen, README)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +35,11 @@ class GPU:
     """Bytes/s of its memory."""
     nvlink: float = 0.0
     """Bytes/s to the other GPUs of a node, per direction; 0 without NVLink."""
-    pcie: float = 32 * GIGA
+    pcie: float = 32e9
     """Bytes/s to the host, per direction."""
     bf16: bool = True
-    mfu: float = 0.40
-    """Fraction of `flops` reached in training: an assumption, as stated in the output."""
+    reached: float = 0.7
+    """Fraction of `flops` that large products reach: an assumption, as stated in the output."""
     single: float = 0.25
     """Fraction of `flops` reached by fp32 products, as PyTorch does not enable TF32. The default,
     for a GPU described by numbers, is between 1/16 (A100) and 1/2 (consumer cards)."""
@@ -42,6 +47,12 @@ class GPU:
     """Bytes of a CUDA context with cuBLAS workspaces, bitsandbytes and Triton modules."""
     pairs: bool = False
     """Whether NVLink is a bridge that connects only two cards."""
+    peers: bool = True
+    """Whether cards copy to each other without the host's memory in between."""
+    launch: float = LAUNCH
+    """Seconds on the host to launch an operation."""
+    streams: float = 0.0
+    """Bytes/s at which weights are read; that of its memory if 0."""
     note: str = ""
     """A note on the name, for the output."""
 
@@ -51,44 +62,34 @@ class GPU:
         return 1.0 if self.bf16 else self.single
 
 
-# From vendors' data sheets: dense rates (half of those "with sparsity"), NVLink per direction.
-# Memory is what the driver reports if that is known: an "80 GB" A100 or H100 shows 79.15 GiB
-# (85.0e9 bytes), a 24 GB card 24 GiB minus ECC or the driver's share. Context of a T4: fitcheck.
-# MFU: 0.40 H100, 0.45 A100, 0.5 4090 are assumptions within published values (torchtitan Llama-3.1
-# 8B FSDP on H100 0.33 to 0.40; Megatron on A100 0.41 to 0.56); 0.40 for others.
-# `single` is fp32 without TF32 relative to dense 16 bits; T4 and V100 compute bf16 at that rate too
-# (pytorch/pytorch#148322), since their tensor cores support only fp16.
-_DIES = "an MI250X is two devices of 64 GiB each, and a process drives one: --gpus counts devices"
-_ROWS: tuple[GPU, ...] = (
-    GPU("A100-40", 42.3e9, 312e12, 1555e9, 300e9, 32e9, mfu=0.45, single=19.5 / 312),
-    GPU("A100-80", 85.0e9, 312e12, 2039e9, 300e9, 32e9, mfu=0.45, single=19.5 / 312),
-    GPU("A100-80-PCIe", 85.0e9, 312e12, 1935e9, 0, 32e9, mfu=0.45, single=19.5 / 312),
-    GPU("A100-40-PCIe", 42.3e9, 312e12, 1555e9, 0, 32e9, mfu=0.45, single=19.5 / 312),
-    GPU("H100-80", 85.0e9, 989e12, 3350e9, 450e9, 64e9, single=67 / 989),
-    GPU("H100-80-PCIe", 85.0e9, 756e12, 2000e9, 0, 64e9, single=51 / 756),
-    GPU("H100-96", 102.0e9, 989e12, 3350e9, 450e9, 64e9, single=67 / 989),
-    GPU("H200", 150.7e9, 989e12, 4800e9, 450e9, 64e9, single=67 / 989),
-    GPU("B200", 192.0e9, 2250e12, 8000e9, 900e9, 64e9, single=80 / 2250),
-    GPU("MI250X", 68.7e9, 191.5e12, 1638e9, 200e9, 32e9, single=47.9 / 191.5, note=_DIES),
-    GPU("MI300X", 206.1e9, 1307e12, 5300e9, 448e9, 64e9, single=163.4 / 1307),
-    GPU("L4", 24.1e9, 121e12, 300e9, 0, 32e9, single=30.3 / 121),
-    GPU("L40S", 48.3e9, 362e12, 864e9, 0, 32e9, single=91.6 / 362),
-    GPU("A10G", 24.1e9, 70e12, 600e9, 0, 32e9, single=31.5 / 70),
-    GPU("A6000", 51.0e9, 155e12, 768e9, 56e9, 32e9, single=38.7 / 155, pairs=True),
-    GPU("RTX3090", 25.4e9, 71e12, 936e9, 56e9, 32e9, single=35.6 / 71, pairs=True),
-    GPU("RTX4090", 25.4e9, 165e12, 1008e9, 0, 32e9, mfu=0.5, single=82.6 / 165),
-    GPU("RTX5090", 34.2e9, 209e12, 1792e9, 0, 64e9, mfu=0.5, single=104.8 / 209),
-    GPU("T4", 15.8e9, 65e12, 320e9, 0, 16e9, bf16=False, single=8.1 / 65, context=0.14e9),
-    GPU("V100", 34.1e9, 125e12, 900e9, 150e9, 16e9, bf16=False, single=15.7 / 125),
-    GPU("V100-16", 16.9e9, 125e12, 900e9, 150e9, 16e9, bf16=False, single=15.7 / 125),
-)
-GPUS: dict[str, GPU] = {gpu.name: gpu for gpu in _ROWS}
+def _read(line: str) -> GPU:
+    """A row of `gpus.txt`, which states its columns."""
+    name, memory, half, single, bandwidth, nvlink, pcie, reached, *words = line.split()
+    note = ""
+    if "die" in words:
+        note = (
+            f"an {name} is two devices of 64 GiB each, and a process drives one: --gpus counts "
+            "devices"
+        )
+    if "shared" in words:
+        note = f"{name} shares its memory with the host"
+    return GPU(
+        name, float(memory) * 1e9, float(half) * 1e12, float(bandwidth) * 1e9, float(nvlink) * 1e9,
+        float(pcie) * 1e9, "fp16" not in words, float(reached), float(single) / float(half),
+        0.14e9 if name == "T4" else 0.5e9,  # measured on a T4: fitcheck
+        "pair" in words, "host" not in words, note=note,
+    )  # fmt: skip
+
+
+_TABLE = Path(__file__).with_name("gpus.txt").read_text(encoding="utf-8").splitlines()
+GPUS: dict[str, GPU] = {
+    gpu.name: gpu for gpu in (_read(line) for line in _TABLE if line and line[0] != "#")
+}
 ALIASES = {
-    "a100": "A100-80", "a100-sxm": "A100-80", "h100": "H100-80", "h100-sxm": "H100-80",
-    "a100-pcie": "A100-80-PCIe", "h100-pcie": "H100-80-PCIe", "4090": "RTX4090",
-    "3090": "RTX3090", "5090": "RTX5090", "rtxa6000": "A6000", "a10": "A10G", "v100-32": "V100",
-    "a100-80gb": "A100-80", "a100-40gb": "A100-40", "h100-80gb": "H100-80",
+    "a100": "A100-80", "h100": "H100-80", "a100pcie": "A100-80-PCIe", "h100pcie": "H100-80-PCIe",
+    "h100-94": "H100-NVL", "a800": "A800-80", "a800pcie": "A800-80-PCIe", "gh200": "GH200-96", "gh200-480": "GH200-96",
 }  # fmt: skip
+"""Rows for names without a size, and for sizes that are not those of the card's memory."""
 
 # Bytes per second and direction between the GPUs of a node: peak rates of the standards.
 LINKS: dict[str, float] = {
@@ -104,8 +105,11 @@ NETWORKS: dict[str, float] = {
     "200gbe": 25e9, "400gbe": 50e9, "800gbe": 100e9, "efa400": 6.25e9, "efa3200": 50e9,
 }  # fmt: skip
 # Words of a GPU's full name that do not distinguish it from others in the table.
-_VENDORS = {"nvidia", "amd", "instinct", "tesla", "geforce", "gpu"}
-_FORMS = re.compile(r"(sxm|hbm)\d*e?")
+_SAME = {
+    "nvidia", "amd", "instinct", "tesla", "geforce", "radeon", "quadro", "gpu", "graphics", "rtx",
+    "blackwell", "generation", "workstation", "edition", "ac",
+}  # fmt: skip
+_FORMS = re.compile(r"(sxm|hbm|oam)\d*e?")
 # Fraction of a link's rate that collectives reach: NCCL's bus bandwidth on 8 x H100 NVLink is about
 # 0.8 of 450 GB/s for large messages (nccl-tests); PCIe and networks reach about the same.
 EFFICIENCY = 0.8
@@ -150,27 +154,45 @@ class Machine:
         return (self.gpu.memory - self.outside - self.taken) * RESERVE
 
 
-def _key(name: str) -> str:
-    """The lookup key of a GPU's name: `NVIDIA A100-SXM4-80GB` becomes `a100-80`."""
-    words = re.split(r"[\s_-]+", name.strip().lower())
-    words = [re.sub(r"^(\d+)gb$", r"\1", word) for word in words if word not in _VENDORS]
-    words = [word for word in words if not _FORMS.fullmatch(word)]
-    words.sort(key=lambda word: word == "pcie")
-    return re.sub(r"^rtx-", "rtx", "-".join(words))
+def _key(name: str) -> tuple[str, int | None]:
+    """A GPU's name without what is the same for others, and its gigabytes if it states them.
+
+    `NVIDIA A100-SXM4-80GB` becomes `a100` and 80, `GeForce RTX 4070 Ti SUPER` `4070tisuper`.
+    """
+    size, kept = None, list[str]()
+    for word in re.split(
+        r"[\s_-]+", re.sub(r"(?<![a-z])(rtx|rx)(?=\d)", r"\1 ", name.lower().partition("/")[0])
+    ):
+        if found := re.fullmatch(r"(\d{1,3})(gb)?", word):
+            size = int(found[1])
+        elif word not in _SAME and not _FORMS.fullmatch(word):
+            kept.append(word)
+    form = [word for word in ("pcie",) if word in kept]
+    return "".join([word for word in kept if word not in form] + form), size
 
 
-def _named(name: str) -> GPU | None:
-    """The GPU with a name, which may include its memory."""
-    known = {known.lower(): known for known in GPUS} | ALIASES
-    key = _key(name)
-    if key in known:
-        return GPUS[known[key]]
-    base, _, size = key.rpartition("-")
-    if base not in known or not size.isdigit():
+_ROWS: dict[tuple[str, int | None], GPU] = {_key(name): gpu for name, gpu in GPUS.items()}
+
+
+def _named(name: str, reported: float | None = None) -> GPU | None:
+    """The row of a name, which may state its size; of several that nearest to `reported` bytes."""
+    key, size = _key(name)
+    alike = [gpu for (base, _), gpu in _ROWS.items() if base == key]
+    if not alike:
         return None
-    row = GPUS[known[base]]
-    near = min(abs(int(size) * unit - row.memory) for unit in (1e9, 2**30))
-    return row if near < 0.07 * row.memory else None
+    if reported is not None:
+        return min(alike, key=lambda row: abs(row.memory - reported))
+    if size is None and (key, None) not in _ROWS:
+        return GPUS[ALIASES[key]] if key in ALIASES else min(alike, key=lambda row: row.memory)
+    if f"{key}-{size}" in ALIASES:
+        return GPUS[ALIASES[f"{key}-{size}"]]
+    if (key, size) in _ROWS:
+        return _ROWS[key, size]
+    near = [
+        row for row in alike
+        if min(abs((size or 0) * unit - row.memory) for unit in (1e9, 2**30)) < 0.07 * row.memory
+    ]  # fmt: skip
+    return near[0] if near else None
 
 
 def gpu(name: str) -> GPU:
@@ -219,16 +241,17 @@ def installed() -> list[GPU]:
     """The GPUs of this machine as reported by NVIDIA's driver; empty without a driver.
 
     Raises:
-        FinetuneError: a GPU is not in the table, or has no dedicated memory.
+        FinetuneError: a GPU has no dedicated memory and is not in the table.
     """
     found: list[GPU] = []
     for name, reported in listed():
-        if reported is None:
+        row = _named(name) if reported is None else of_driver(name, reported)
+        if row is None:
             raise FinetuneError(
                 f"this machine's {name} reports no dedicated memory; describe it by --gpu-memory "
                 "... --tflops ... --bandwidth ..."
             )
-        found.append(of_driver(name, reported))
+        found.append(row)
     return found
 
 
@@ -259,6 +282,8 @@ def listed() -> list[tuple[str, float | None]]:
 LOOPBACK = 1e9
 
 
+# Bytes per second at which a CPU reads weights, over all processes: an assumption for two channels.
+CPU_STREAMS = 20e9
 # Fraction of the measured rate of square products that the products of a step reach on a CPU, and
 # bytes per second of its pointwise operations: fitted, within 15 %, to four steps of a Llama with
 # 33.6 million parameters (`benchmarks/results/memory.md`, `single`).
@@ -274,36 +299,60 @@ def processor(flops: float, processes: int, memory: float) -> Machine:
         memory: bytes of the machine's memory.
     """
     core = GPU(
-        "CPU", memory / processes, flops, CPU_BANDWIDTH, pcie=LOOPBACK, mfu=CPU_SHARE, single=1.0
-    )
+        "CPU", memory / processes, flops, CPU_BANDWIDTH, pcie=LOOPBACK, reached=CPU_SHARE,
+        single=1.0, launch=LAUNCH_CPU, streams=CPU_STREAMS / processes,
+    )  # fmt: skip
     return Machine(core, processes, link=LOOPBACK)
 
 
 def of_driver(name: str, reported: float) -> GPU:
     """A GPU by the driver's name, such as `NVIDIA A100-SXM4-80GB`, with the reported bytes.
 
-    Raises:
-        FinetuneError: the GPU is not in the table.
+    A slice of a card (MIG) has its share of the card's rates. Rates of a GPU that is not in the
+    table follow from its properties.
     """
-    return dataclasses.replace(_row(name, reported), memory=reported)
+    whole, _, part = name.partition(" MIG ")
+    row = _named(name, reported)
+    if row is None and part and (card := _named(whole)) is not None:
+        share = int(part.partition("g")[0]) / SLICES.get(card.name, 7)
+        narrow = card.bandwidth * min(1.0, reported / card.memory)
+        row = dataclasses.replace(
+            card, name=name.strip(), flops=card.flops * share, bandwidth=narrow, nvlink=0.0
+        )
+    return dataclasses.replace(row or _from_properties(name.strip(), reported), memory=reported)
 
 
-def _row(name: str, reported: float) -> GPU:
-    exact = _named(name)
-    if exact is not None:
-        return exact
-    words = set(re.split(r"[\s\-_]+", name.lower().replace("geforce", "").replace("rtx ", "rtx")))
-    pcie = "pcie" in words
-    near = [
-        row for row in GPUS.values()
-        if row.name.lower().split("-")[0] in words and row.name.endswith("-PCIe") == pcie
-    ]  # fmt: skip
-    if not near:
-        raise FinetuneError(
-            f"this machine's {name.strip()} is not in the table; describe it by --gpu-memory "
+SLICES = {"A30": 4}
+"""Number of slices of a card if it is not 7."""
+# Products of 16 bits that are added in fp32, in FLOP per clock and multiprocessor, by compute
+# capability (NVIDIA's whitepapers of Volta to Blackwell); consumer cards from 7.5 on have 512.
+_PER_CLOCK = {(7, 0): 1024, (8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
+
+
+def _from_properties(name: str, reported: float) -> GPU:
+    """A GPU that is not in the table, with the rates of its clocks, multiprocessors and memory.
+
+    If PyTorch does not see it, the rates are those of the row with the nearest memory.
+    """
+    torch: Any = importlib.import_module("torch")  # takes seconds, and other plans need none
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        rows = (row for row in GPUS.values() if row.bf16)
+        near = min(rows, key=lambda row: abs(row.memory - reported))
+        guess = (
+            f"{name} is not in the table: memory is the driver's, and times are a guess, those of "
+            f"{near.name}, whose memory is nearest; describe it by --gpu-memory "
             f"{reported / 1e9:.0f} --tflops ... --bandwidth ..."
         )
-    return min(near, key=lambda row: abs(row.memory - reported))
+        return dataclasses.replace(near, name=name, note=guess)
+    card = torch.cuda.get_device_properties(0)
+    kind, clocks = (card.major, card.minor), 1e3 * card.multi_processor_count * card.clock_rate
+    half = clocks * _PER_CLOCK.get(kind, 512)
+    wide = 128 if kind in ((7, 0), (7, 5), (8, 0)) else 256
+    return GPU(
+        name, reported, half, 2e3 * card.memory_clock_rate * card.memory_bus_width / 8,
+        bf16=kind >= (8, 0), single=clocks * wide / half,
+        note=f"{name} is not in the table: its rates are those of its clocks and memory bus",
+    )  # fmt: skip
 
 
 def machine(
@@ -332,7 +381,8 @@ def machine(
         problems.append(f"--gpus {count}: does not divide over {nodes} nodes")
     crowded = chosen.pairs and count // max(nodes, 1) > 2
     fast = chosen.nvlink > 0 and not crowded
-    inside = max(chosen.nvlink, chosen.pcie) if fast else chosen.pcie
+    lane = chosen.pcie if chosen.peers else chosen.pcie / 2  # to the host's memory and from it
+    inside = max(chosen.nvlink, lane) if fast else lane
     if link is not None:
         key = _link(link)
         if crowded and key.startswith("nvlink"):
@@ -340,7 +390,7 @@ def machine(
                 f"--link {link}: a bridge joins two {chosen.name}, and a node has "
                 f"{count // max(nodes, 1)}; use pcie4 or pcie5"
             )
-        rates = LINKS | {"nvlink": chosen.nvlink, "pcie": chosen.pcie}
+        rates = LINKS | {"nvlink": chosen.nvlink, "pcie": lane}
         inside, fast = rates.get(key, inside), key.startswith("nvlink")
         if fast and not chosen.nvlink and (key == "nvlink" or chosen.name in GPUS):
             problems.append(f"--link {link}: {chosen.name} has none; use pcie4 or pcie5")
@@ -348,6 +398,7 @@ def machine(
     port, shared = _port(network or "ib400")
     divided = shared and not port.startswith("efa")
     outside = NETWORKS[port] / (count // nodes if divided else 1)
+    chosen = chosen if chosen.streams else dataclasses.replace(chosen, streams=chosen.bandwidth)
     return Machine(
         chosen, count, nodes, inside, outside if nodes > 1 else 0.0, host_memory, price, fast
     )

@@ -9,7 +9,7 @@ import dataclasses
 from finetune.planner.estimate import pipeline_memory, stage_workload
 from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.moments import Moment, Timeline
-from finetune.planner.estimate.sampling_cost import gathered_weights
+from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding.gathered import Gathered
 from finetune.planner.estimate.sharding.resident import cast_weights, loading, state
 from finetune.planner.estimate.sharding.zero import Gradients
@@ -38,10 +38,11 @@ def _reference_pass(here: Workload) -> list[Moment]:
 
 
 def _sampling(workload: Workload, here: Workload) -> list[Moment]:
-    """The sampling of completions before a step, with complete weights next to the divided ones."""
-    if not workload.completions:
+    """The sampling of completions before a step, whose prompts are read first."""
+    found = sampling(workload)
+    if found is None:
         return []
-    parts = {"units": gathered_weights(workload), "activations": workload.completions}
+    parts = {"units": found.units + found.weights, "activations": found.cache, "loss": found.logits}
     return [Moment("sampling", {**state(here), **parts})]
 
 

@@ -18,9 +18,8 @@ from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORE
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.optimizer_state import measured
 from finetune.planner.estimate.row_counts import steps_of
-from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding.nvme import Swapped
-from finetune.planner.estimate.timing import Times, forward_share
+from finetune.planner.estimate.timing import Times, passes
 from finetune.planner.estimate.trained_share import share
 from finetune.planner.estimate.workload import AttentionKind, Workload
 from finetune.planner.kernels import Choice
@@ -67,6 +66,7 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         root_unit=place.axes.any,
         synchronise_each=synchronises_each(recipe),
         ahead=recipe.passes_before_step,
+        sampled=None if recipe.sampled is None or recipe.sampled.elsewhere else recipe.sampled,
         wide_gradients=True,
         fused_norms=Choice("norm", "fused") in plan.kernels,
         fused_activations=Choice("activation", "fused") in plan.kernels,
@@ -172,8 +172,8 @@ class Prediction:
             return None
         rows = self.steps * recipe.batch.rows
         read = rows / recipe.epochs if self.rows is None else self.rows
-        passes = (read + rows * recipe.passes_before_step) / recipe.batch.rows
-        return passes * self.times.step * forward_share(self.workload)
+        scored = (read + rows * recipe.passes_before_step) / recipe.batch.rows
+        return scored * self.times.training / passes(self.workload)
 
     @property
     def gpu_hours(self) -> float | None:
@@ -260,9 +260,6 @@ def predict(
     source = model_source(plan.recipe)
     machine = leaving_room(machine, plan.recipe)
     workload = workload_of(plan, source.shape)
-    # Completions that a divided model samples at once are next to complete weights.
-    if workload.layout.axes.any and (sampled := sampling(plan, source.shape)) is not None:
-        workload = dataclasses.replace(workload, completions=sampled.memory)
     option = advice.option(workload, machine)
     stages = memory.by_stage(workload)
     timeline = max(stages, key=lambda found: found.peak.total)

@@ -1,18 +1,18 @@
 """Predict the memory and time of sampling, for online methods.
 
-In addition to the weights, which are gathered if the model is divided, a process holds the keys and
-values of all tokens of the completions that it samples at once, and for each completion a few rows
-with one entry per vocabulary item: logits, their log-probabilities, and 64-bit noise.
+In addition to its state and to the weights that it gathers, a process holds the keys and values of
+all tokens of the completions that it samples at once, and for each completion a few rows with one
+entry per vocabulary item: logits, their log-probabilities, and 64-bit noise.
 """
 
 import dataclasses
 import math
 
 from finetune.planner.estimate import stage_workload
+from finetune.planner.estimate.autograd.operations import forward_operations
 from finetune.planner.estimate.hardware import Machine
+from finetune.planner.estimate.sharding.resident import cast_weights
 from finetune.planner.estimate.workload import Workload
-from finetune.planner.plan import Plan
-from finetune.planner.shapes.architecture import Architecture
 
 OF_LOGITS = 4 + 4
 """Bytes per vocabulary item for logits and logits divided by the temperature."""
@@ -20,6 +20,9 @@ OF_NOISE = 8 + 8
 """Bytes per vocabulary item for noise: the output of Philox, and the values made from it."""
 ROOM = 12
 """Tokens by which the tensors of keys and values grow."""
+CACHE_COPIES = 3
+"""How often keys and values pass through memory for a token: read by attention, and read and
+written where their heads are repeated for the groups of queries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +38,16 @@ class Sampling:
     logits: float
     """Bytes of logits and noise."""
     weights: float
-    """Bytes of weights that a divided model gathers on every process; 0 if it is not divided."""
+    """Bytes of weights that are made for sampling: gathered from the parts of a divided model, or
+    cast by autocast."""
+    units: float
+    """Bytes of gathered shards."""
     seconds: float | None
-    """Lower bound in seconds: reading the weights for each token of a batch, or multiplying."""
+    """Seconds of a sampling phase in which every completion has the maximum length."""
 
     @property
     def memory(self) -> float:
-        """Peak bytes."""
+        """Peak bytes, without gathered shards, as a run measures them."""
         return self.cache + self.logits + self.weights
 
     def summary(self) -> dict[str, float]:
@@ -54,39 +60,64 @@ class Sampling:
         return found if self.seconds is None else found | {"sampling_seconds": self.seconds}
 
 
-def sampling(
-    plan: Plan,
-    shape: Architecture,
-    machine: Machine | None = None,
-    tokens: int | None = None,
-    weights: float = 0.0,
-) -> Sampling | None:
-    """Memory and time of sampling for a plan; None if its processes do not sample.
+def sampling(workload: Workload, machine: Machine | None = None) -> Sampling | None:
+    """Memory and time of sampling; None if the processes of the workload do not sample.
 
     Args:
-        plan: its recipe sets the number and length of completions, which its processes share.
-        shape: shape of the model.
         machine: machine for the prediction of time; None for memory only.
-        tokens: length of the longest prompt with its completion; by default the maximum.
-        weights: bytes of weights that are gathered (`gathered_weights`).
     """
-    recipe, width = plan.recipe, 2 if plan.backend.precision == "bf16" else 4
-    sampled = recipe.sampled
-    if sampled is None or sampled.elsewhere:
+    asked, shape, width = workload.sampled, workload.shape, workload.compute
+    if asked is None:
         return None
-    mine, longest = math.ceil(sampled.count / plan.processes), sampled.longest
-    rows, tokens = min(mine, sampled.at_once), tokens or recipe.encoded_length + longest
-    places = tokens - longest + (longest // (ROOM + 1) + 1) * (ROOM + 1)
-    of_layer = 2 * shape.key * width * rows * places
+    mine, tokens = math.ceil(asked.count / workload.layout.processes), workload.length
+    rows, prompt = min(mine, asked.at_once), max(1, tokens - asked.longest)
+    places = prompt + (asked.longest // (ROOM + 1) + 1) * (ROOM + 1)
+    of_token = 2.0 * shape.key * width
     # Keys and values of one layer are copied one after the other when they grow.
-    cache = of_layer * (shape.layers + 0.5)
-    logits = rows * shape.vocab * (OF_LOGITS + OF_NOISE)
-    seconds = None
-    if machine is not None:
-        reads = math.ceil(mine / rows) * longest * shape.parameters * width / machine.gpu.bandwidth
-        products = 2 * shape.active_parameters * mine * longest / machine.gpu.flops
-        seconds = max(reads, products)
-    return Sampling(rows, tokens, cache, logits, weights, seconds)
+    cache = of_token * rows * places * (shape.layers + 0.5)
+    logits = float(rows * shape.vocab * (OF_LOGITS + OF_NOISE))
+    units = gathered_units(workload)
+    weights = gathered_weights(workload)
+    if workload.autocast and workload.adapter is None and not workload.layout.axes.any:
+        weights = 2.0 * (cast_weights(workload) + shape.head_weights)
+    found = Sampling(rows, tokens, cache, logits, weights, units, None)
+    if machine is None:
+        return found
+    gpu = machine.gpu
+    reached = gpu.flops * gpu.reached * (1.0 if workload.fp16 or width == 4 else gpu.half)
+    reached *= gpu.single if width == 4 else 1.0
+    stored = workload.frozen_bytes + workload.trained * workload.trained_width
+    read = (units or stored) + 2 * weights
+    # Completions of a batch, on average half as long as the longest.
+    read += CACHE_COPIES * of_token * shape.layers * rows * (prompt + asked.longest / 2)
+    moving = (read + 3 * logits) / gpu.streams
+    launching = forward_operations(workload) * gpu.launch
+    each = 2.0 * shape.active_parameters * rows / reached
+    token = launching + moving + each if workload.cpu else max(launching, moving, each)
+    prompts = 2.0 * shape.active_parameters * math.ceil(mine / asked.of_prompt) * prompt / reached
+    seconds = prompts + math.ceil(mine / rows) * asked.longest * token
+    return dataclasses.replace(found, seconds=seconds)
+
+
+def gathered_units(workload: Workload) -> float:
+    """Bytes of shards that a process gathers for the time of sampling (FSDP and ZeRO-3)."""
+    layout = workload.layout
+    sharded = layout.traits.shards_all or layout.shard == "params"
+    if layout.axes.any or layout.group == 1 or not sharded:
+        return 0.0
+    return workload.shape.layers * workload.unit_bytes + workload.outer_bytes
+
+
+def most_rows(workload: Workload, state: float, usable: float) -> int:
+    """The most completions that fit at once; 0 if not a single one does.
+
+    Args:
+        state: bytes that stay on a process between steps.
+    """
+    found = sampling(workload)
+    assert found is not None
+    return max(0, int((usable - state - found.units - found.weights) * found.rows
+                      / (found.cache + found.logits)))  # fmt: skip
 
 
 def gathered_weights(workload: Workload) -> float:

@@ -7,6 +7,7 @@ from finetune.planner.estimate import stage_workload, traffic
 from finetune.planner.estimate.autograd.operations import operations
 from finetune.planner.estimate.communication import Volume
 from finetune.planner.estimate.hardware import EFFICIENCY, Bound, Machine
+from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding import nvme
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture
@@ -17,24 +18,36 @@ from finetune.planner.shapes.architecture import Architecture
 OVERLAP_FAST = 0.7
 OVERLAP_SLOW = 0.35
 # CPU AdamW reads and writes 28 bytes per parameter (weights, moments and gradient in fp32, the bf16
-# copy); the memory of a server moves 100 GB/s.
+# copy); on two EPYC 7742 with bound cores that is 45 GB/s (deepspeedai/DeepSpeed, blogs/zenflow).
 CPU_ADAM_BYTES = 28
-HOST_BANDWIDTH = 100e9
+HOST_BANDWIDTH = 45e9
 # One NVMe drive of 2023 reads 3 to 6 GB/s.
 NVME_BANDWIDTH = 4e9
 # Pinned copies reach about this fraction of PCIe's peak rate (25 of 32 GB/s, 50 of 64).
 PCIE_EFFICIENCY = 0.78
-# On a GPU `mfu` includes operations other than products, which take longer in narrow models with
-# large vocabularies: a step takes at least this share of the peak rate for its products, and these
-# multiples of the bytes of the other operations in bf16, which PyTorch runs one by one (in fp32 if
-# all weights are trained). Fitted to three models on an H100: docs/gpu.md.
-PRODUCTS = 0.68
-LAYERS_FULL, LAYERS_ADAPTER, LOSS = 2.5, 1.1, 5.0
-# Seconds on the host to launch an operation: an assumption. A GPU computes at the same time, and is
-# idle if its work is shorter: a Llama with 32 layers in transformers takes about 25 ms to decode a
-# token on any GPU. On a CPU, launching and computing do not overlap.
-LAUNCH = 10e-6
-LAUNCH_CPU = 15e-6
+# Operations other than products, which PyTorch runs one by one: multiples of the bytes that they
+# read and write in bf16 (in fp32 if all weights are trained). Fitted to three models on an H100
+# with eager operations (docs/gpu.md); where they are compiled, they take `COMPILED` of that.
+LAYERS_FULL, LAYERS_ADAPTER, LOSS = 2.5, 1.5, 5.0
+COMPILED = 0.7
+# Fused attention reaches this share of the rate of large products, and its backward pass computes
+# the scores again: 2.5 times the work of its forward pass (arXiv:2307.08691).
+ATTENTION, ATTENTION_BACKWARD = 0.55, 2.5
+# Bytes that dequantization reads and writes per weight in 4 bits and pass.
+DEQUANTIZED = 4.5
+# Seconds of a collective of FSDP in addition to its bytes, and of the hooks with which ZeRO-3
+# gathers and frees a module (QwenLM/Qwen 72B on 4 A100: 1.3 s for 256 tokens).
+GATHER, HOOKS = 150e-6, 400e-6
+
+
+# Of 66 published runs 60 took between 1 / 1.25 and 1.25 of the planned time, one with experts half
+# (benchmarks/results/rates.md).
+SPREAD, SPREAD_EXPERTS = 1.25, 2.0
+
+
+def uncertainty(workload: Workload) -> float:
+    """Factor by which a planned time may be too short or too long."""
+    return SPREAD if workload.shape.experts is None else SPREAD_EXPERTS
 
 
 def flops_per_token(
@@ -54,22 +67,17 @@ def flops_per_token(
     return (passes + extra) * weights + (3 + extra) * scores
 
 
-def forward_share(workload: Workload) -> float:
-    """Fraction of a step's computation in one forward pass; passes without gradient count too."""
-    forward = 1 / _passes(workload)
-    return forward / (1 + workload.ahead * forward)
-
-
-def _passes(workload: Workload) -> float:
+def passes(workload: Workload) -> float:
     """Computation of a step including gradients, in forward passes.
 
     Weights that are frozen have no gradient, and layers before the first trained one no pass back.
     """
     share, layers = workload.share, workload.shape.layers
+    again = 0.5 if workload.checkpointing == "selective" else float(workload.recomputes)
     if workload.adapter is not None:
-        return 2.0 + workload.recomputes
+        return 2.0 + again
     if share is None:
-        return 3.0 + workload.recomputes
+        return 3.0 + again
     back = (1 - share.skipped / layers) * (1 + workload.recomputes)
     return 1.0 + back + sum(share.layers) / layers
 
@@ -97,19 +105,25 @@ class Times:
     """Seconds of one optimizer step."""
 
     compute: float
+    """Time of matrix products, without those of `scoring` and `sampling`."""
     launches: float
     """Time to launch all operations of the step, one by one."""
     moves: float
-    """Time of pointwise operations; a GPU's `mfu` includes them up to a share."""
+    """Time of operations other than products."""
     communication: float
     offload: float
+    sampling: float
+    """A step's share of the sampling of completions that all have the maximum length."""
+    scoring: float
+    """Forward passes without gradient before the step."""
     step: float
     bound: Bound
     tokens: int
     """Tokens per step, over all processes."""
     flops: float
-    """FLOPs per process and step."""
-    mfu: float
+    """FLOPs per process and step, without those of `scoring` and `sampling`."""
+    reached: float
+    """Assumed share of the GPU's rate that products reach."""
     overlap: float
     flops_per_token: float
     break_even: float
@@ -117,16 +131,21 @@ class Times:
     nothing is copied."""
 
     @property
+    def training(self) -> float:
+        """Seconds of forward and backward passes, and of the optimizer."""
+        return self.step - self.sampling - self.scoring
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.step
 
 
 def attained(machine: Machine, workload: Workload) -> float:
-    """FLOP/s that a GPU is assumed to reach in the workload's precision."""
+    """FLOP/s that products are assumed to reach in the workload's precision."""
     gpu = machine.gpu
     if workload.compute == 4:
-        return gpu.flops * gpu.mfu * gpu.single
-    return gpu.flops * gpu.mfu * (1.0 if workload.fp16 else gpu.half)
+        return gpu.flops * gpu.reached * gpu.single
+    return gpu.flops * gpu.reached * (1.0 if workload.fp16 else gpu.half)
 
 
 def communication_seconds(
@@ -141,7 +160,9 @@ def communication_seconds(
         blocking = sum(link.seconds for link in links if link.axis in moved.axes)
         return sum(link.seconds for link in links), blocking
     across = machine.nodes > 1 and workload.layout.group > machine.per_node
-    inside = min(machine.link, machine.network) if across else machine.link
+    # A ring enters and leaves a node once, over the ports of all its GPUs.
+    ports = machine.network * machine.per_node
+    inside = min(machine.link, ports) if across else machine.link
     seconds = moved.inside / (inside * EFFICIENCY) if moved.inside else 0.0
     if moved.between:
         seconds += moved.between / ((machine.network or machine.link) * EFFICIENCY)
@@ -199,35 +220,75 @@ def times(
     tokens = float(slots)
     if workload.teacher_shape is not None:
         per_token += 2.0 * workload.teacher_shape.multiplied  # one forward pass
-    work = per_token * tokens * (1 + workload.ahead / _passes(workload))
-    compute = work / attained(machine, workload)
+    work = per_token * tokens
     waits = schedules.bubble(layout.axes, workload.accumulation)
-    compute /= 1 - waits
-    rest = operations(stage_workload.here(workload) if layout.axes.any else workload, tokens)
-    launches = rest.started * (LAUNCH_CPU if workload.cpu else LAUNCH)
-    if workload.cpu:
-        moves = (rest.layers + rest.loss + rest.updates) / machine.gpu.bandwidth
-        here = compute + launches + moves
-    else:
-        # Operations other than products, the same for every engine.
-        narrow = workload
-        if workload.scheme != "fp32":
-            narrow = dataclasses.replace(workload, scheme="fsdp")
-        others = operations(stage_workload.here(narrow) if layout.axes.any else narrow, tokens)
-        factor = LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER
-        moves = (factor * others.layers + LOSS * others.loss) / machine.gpu.bandwidth / (1 - waits)
-        here = max(compute, launches, compute * machine.gpu.mfu / PRODUCTS + moves)
+    products = work
+    if not workload.cpu:
+        products += slower_attention(workload, length or workload.length) * tokens
+    compute = products / attained(machine, workload) / (1 - waits)
+    # Operations other than products; on GPUs the same for every engine.
+    counted = workload
+    if not workload.cpu and workload.scheme != "fp32":
+        counted = dataclasses.replace(workload, scheme="fsdp")
+    rest = operations(stage_workload.here(counted) if layout.axes.any else counted, tokens)
+    starting = 0.0 if workload.cpu else waiting(workload)
+    launches = rest.started * machine.gpu.launch
+    # Without other processes to wait for, the host only starts work.
+    launches += starting * (layout.group == 1)
+    layers, loss = 1.0, 1.0
+    if not workload.cpu:
+        layers, loss = (LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER), LOSS
+        layers *= COMPILED if workload.compiled else 1.0
+    updates = rest.updates / layout.share("optimizer") * (layout.offload == "none")
+    moved_here = layers * rest.layers + loss * rest.loss
+    if workload.dequantizes and not workload.cpu:
+        packed = workload.shape.layers * workload.shape.linear_weights
+        moved_here += DEQUANTIZED * packed * passes(workload) * workload.accumulation
+    moves = (moved_here / (1 - waits) + updates) / machine.gpu.bandwidth
+    here = compute + launches + moves if workload.cpu else max(compute + moves, launches)
     links, blocked = communication_seconds(moved, machine, workload)
+    blocked += starting * (layout.group > 1)
     offload = offload_seconds(workload, machine)
     overlap = OVERLAP_FAST if machine.fast else OVERLAP_SLOW
-    moving = links - blocked + offload
-    step = blocked + max(here, moving) + (1 - overlap) * min(here, moving)
-    bound: Bound = "launches" if launches > compute else "compute"
+    moving = max(0.0, links + offload - blocked)
+    training = blocked + max(here, moving) + (1 - overlap) * min(here, moving)
+    bound: Bound = "launches" if launches > compute + moves else "compute"
     if blocked + moving > here:
         bound = "offload" if offload > links else "communication"
+    scoring = here * workload.ahead / passes(workload)
+    sampled = sampling(workload, machine)
+    drawn = 0.0
+    if sampled is not None and sampled.seconds is not None and workload.sampled is not None:
+        drawn = sampled.seconds / workload.sampled.updates
+    bound = "sampling" if drawn > training else bound
     total = round(tokens * layout.processes)
     even = copy_seconds(workload, machine) / compute * workload.tokens
     return Times(
-        compute, launches, moves, links, offload, step, bound, total, work, machine.gpu.mfu,
-        overlap, per_token, even,
+        compute, launches, moves, links, offload, drawn, scoring, drawn + scoring + training,
+        bound, total, work, machine.gpu.reached, overlap, per_token, even,
     )  # fmt: skip
+
+
+def slower_attention(workload: Workload, length: float) -> float:
+    """FLOPs per token at the rate of products that take as long as what attention adds to them."""
+    shape = workload.shape
+    forward = 2.0 * shape.layers * shape.query * length  # half of it is masked
+    again = 1 + workload.recomputes
+    return forward * ((again + ATTENTION_BACKWARD) / ATTENTION - (again + 2))
+
+
+def waiting(workload: Workload) -> float:
+    """Seconds of a step in which collectives start, one after the other.
+
+    FSDP gathers each layer for both passes, and ZeRO-3 each module, with hooks in Python.
+    """
+    layout, shape = workload.layout, workload.shape
+    again = 1 + (layout.shard == "params")
+    if layout.for_own_module:
+        adapted = 0 if workload.adapter is None else 2 * len(workload.adapter.ranks)
+        each = again * (len(shape.matrices) + shape.norms + adapted) * HOOKS
+    elif layout.traits.shards_all and layout.group > 1:
+        each = (again + workload.trains_all) * GATHER
+    else:
+        return 0.0
+    return workload.accumulation * shape.layers * each

@@ -7,7 +7,9 @@ from finetune.planner.estimate.fewest_changes import Change
 from finetune.planner.estimate.hardware import Machine
 from finetune.planner.estimate.judges import Judge, judges
 from finetune.planner.estimate.predict import Prediction
-from finetune.planner.estimate.sampling_cost import Sampling, gathered_weights, sampling
+from finetune.planner.estimate.sampling_cost import most_rows, sampling
+from finetune.planner.estimate.sharding import resident
+from finetune.planner.estimate.timing import uncertainty
 
 BAR = 36
 
@@ -17,11 +19,7 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
     parts = [verdict(prediction), moments(prediction), table(prediction), time(prediction)]
     if prediction.workload.layout.axes.any:
         parts.insert(1, division(prediction))
-    plan, weights = prediction.plan, gathered_weights(prediction.workload)
-    sampled = sampling(plan, prediction.source.shape, prediction.machine, weights=weights)
-    if sampled is not None:
-        parts.append(sampling_words(sampled))
-    found = judges(plan.recipe, cpu=False)
+    found = judges(prediction.plan.recipe, cpu=False)
     if found:
         parts.append(judge_words(found))
     if changes:
@@ -29,17 +27,25 @@ def page(prediction: Prediction, changes: Sequence[Change] = ()) -> str:
     return "\n\n".join(parts)
 
 
-def sampling_words(sampled: Sampling) -> str:
-    """Memory and time that sampling adds on one process, as text."""
-    seconds = "" if sampled.seconds is None else f", at least {duration(sampled.seconds)}"
-    gathered = ""
-    if sampled.weights:
-        gathered = f"; each process gathers {size(sampled.weights)} of weights for this time"
-    return (
-        f"sampling: {sampled.rows} completions of up to {sampled.tokens} tokens with their prompts "
-        f"at once: {size(sampled.cache)} of keys and values, {size(sampled.logits)} of logits and "
-        f"noise{seconds}{gathered}"
-    )
+def step_parts(prediction: Prediction) -> list[str]:
+    """The parts of a step that samples completions, one per line; empty for other methods."""
+    times, sampled = prediction.times, sampling(prediction.workload)
+    asked = prediction.workload.sampled
+    if sampled is None or asked is None:
+        return []
+    state = sum(resident.state(prediction.workload).values())
+    most = most_rows(prediction.workload, state, prediction.usable)
+    held = size(sampled.units + sampled.weights)
+    gathered = f"; {held} of weights are gathered for it" if sampled.units + sampled.weights else ""
+    return [
+        f"  sampling      {duration(times.sampling)} if all completions are as long as allowed "
+        f"({asked.longest} tokens): {sampled.rows} at once, {size(sampled.cache)} of keys and "
+        f"values, {size(sampled.logits)} of logits and noise{gathered}",
+        f"                sampling_rows={most} is the most that fits",
+        "  rewards       not counted: they are your functions",
+        *([f"  scoring       {duration(times.scoring)}"] if times.scoring else []),
+        f"  training      {duration(times.training)}, of which",
+    ]
 
 
 def judge_words(found: Sequence[Judge]) -> str:
@@ -88,15 +94,16 @@ def verdict(prediction: Prediction) -> str:
         "no": "DOES NOT FIT",
     }
     totals, times = prediction.totals, prediction.times
-    name = prediction.workload.layout.name
+    name, spread = prediction.workload.layout.name, uncertainty(prediction.workload)
     lines = [
         f"{name} on {machine_words(prediction.machine)}: {words[prediction.status]}",
         f"  memory   {size(totals.allocated)} of {size(prediction.usable)} usable per GPU, most in "
         f"'{prediction.timeline.peak.name}'",
         f"           reserved about {size(totals.reserved)}, process about {size(totals.process)} "
         f"({size(totals.low)} to {size(totals.high)})",
-        f"  speed    {duration(times.step)} a step, {times.tokens_per_second:,.0f} tokens/s, bound "
-        f"by {times.bound}",
+        f"  speed    {duration(times.step)} a step ({duration(times.step / spread)} to "
+        f"{duration(times.step * spread)}), {times.tokens_per_second:,.0f} tokens/s, bound by "
+        f"{times.bound}",
     ]
     wider = micro_tokens(prediction.plan, prediction.workload, prediction.machine)
     if wider is not None:
@@ -105,6 +112,11 @@ def verdict(prediction: Prediction) -> str:
             "same steps"
         )
     workload = prediction.workload
+    if workload.shape.experts is not None:
+        lines.append(
+            "  note     operations of experts are counted one by one, as PyTorch runs them; with "
+            "fused routing a step takes about half the time"
+        )
     for note in machine_notes(prediction.machine, workload.compute == 2 and not workload.fp16):
         lines.append(f"  note     {note}")
     if prediction.machine.nodes > 1:
@@ -187,9 +199,11 @@ def time(prediction: Prediction) -> str:
     hidden = f"{times.overlap:.0%} of communication overlaps with it"
     lines = [
         "one step",
-        f"  compute       {duration(times.compute)}: {times.flops / 1e12:,.0f} TFLOP per GPU at "
-        f"{times.mfu:.0%} of its peak (an assumption); {hidden} (another)",
+        *step_parts(prediction),
+        f"  products      {duration(times.compute)}: {times.flops / 1e12:,.0f} TFLOP per GPU at "
+        f"{times.reached:.0%} of its peak (an assumption); {hidden} (another)",
         f"                {times.flops_per_token / 1e9:,.1f} GFLOP per token",
+        f"  other         {duration(times.moves)}: other operations, and the optimizer",
     ]
     if times.bound == "launches":
         lines.append(
@@ -262,7 +276,7 @@ def ranking(options: Iterable[Option], reason: str, shown: int = 8) -> str:
         workload = each.workload
         tight = "  tight" if each.status == "tight" else ""
         lines.append(
-            f"  {each.words:{wide}} {workload.micro_rows:4} {workload.checkpointing:9} "
+            f"  {each.words:{wide}} {workload.micro_rows:4} {each.recompute:9} "
             f"{size(each.peak.total):>9} {each.times.tokens_per_second:10,.0f}{tight}"
         )
     if more > 0:

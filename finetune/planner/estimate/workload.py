@@ -10,6 +10,7 @@ from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.trained_share import Share
 from finetune.planner.families import family_of
 from finetune.planner.shapes.architecture import Architecture
+from finetune.recipe.sections import Completions
 
 AttentionKind = Literal["flash", "masked", "eager"]
 """Attention implementations. `flash`: no mask; groups of heads share keys. `masked`: SDPA with a
@@ -125,8 +126,8 @@ class Workload:
     """Tokens in attention for each token elsewhere, if documents share prompts."""
     scored: int = 0
     """Tokens of the longest document whose scores attention holds, on CPUs in 16 bits; else 0."""
-    completions: float = 0.0
-    """Bytes of the completions that a divided model samples at once, next to complete weights."""
+    sampled: Completions | None = None
+    """Completions that the processes sample; None if they sample none."""
     documents: int = 1
     """Sequences of a row of `batch.micro_rows`: a pair has two."""
 

@@ -330,7 +330,7 @@ def _words(value: float, unit: str) -> str:
 
 def as_traced(plan: Plan, workload: Workload, sharded: bool) -> Workload:
     """The traced workload: no activation offload or sampling; on one device unless `sharded`."""
-    workload = dataclasses.replace(workload, activations_on_host=False, completions=0.0)
+    workload = dataclasses.replace(workload, activations_on_host=False, sampled=None)
     return workload if sharded else advice.on(workload, Layout(), plan.backend.precision)
 
 

@@ -8,6 +8,8 @@ from finetune.planner.estimate.workload import Workload
 
 # Number of operations in transformers' layers, by purpose; PyTorch launches them one by one.
 NORM, ROTATION, ATTENTION, UNIT, ADDITION = 6, 8, 3, 2, 1
+FUSED_NORM, FUSED_ROTATION = 2, 3
+"""Of the same with the kernels of this package on a GPU."""
 EXPERTS = 24
 ADAPTER, CAST, DROPPED, DORA = 4, 1, 2, 16
 HEAD = 24
@@ -34,16 +36,26 @@ def operations(workload: Workload, tokens: float) -> Operations:
     started = steps * (passes * layers * _layer_operations(workload) + 3 * HEAD)
     layer = _bytes(Layer(workload)) / workload.tokens
     entries = workload.labelled * workload.shape.outputs * 3.0 * 4
-    # AdamW reads and writes weights and two moments, and reads the gradient twice.
-    updates = 8.0 * 4 * workload.trained
+    # AdamW reads and writes weights and two moments, and reads the gradient; the norm reads it, and
+    # clipping reads and writes it.
+    updates = 10.0 * 4 * workload.trained
     return Operations(started, tokens * passes * layers * layer, tokens * entries, updates)
+
+
+def forward_operations(workload: Workload) -> float:
+    """Operations of a forward pass; on GPUs the same for every engine."""
+    if not workload.cpu and workload.scheme != "fp32":
+        workload = dataclasses.replace(workload, scheme="fsdp")
+    return workload.shape.layers * _layer_operations(workload) + HEAD
 
 
 def _layer_operations(workload: Workload) -> float:
     """Operations of a layer's forward pass."""
     shape, adapter = workload.shape, workload.adapter
-    found = NORM * (shape.norms + 2 * shape.qk_norm) + ATTENTION + UNIT + 2 * ADDITION
-    found += ROTATION * (shape.positions == 0) + len(shape.matrices)
+    norm = FUSED_NORM if workload.fused_norms and not workload.cpu else NORM
+    rotation = FUSED_ROTATION if workload.fused_rotations and not workload.cpu else ROTATION
+    found = norm * (shape.norms + 2 * shape.qk_norm) + ATTENTION + UNIT + 2 * ADDITION
+    found += rotation * (shape.positions == 0) + len(shape.matrices)
     if shape.experts is not None:
         found += EXPERTS
     if adapter is not None:
