@@ -1,5 +1,6 @@
 """A run on an object store survives its machine, and is read from there."""
 
+import contextlib
 import json
 import os
 import random
@@ -165,6 +166,7 @@ class Line(threading.Thread):
     def __init__(self, to: int) -> None:
         super().__init__(daemon=True)
         self.to, self.cuts, self.cut = to, False, 0
+        self.ends: list[socket.socket] = []
         self.drawn = random.Random(5)
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.port = self.listening.getsockname()[1]
@@ -172,11 +174,22 @@ class Line(threading.Thread):
 
     def run(self) -> None:
         while True:
-            near, _ = self.listening.accept()
+            try:
+                near, _ = self.listening.accept()
+            except OSError:  # closed
+                return
             far = socket.create_connection(("127.0.0.1", self.to))
+            self.ends += [near, far]
             left = self.drawn.randrange(1_000, 3_000_000) if self.cuts else 1 << 60
             for pair in ((near, far), (far, near)):
                 threading.Thread(target=self._pass, args=(*pair, left), daemon=True).start()
+
+    def down(self) -> None:
+        """No connection stays or is made."""
+        self.listening.close()
+        for each in self.ends:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def _pass(self, source: socket.socket, target: socket.socket, left: int) -> None:
         try:
@@ -272,7 +285,7 @@ def test_a_store_that_fails_at_the_end_is_told_and_the_run_stays_here(
     store.local.root.mkdir(parents=True)
     copier = Copier(store)
     (store.local.root / "recipe.json").write_text("{}")
-    line.to = free_port()
+    line.down()
     (problem,) = problems_of(copier.finish)
     assert "the same command with --resume copies it" in problem
     assert store.local.recipe.exists()
