@@ -260,7 +260,7 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
         began = {name: [value] for name, value in parse_qsl(found["address"].partition("?")[2])}
         began["set"] = new_run.filled(shelf, tasks, sent).words
         values = await run_in_threadpool(new_run.page, shelf, tasks, began)
-        return HTMLResponse(pages.page("new", request, **values, **found))
+        return HTMLResponse(pages.page("new", request, **values | found))
 
     @app.post("/start")
     async def start(request: Request) -> Response:

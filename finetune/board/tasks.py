@@ -41,6 +41,8 @@ class Task:
 
     folder: Path
     task: Mapping[str, Any]
+    end: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """What `ended.json` says, once it is there."""
 
     @property
     def id(self) -> str:
@@ -78,7 +80,14 @@ class Task:
 
     @property
     def ended(self) -> dict[str, Any]:
-        return read_object(self.folder / "ended.json")
+        if not self.end:
+            self.end.update(read_object(self.folder / "ended.json"))
+        return self.end
+
+    @property
+    def given(self) -> list[Device]:
+        """The devices that it has."""
+        return [Device(**each) for each in read_object(self.folder / "given.json").get("on", ())]
 
     @property
     def need(self) -> Need:
@@ -171,7 +180,7 @@ class Tasks:
         task = {
             "verb": verb, "words": list(words), "run": run, "created": time.time(),
             "log": str((log or folder / "log").resolve()), "folder": str(Path.cwd()),
-            "environment": {}, "need": dataclasses.asdict(need or Need()), **more,
+            "need": dataclasses.asdict(need or Need()), **more,
         }  # fmt: skip
         try:
             write_json(folder / "task.json", task)
@@ -200,14 +209,6 @@ class Tasks:
         else:
             (task.folder / "paused").unlink(missing_ok=True)
 
-    def remove_finished(self, keep: int = 500) -> None:
-        """Forget the oldest ended tasks beyond a number."""
-        import shutil
-
-        for task in [task for task in self.all() if task.ended][keep:]:
-            self._known.pop(task.id, None)
-            shutil.rmtree(task.folder, ignore_errors=True)
-
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -229,7 +230,7 @@ class Tasks:
             taken: dict[Device, int] = {}
             for task, state in tasks:
                 if state == "running":
-                    _take(taken, task, [Device(**each) for each in task.task.get("given", ())])
+                    _take(taken, task, task.given)
             here = devices()
             for task, state in tasks:
                 if state == "queued":
@@ -240,14 +241,8 @@ class Tasks:
                     _take(taken, task, chosen)
 
     def _start(self, task: Task, chosen: Sequence[Device]) -> None:
-        numbers = ",".join(str(each.number) for each in chosen if each.kind == "cuda")
-        variables = dict(task.task["environment"])
-        variables |= {"CUDA_VISIBLE_DEVICES": numbers} if numbers else {}
         given = [dataclasses.asdict(each) for each in chosen]
-        write_json(
-            task.folder / "task.json", {**task.task, "environment": variables, "given": given}
-        )
-        self._known.pop(task.id, None)
+        write_json(task.folder / "given.json", {"on": given})
         child = subprocess.Popen(
             interpreter.python("-m", "finetune.board.detached", str(task.folder.resolve())),
             env=interpreter.environment(os.environ),
