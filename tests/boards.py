@@ -40,9 +40,12 @@ class Board:
 
 
 @contextlib.contextmanager
-def boarding(root: Path, folder: Path, **env: str) -> Iterator[Board]:
-    """A board of a folder of runs, which works in another folder."""
-    process = start(["board", str(root), "--port", "0"], folder, **env)
+def boarding(root: Path, folder: Path, warm: bool = False, **env: str) -> Iterator[Board]:
+    """A board of a folder of runs, which works in another folder.
+
+    With `warm`, the imports of the commands that it starts are already done.
+    """
+    process = start(["board", str(root), "--port", "0"], folder, warm, **env)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -196,9 +196,9 @@ def test_an_unread_stream_ends_and_says_what_changes(board: Board):
         events = []
         for line in stream.iter_lines():
             events += [line] if line.startswith("event: ") else []
-            if len(events) == 3:
+            if len(events) == 4:
                 break
-    assert events == ["event: head", "event: rows", "event: log"]
+    assert events == ["event: head", "event: actions", "event: rows", "event: log"]
 
 
 def test_a_run_that_is_deleted_under_the_page_is_a_card(board: Board):
@@ -245,18 +245,18 @@ def test_a_board_that_is_killed_changes_no_run(
     recipe = root / ".board" / "recipes" / "mine.json"
     write_recipe(recipe, tiny.fields(**sections))
     recipe.rename(recipe.with_suffix(".yaml"))
-    with boarding(root, session_cache) as first:
+    with boarding(root, session_cache, warm=True) as first:
         first.do("/start", **{"from": "file:mine", "output": "run", "f.seed": "3"})
         run = Run(root / "run")
         first.wait(lambda: Watch(run).read().step >= 1)
         first.process.kill()
         first.process.wait()
     for _ in range(3):
-        with boarding(root, session_cache) as next_one:
+        with boarding(root, session_cache, warm=True) as next_one:
             assert "run" in next_one.page("/")
             next_one.process.kill()
             next_one.process.wait()
-    with boarding(root, session_cache) as last:
+    with boarding(root, session_cache, warm=True) as last:
         last.wait(lambda: Watch(run).read().state == "finished")
         (task,) = last.wait(lambda: [t for t in Tasks(root).all() if t.ended])
         assert (task.state, task.run) == ("finished", "run")

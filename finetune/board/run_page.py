@@ -171,7 +171,8 @@ def live(shelf: Shelf, tasks: Tasks, name: str, trusted: bool) -> dict[str, str]
     read, whole = shelf.curves(name)
     lines = log_of(shelf, tasks, name)
     return {
-        "head": pages.rendered("head", trusted=trusted, **values),
+        "head": pages.rendered("head", **values),
+        "actions": pages.rendered("actions", trusted=trusted, **values),
         "rows": f"{read.rows} {whole}",
         "log": pages.rendered("log", log=lines),
     }
