@@ -45,6 +45,7 @@ def boarding(root: Path, folder: Path, warm: bool = False, **env: str) -> Iterat
 
     With `warm`, the imports of the commands that it starts are already done.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     process = start(["board", str(root), "--port", "0"], folder, warm, **env)
     try:
         assert process.stdout is not None

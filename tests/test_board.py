@@ -108,7 +108,8 @@ def test_only_runs_in_the_folder_can_be_named(board: Board, name: str):
     assert board.user.post("/do", data={"run": name, "verb": "eval"}).status_code == 400
     answer = board.user.get("/new", params={"from": f"file:{name}"})
     assert answer.status_code == 400
-    assert board.user.get(f"/static/{quote(name, safe='')}").status_code in (400, 404)
+    if name != "..":  # the client itself would shorten the address
+        assert board.user.get(f"/static/{quote(name, safe='')}").status_code == 404
 
 
 WRITES = ("/do", "/task", "/start", "/plan", "/row", "/chain", "/files", "/v1/files")
@@ -226,7 +227,10 @@ def test_the_form_has_the_plan_and_puts_errors_at_their_fields(board: Board):
     assert "valid number" in wrong[at : at + 200]
     refused = board.user.post("/start", data={**form, "f.optim.lr": "fast"})
     assert (refused.status_code, "valid number" in refused.text) == (400, True)
-    assert "of 74.5 GiB" in board.user.post("/plan", data={**form, "gpu": "H100-80"}).text
+    assert (
+        "single on 1 x H100-80: fits"
+        in board.user.post("/plan", data={**form, "gpu": "H100-80"}).text
+    )
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/out", ".board/x", "a/b/c", "good", "a\0"])

@@ -32,7 +32,7 @@ STYLES = (
 KINDS = {".js": "text/javascript", ".txt": "text/plain"}
 MOST_STREAMS = 64
 """Event streams at once; each tab of a run has one."""
-SECONDS = 1.0
+SECONDS = 2.0
 """Seconds between two looks at the files of a run."""
 SECONDS_OF_QUEUE = 2.0
 """Seconds between two looks at the tasks that wait."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
+from finetune import backend as backends
 from finetune import catalog
 from finetune.board import form, planning
 from finetune.board.commands import command, shown
@@ -14,6 +15,7 @@ from finetune.board.tasks import Task, Tasks
 from finetune.errors import FinetuneError
 from finetune.importers.recipe_file import path_of
 from finetune.launchers.chain import stages
+from finetune.planner.estimate import hardware
 from finetune.process import interpreter
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, read_object
@@ -80,7 +82,7 @@ def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, A
     began = origin(shelf, tasks, name)
     return known | {
         "origin": began, "groups": form.groups(began.recipe), "first": form.FIRST,
-        "gpus": planning.GPUS, "backends": planning.BACKENDS(), "here": devices(),
+        "gpus": list(hardware.GPUS), "backends": backends.names(), "here": devices(),
         "output": asked.get("output", [""])[0] or free_name(shelf, began),
         "given": _given(began, asked.get("set", [])), "prefix": PREFIX, "asked": asked,
         "errors": {},
@@ -167,13 +169,14 @@ def planned(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> dict[str,
     errors, others, found = got.errors, got.others, dict[str, Any]()
     if got.recipe is not None and got.machine is not None:
         try:
-            found = planning.shown(got.recipe, got.machine)
+            found = dict.fromkeys(planning.PARTS) | planning.shown(got.recipe, got.machine)
         except FinetuneError as error:
             errors, others = form.misplaced(error, got.recipe)
     commands = list[str]()
     if got.machine is not None:
         output = shown(shelf.root / (got.output or free_name(shelf, got.origin)))
-        words = planning.launch_words(got.origin.word, got.words, got.machine, output)
+        changed = [*got.words, *found.get("words", ())]
+        words = planning.launch_words(got.origin.word, changed, got.machine, output)
         commands = [command(words)]
         if got.machine.gpu:
             commands.append(planning.copied(got.origin.word, got.words, got.machine))
