@@ -45,7 +45,8 @@ def boarding(root: Path, folder: Path, warm: bool = False, **env: str) -> Iterat
 
     With `warm`, the imports of the commands that it starts are already done.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    for place in (root, folder):
+        place.mkdir(parents=True, exist_ok=True)
     process = start(["board", str(root), "--port", "0"], folder, warm, **env)
     try:
         assert process.stdout is not None

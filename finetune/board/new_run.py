@@ -11,7 +11,7 @@ from finetune.board import form, planning
 from finetune.board.commands import command, shown
 from finetune.board.devices import devices
 from finetune.board.shelf import Shelf
-from finetune.board.tasks import Task, Tasks
+from finetune.board.tasks import Task, Tasks, Words, first
 from finetune.errors import FinetuneError
 from finetune.importers.recipe_file import path_of
 from finetune.launchers.chain import stages
@@ -69,9 +69,9 @@ def files(tasks: Tasks) -> dict[str, Path]:
     return {path.name: path for path in found if path.is_file() and path.name[0] != "."}
 
 
-def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, Any]:
+def page(shelf: Shelf, tasks: Tasks, asked: Words) -> dict[str, Any]:
     """The values of the page of an address: `from`, and `set` for each word that differs."""
-    name = asked.get("from", [""])[0]
+    name = first(asked, "from")
     known = {
         "title": "New run", "recipes": {n: catalog.describe(p) for n, p in catalog.names().items()},
         "made": recipes(tasks), "runs": list(shelf.watches()), "files": files(tasks),
@@ -83,7 +83,7 @@ def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, A
     return known | {
         "origin": began, "groups": form.groups(began.recipe), "first": form.FIRST,
         "gpus": list(hardware.GPUS), "backends": backends.names(), "here": devices(),
-        "output": asked.get("output", [""])[0] or free_name(shelf, began),
+        "output": first(asked, "output") or free_name(shelf, began),
         "given": _given(began, asked.get("set", [])), "prefix": PREFIX, "asked": asked,
         "errors": {},
     }  # fmt: skip
@@ -99,10 +99,10 @@ def _given(began: Origin, words: list[str]) -> dict[str, str]:
     return found
 
 
-def address(got: "Filled", sent: dict[str, list[str]]) -> str:
+def address(got: "Filled", sent: Words) -> str:
     """The address of a form as it is filled in."""
     kept = [(name, sent[name][0]) for name in ("gpu", "gpus", "nodes", "price", "backend", "output")
-            if sent.get(name, [""])[0]]  # fmt: skip
+            if first(sent, name)]  # fmt: skip
     pairs = [("from", got.origin.name), *kept, *(("set", word) for word in got.words)]
     return f"/new?{urlencode(pairs)}"
 
@@ -141,9 +141,9 @@ class Filled(NamedTuple):
     output: str
 
 
-def filled(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Filled:
+def filled(shelf: Shelf, tasks: Tasks, sent: Words) -> Filled:
     """Read a form; what is wrong in it is part of the answer."""
-    began = origin(shelf, tasks, sent.get("from", [""])[0])
+    began = origin(shelf, tasks, first(sent, "from"))
     given = {
         name.removeprefix(PREFIX): values[-1]
         for name, values in sent.items()
@@ -159,11 +159,11 @@ def filled(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Filled:
         machine = planning.machine_of(sent)
     except FinetuneError as error:
         others += error.problems
-    output = sent.get("output", [""])[0].strip()
+    output = first(sent, "output")
     return Filled(began, words, recipe, machine, errors, others, output)
 
 
-def planned(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> dict[str, Any]:
+def planned(shelf: Shelf, tasks: Tasks, sent: Words) -> dict[str, Any]:
     """The plan of a form: its values, or what is wrong."""
     got = filled(shelf, tasks, sent)
     errors, others, found = got.errors, got.others, dict[str, Any]()
@@ -187,8 +187,8 @@ def planned(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> dict[str,
     }  # fmt: skip
 
 
-def start(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Task:
-    """Queue the launch of a form.
+def start(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
+    """Queue the launch of a form; returns the page of the run.
 
     Raises:
         FinetuneError: what is wrong with the form, with the plan, or with this machine for it.
@@ -202,7 +202,8 @@ def start(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Task:
         raise FinetuneError(
             "the plan is of another machine: choose this machine, or copy the command"
         )
-    return launch(shelf, tasks, name, got.origin.word, got.words, got.recipe, got.machine)
+    launch(shelf, tasks, name, got.origin.word, got.words, got.recipe, got.machine)
+    return f"/run?{urlencode({'run': name})}"
 
 
 def launch(
@@ -243,23 +244,23 @@ def _free(shelf: Shelf, tasks: Tasks, name: str) -> Path:
     return path
 
 
-def start_chain(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Task:
-    """Queue a chain of recipes.
+def start_chain(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
+    """Queue a chain of recipes; returns the page of its first stage.
 
     Raises:
         FinetuneError: a recipe is not known, or the name is taken or not plain.
     """
-    name = sent.get("name", [""])[0].strip()
+    name = first(sent, "name")
     origins = [origin(shelf, tasks, each) for each in sent.get("recipe", []) if each]
     path = _free(shelf, tasks, name)
     found = stages(path, [each.word for each in origins], [])
     needs = [planning.here(each.recipe, planning.Machine())[1] for each in origins]
     need = max(needs, key=lambda each: each.bytes * each.processes)
     words = ["launch", *(each.word for each in origins), "--chain", name, "--output", shown(path)]
-    first = str(found[0].run.root.relative_to(shelf.root))
-    task = tasks.add("launch", words, first, found[0].run.log, need)
+    run = str(found[0].run.root.relative_to(shelf.root))
+    tasks.add("launch", words, run, found[0].run.log, need)
     tasks.advance()
-    return task
+    return f"/run?{urlencode({'run': run})}"
 
 
 def make_recipe(tasks: Tasks, name: str, model: str, data: Path, *more: str) -> str:

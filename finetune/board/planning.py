@@ -2,12 +2,12 @@
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from finetune import backend as backends
 from finetune.board.devices import Need, devices, need_of
-from finetune.errors import FinetuneError
+from finetune.board.tasks import Words, first
+from finetune.errors import FinetuneError, reading
 from finetune.models.starting_adapter import complete_adapter
 from finetune.planner.estimate import advice, choice, fewest_changes, memory, wording
 from finetune.planner.estimate.plan_api import described
@@ -42,7 +42,7 @@ class Machine(NamedTuple):
         return found + (["--processes", str(self.gpus)] if self.gpus > 1 else [])
 
 
-def machine_of(form: Mapping[str, list[str]]) -> Machine:
+def machine_of(form: Words) -> Machine:
     """The machine of a form.
 
     Raises:
@@ -50,18 +50,17 @@ def machine_of(form: Mapping[str, list[str]]) -> Machine:
     """
 
     def number(name: str) -> int:
-        text = form.get(name, ["1"])[0].strip() or "1"
+        text = first(form, name) or "1"
         if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
             raise FinetuneError(f"{name}: got '{text}', expected a number from 1 on")
         return int(text)
 
-    price = form.get("price", [""])[0].strip()
-    try:
+    price = first(form, "price")
+    with reading("price: expected a number"):
         cost = float(price) if price else None
-    except ValueError:
-        raise FinetuneError(f"price: got '{price}', expected a number") from None
-    backend, gpu = (form.get(name, [""])[0].strip() for name in ("backend", "gpu"))
-    return Machine(backend, gpu, number("gpus"), number("nodes"), cost)
+    return Machine(
+        first(form, "backend"), first(form, "gpu"), number("gpus"), number("nodes"), cost
+    )
 
 
 def here(recipe: Recipe, machine: Machine) -> tuple[Plan, Need]:

@@ -27,6 +27,8 @@ from finetune.runs.progress import is_locked
 from finetune.runs.run import read_object, write_json, write_whole
 
 State = Literal["queued", "paused", "running", "finished", "interrupted", "failed", "cancelled"]
+Words = dict[str, list[str]]
+"""The fields of a form or the words of an address, by name."""
 INTERRUPTED = 75
 CANCELLED = -1000
 """Status of a task that was cancelled before it began."""
@@ -108,6 +110,11 @@ class Task:
             return "failed"  # its session was killed, or the machine was switched off
         return "paused" if (self.folder / "paused").exists() else "queued"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it runs or waits."""
+        return not self.ended and self.state in ("queued", "paused", "running")
+
     def last_words(self) -> list[str]:
         """The last lines of its output."""
         return tail(self.log)
@@ -127,6 +134,11 @@ def tail(path: Path) -> list[str]:
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
         return lines[1 if size > LONGEST_LOG else 0 :]
     return []
+
+
+def first(words: Words, name: str, absent: str = "") -> str:
+    """The first value of a field."""
+    return words.get(name, [absent])[0].strip()
 
 
 class Tasks:
