@@ -1,5 +1,6 @@
 """The board shows what runs write, starts what it shows, and changes nothing when it ends."""
 
+import contextlib
 import html
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -211,6 +212,28 @@ def test_a_run_that_is_deleted_under_the_page_is_a_card(board: Board):
     assert "gone" not in runs(board)
 
 
+def test_a_full_disk_is_a_card_and_the_server_goes_on(
+    mounted: Callable[[str], Path], run_of: Train, session_cache: Path
+):
+    root = mounted("size=8m")
+    copy_of(run_of(adapter={"r": 4}), root / "run")
+    with boarding(root, session_cache) as board:
+        with contextlib.suppress(OSError), (root / "filler").open("wb") as file:
+            while True:
+                file.write(b"x" * 4096)
+                file.flush()
+        for path, form in (
+            ("/do", {"run": "run", "verb": "report"}),
+            ("/start", {"from": "run:run", "output": "next"}),
+        ):
+            answer = board.user.post(path, data=form)
+            assert answer.status_code >= 400
+            assert "No space left" in answer.text
+        sent = board.user.post("/v1/files", files={"file": ("a.jsonl", b"x" * 10**6)})
+        assert (sent.status_code, "No space left" in sent.text) == (400, True)
+        assert "6 of 6" in board.page("/")
+
+
 def test_the_form_has_the_plan_and_puts_errors_at_their_fields(board: Board):
     page = board.page("/new", **{"from": "run:good", "set": ["optim.lr=0.5"]})
     assert 'name="f.optim.lr" value="0.5"' in page
@@ -240,6 +263,16 @@ def test_a_run_starts_only_under_a_free_name_in_the_folder(board: Board, name: s
     assert "plain name" in answer.text or "exists already" in answer.text
 
 
+def read_events(board: Board) -> None:
+    """Read the events of a run until the board ends."""
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.stream("GET", f"{board.url}/events", params={"run": "run"}, timeout=60) as stream,
+    ):
+        for _ in stream.iter_lines():
+            pass
+
+
 def test_a_board_that_is_killed_changes_no_run(
     tiny: Tiny, train: Train, tmp_path: Path, session_cache: Path
 ):
@@ -261,6 +294,11 @@ def test_a_board_that_is_killed_changes_no_run(
             next_one.process.kill()
             next_one.process.wait()
     with boarding(root, session_cache, warm=True) as last:
+        readers = [
+            threading.Thread(target=read_events, args=(last,), daemon=True) for _ in range(10)
+        ]
+        for reader in readers:
+            reader.start()
         last.wait(lambda: Watch(run).read().state == "finished")
         (task,) = last.wait(lambda: [t for t in Tasks(root).all() if t.ended])
         assert (task.state, task.run) == ("finished", "run")

@@ -20,7 +20,7 @@ from finetune.board.access import PAGE_OF_A_RUN, Access
 from finetune.board.jobs import Jobs
 from finetune.board.shelf import Shelf
 from finetune.board.tasks import Tasks, Words
-from finetune.errors import FinetuneError, first_line
+from finetune.errors import FinetuneError, first_line, of_a_file
 from finetune.serving.problem import about_field, problem
 
 STATIC = Path(__file__).parent / "static"
@@ -186,6 +186,10 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(FinetuneError)
     async def of_user(request: Request, error: FinetuneError) -> Response:
         return refused(request, 400, str(error))
+
+    @app.exception_handler(OSError)
+    async def of_disk(request: Request, error: OSError) -> Response:
+        return refused(request, 507, of_a_file(error) or str(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
