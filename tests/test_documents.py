@@ -201,6 +201,19 @@ def as_a_server(words: list[str], folder: Path, do: Do) -> None:
         process.wait()
 
 
+def as_a_board(words: list[str], folder: Path, do: Do) -> None:
+    """Started on a free port, opened at the address that it prints, and ended."""
+    process = start([*words[1:], "--port", "0"], folder, warm=True)
+    try:
+        address = process.stdout.readline().split(": ", 1)[1].strip()
+        page = httpx.get(address)
+        assert page.status_code == 303
+        assert httpx.get(address.partition("?")[0]).status_code == 200
+    finally:
+        end_tree(process.pid)
+        process.wait()
+
+
 def as_an_install(words: list[str], folder: Path, do: Do) -> None:
     """Of the checkout: it is not installed anew, but the parts that are named exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -229,6 +242,7 @@ CHECKS: dict[str, Callable[[list[str], Path, Do], None]] = {
     "finetune export": functools.partial(as_it_is_but, "--llama-cpp", "git clone"),
     "finetune report": functools.partial(as_it_is_but, "--proof", "cannot be read as a proof"),
     "finetune prove": as_a_pair,
+    "finetune board": as_a_board,
     "finetune serve": as_a_server,
     "finetune teach": as_words,
     "finetune launch": as_a_plan,
@@ -379,7 +393,8 @@ def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
 def test_no_block_of_python_is_left_out():
     counts = {path.name: len(python_blocks(str(path))) for path in DOCUMENTS}
     assert {name: n for name, n in counts.items() if n} == {
-        "README.md": 1, "data.md": 1, "extending.md": 9, "online.md": 1, "recipes.md": 1,
+        "README.md": 1, "board.md": 1, "data.md": 1, "extending.md": 9, "online.md": 1,
+        "recipes.md": 1,
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ FLOORS = [
     {"evaluation", "exporters"},
     {"serving", "training"},
     {"importers", "launchers"},
-    {"quickstart"},
+    {"board", "quickstart"},
     {"verification"},
     {"cli", "__init__"},
     {"__main__"},
@@ -56,7 +56,8 @@ LIGHT = [
 INSIDE = "evaluation/metrics/inside.py"
 """A program of its own, around code of a model."""
 READS_ENVIRONMENT = {
-    INSIDE, "backend/__init__.py", "cache.py", "cli/export.py", "cli/serve.py", "exporters/gguf.py",
+    INSIDE, "backend/__init__.py", "board/detached.py", "board/tasks.py", "cache.py",
+    "cli/board.py", "cli/export.py", "cli/serve.py", "exporters/gguf.py",
     "launchers/accelerate.py", "launchers/submission.py", "launchers/variables.py",
     "serving/external.py",
     "process/error_report.py", "process/quiet.py", "process/rendezvous.py", "process/warm.py",

@@ -43,8 +43,9 @@ def test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work(f
     seen = {row["messages"][0]["content"] for row in train}
     assert not seen & {row["messages"][0]["content"] for row in held_out}
     named = [shlex.split(words) for words in re.findall(r"next: \S*finetune (.*)", said)]
-    assert [words[0] for words in named] == ["eval", "chat", "report", "export"]
-    (measure, chat, report, export) = named
+    assert [words[0] for words in named] == ["eval", "chat", "report", "export", "board"]
+    measure, chat, report, export, (_, shown_run) = named
+    assert (folder / shown_run / "recipe.json").is_file()
     measured = finetune(*measure, "--limit", "20", "--json", cwd=folder).passed()
     exact = json.loads(measured.stdout)["measures"]["exact"]
     assert exact["before"] < 0.1

@@ -25,7 +25,7 @@ HEADERS = {
     "img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # without one, a form is sent from the origin `null`
     "Cache-Control": "no-store",
 }
 """Headers of every answer that has none of its own: its own files, and no other host's."""

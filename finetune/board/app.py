@@ -2,15 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlencode
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, StreamingResponse
@@ -19,8 +19,8 @@ from finetune.board import chat, data_page, jobs_api, new_run, pages, run_page, 
 from finetune.board.access import PAGE_OF_A_RUN, Access
 from finetune.board.jobs import Jobs
 from finetune.board.shelf import Shelf
-from finetune.board.tasks import Tasks
-from finetune.errors import FinetuneError, first_line
+from finetune.board.tasks import Tasks, Words
+from finetune.errors import FinetuneError, first_line, of_a_file
 from finetune.serving.problem import about_field, problem
 
 STATIC = Path(__file__).parent / "static"
@@ -32,7 +32,7 @@ STYLES = (
 KINDS = {".js": "text/javascript", ".txt": "text/plain"}
 MOST_STREAMS = 64
 """Event streams at once; each tab of a run has one."""
-SECONDS = 1.0
+SECONDS = 2.0
 """Seconds between two looks at the files of a run."""
 SECONDS_OF_QUEUE = 2.0
 """Seconds between two looks at the tasks that wait."""
@@ -84,24 +84,45 @@ class Live:
                 self._known.clear()
 
 
-async def form_of(request: Request) -> dict[str, list[str]]:
+class Board(NamedTuple):
+    """What the routes work on."""
+
+    shelf: Shelf
+    tasks: Tasks
+    jobs: Jobs
+    live: Live
+
+
+PAGES: Mapping[str, tuple[str, Callable[[Board, Words], dict[str, Any]]]] = {
+    "/": ("runs", lambda board, _: pages.listed(board.shelf, board.tasks)),
+    "/list": ("list", lambda board, _: pages.listed(board.shelf, board.tasks)),
+    "/run": ("run", lambda board, asked: run_page.page(board.shelf, board.tasks, asked)),
+    "/compare": ("compare", lambda board, asked: run_page.compared(board.shelf, asked)),
+    "/new": ("new", lambda board, asked: new_run.page(board.shelf, board.tasks, asked)),
+    "/data": ("data", lambda board, asked: data_page.page(board.shelf, board.tasks, asked)),
+}
+"""Template of each page, and what makes its values of the words of its address."""
+
+ACTIONS: Mapping[str, Callable[[Shelf, Tasks, Words], str]] = {
+    "/do": run_page.do, "/task": run_page.change,
+    "/start": new_run.start, "/chain": new_run.start_chain,
+}  # fmt: skip
+"""What each form does; it returns the address of the page that shows it."""
+
+
+async def form_of(request: Request) -> Words:
     """The fields of a form."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise HTTPException(415, f"content-type: got '{kind}', expected that of a form")
     try:
-        pairs = parse_qsl(
-            (await request.body()).decode(), keep_blank_values=True, max_num_fields=2000
-        )
+        text = (await request.body()).decode()
+        return parse_qs(text, keep_blank_values=True, max_num_fields=2000)
     except ValueError as error:
         raise HTTPException(400, f"the form cannot be read: {error}") from None
-    found: dict[str, list[str]] = {}
-    for name, value in pairs:
-        found.setdefault(name, []).append(value)
-    return found
 
 
-def asked_of(request: Request) -> dict[str, list[str]]:
+def asked_of(request: Request) -> Words:
     """The words of an address."""
     return {name: request.query_params.getlist(name) for name in request.query_params}
 
@@ -118,34 +139,36 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
         token: what a writer, or a reader on another host, must have.
         local: whether only this machine can connect.
     """
-    shelf, tasks, live = Shelf(root), Tasks(root), Live()
-    jobs = Jobs(shelf, tasks)
+    shelf, tasks = Shelf(root), Tasks(root)
+    board = Board(shelf, tasks, Jobs(shelf, tasks), Live())
+
+    async def again(turn: Callable[[], None]) -> None:
+        while True:
+            with contextlib.suppress(FinetuneError, OSError):  # a full disk: the next time
+                await run_in_threadpool(turn)
+            await asyncio.sleep(SECONDS_OF_QUEUE)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async def keep_advancing() -> None:
-            while True:
-                with contextlib.suppress(FinetuneError, OSError):  # a full disk: the next time
-                    await run_in_threadpool(tasks.advance)
-                await asyncio.sleep(SECONDS_OF_QUEUE)
-
-        async def keep_preparing() -> None:
-            while True:
-                with contextlib.suppress(FinetuneError, OSError):
-                    await run_in_threadpool(jobs.prepare)
-                await asyncio.sleep(SECONDS_OF_QUEUE)
-
-        turns = [asyncio.create_task(each()) for each in (keep_advancing, keep_preparing)]
+        turns = [asyncio.create_task(again(each)) for each in (tasks.advance, board.jobs.prepare)]
         yield
-        live.ended = True
         for turn in turns:
             turn.cancel()
 
-    app = FastAPI(title="finetune board", docs_url=None, redoc_url=None, openapi_url=None,
-                  lifespan=lifespan)  # fmt: skip
-    app.state.live, app.state.shelf, app.state.tasks = live, shelf, tasks
+    app = FastAPI(
+        title="finetune board", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+    )
+    app.state.live = board.live
     app.add_middleware(Access, token=token, local=local)
-    styles = "\n".join(path.read_text(encoding="utf-8") for path in STYLES)
+    _answer_errors(app)
+    for routes in (_files(), _pages(board), _forms(board), _chats(board)):
+        app.include_router(routes)
+    app.include_router(jobs_api.router(board.jobs))
+    return app
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Whatever goes wrong is a card, or an error of the API; the server goes on."""
 
     def refused(request: Request, status: int, text: str) -> Response:
         if request.url.path.startswith("/v1"):
@@ -164,6 +187,10 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
     async def of_user(request: Request, error: FinetuneError) -> Response:
         return refused(request, 400, str(error))
 
+    @app.exception_handler(OSError)
+    async def of_disk(request: Request, error: OSError) -> Response:
+        return refused(request, 507, of_a_file(error) or str(error))
+
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return refused(request, 400, "\n".join(map(about_field, error.errors())))
@@ -172,163 +199,143 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
     async def failed(request: Request, error: Exception) -> Response:
         return refused(request, 500, f"{type(error).__name__}: {first_line(error)}")
 
-    @app.get("/static/board.css")
-    async def style() -> Response:
-        return Response(styles, media_type="text/css", headers={"Cache-Control": "max-age=60"})
 
-    @app.get("/static/{name}")
+def _files() -> APIRouter:
+    """The files of the pages."""
+    routes = APIRouter()
+    styles = "\n".join(path.read_text(encoding="utf-8") for path in STYLES)
+
+    @routes.get("/static/{name}")
     async def static(name: str) -> Response:
+        kept = {"Cache-Control": "max-age=60"}
+        if name == "board.css":
+            return Response(styles, media_type="text/css", headers=kept)
         path = STATIC / name
         if path.suffix not in KINDS or path.parent != STATIC or not path.is_file():
             raise HTTPException(404)
-        kept = {"Cache-Control": "max-age=3600" if "min" in name else "max-age=60"}
         return Response(path.read_bytes(), media_type=KINDS[path.suffix], headers=kept)
 
-    @app.get("/", response_class=HTMLResponse)
-    def runs(request: Request) -> str:
-        return pages.page("runs", request, **pages.listed(shelf, tasks))
+    return routes
 
-    @app.get("/list", response_class=HTMLResponse)
-    def part_of_runs(request: Request) -> str:
-        return pages.page("list", request, **pages.listed(shelf, tasks))
 
-    @app.get("/run", response_class=HTMLResponse)
-    def one_run(request: Request, run: str, x: str = "step") -> str:
-        found = run_page.page(shelf, tasks, run, x)
-        return pages.page("run", request, **found)
+def _pages(board: Board) -> APIRouter:
+    """What is read."""
+    shelf, tasks, live = board.shelf, board.tasks, board.live
+    routes = APIRouter()
 
-    @app.get("/curves.json")
+    def add(path: str, template: str, values: Callable[[Board, Words], dict[str, Any]]) -> None:
+        @routes.get(path)
+        def page(request: Request) -> Response:
+            return HTMLResponse(pages.page(template, request, **values(board, asked_of(request))))
+
+    for path, (template, values) in PAGES.items():
+        add(path, template, values)
+
+    @routes.get("/curves.json")
     def curves(run: str, since: int = 0) -> Response:
         return JSONResponse(run_page.curves(shelf, run, max(0, since)))
 
-    @app.get("/log", response_class=PlainTextResponse)
-    def log(run: str) -> str:
-        return "\n".join(run_page.log_of(shelf, tasks, run))
-
-    @app.get("/evaluation")
+    @routes.get("/evaluation")
     def evaluation(run: str, name: str) -> Response:
         page = run_page.evaluation(shelf, run, name)
         return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_OF_A_RUN})
 
-    @app.get("/events")
+    @routes.get("/events")
     async def events(request: Request, run: str | None = None) -> Response:
         if live.streams >= MOST_STREAMS:
             raise HTTPException(429, f"{live.streams} pages are live; close one")
+        trusted = pages.trusted(request)
         if run is None:
             made = live.events("", lambda: pages.changes(shelf, tasks))
         else:
-            trusted = pages.trusted(request)
-            key = f"{trusted} {run}"
-            made = live.events(key, lambda: run_page.live(shelf, tasks, run, trusted))
+            made = live.events(
+                f"{trusted} {run}", lambda: run_page.live(shelf, tasks, run, trusted)
+            )
         return StreamingResponse(made, media_type="text/event-stream")
 
-    @app.get("/compare", response_class=HTMLResponse)
-    def comparison(request: Request, x: str = "step") -> str:
-        names = request.query_params.getlist("run")
-        return pages.page("compare", request, **run_page.compared(shelf, names, x))
-
-    @app.get("/new", response_class=HTMLResponse)
-    def new(request: Request) -> str:
-        return pages.page("new", request, **new_run.page(shelf, tasks, asked_of(request)))
-
-    @app.get("/data", response_class=HTMLResponse)
-    def data(request: Request) -> str:
-        return pages.page("data", request, **data_page.page(shelf, tasks, asked_of(request)))
-
-    @app.get("/rows", response_class=HTMLResponse)
-    def rows(request: Request) -> str:
+    @routes.get("/rows")
+    def rows(request: Request) -> Response:
         if not pages.trusted(request):
             raise HTTPException(401, "this starts a command: open the board with its token")
-        asked = asked_of(request)
-        values = data_page.page(shelf, tasks, asked) | data_page.rows(shelf, tasks, asked)
-        return pages.page("rows" if of_htmx(request) else "data", request, **values)
+        values = data_page.rows(shelf, tasks, asked_of(request))
+        template = "rows" if of_htmx(request) else "data"
+        return HTMLResponse(pages.page(template, request, **values))
 
-    @app.post("/row")
+    return routes
+
+
+def _forms(board: Board) -> APIRouter:
+    """What is sent."""
+    shelf, tasks = board.shelf, board.tasks
+    routes = APIRouter()
+
+    def add(path: str, act: Callable[[Shelf, Tasks, Words], str]) -> None:
+        @routes.post(path)
+        async def action(request: Request) -> Response:
+            sent = await form_of(request)
+            return RedirectResponse(await run_in_threadpool(act, shelf, tasks, sent), 303)
+
+    for path, act in ACTIONS.items():
+        add(path, act)
+
+    @routes.post("/row")
     async def row(request: Request) -> Response:
         found = await run_in_threadpool(data_page.edited, shelf, tasks, await form_of(request))
-        return HTMLResponse(
-            pages.page("tokens" if of_htmx(request) else "row", request, title="A row", **found)
-        )
+        template = "tokens" if of_htmx(request) else "row"
+        return HTMLResponse(pages.page(template, request, title="A row", **found))
 
-    @app.post("/plan")
+    @routes.post("/plan")
     async def plan(request: Request) -> Response:
         sent = await form_of(request)
         found = await run_in_threadpool(new_run.planned, shelf, tasks, sent)
         if of_htmx(request):
             headers = {"HX-Replace-Url": found["address"]}
             return HTMLResponse(pages.page("board_plan", request, **found), headers=headers)
-        began = {name: [value] for name, value in parse_qsl(found["address"].partition("?")[2])}
-        began["set"] = new_run.filled(shelf, tasks, sent).words
+        began = parse_qs(found["address"].partition("?")[2])
         values = await run_in_threadpool(new_run.page, shelf, tasks, began)
-        return HTMLResponse(pages.page("new", request, **values, **found))
+        return HTMLResponse(pages.page("new", request, **values | found))
 
-    @app.post("/start")
-    async def start(request: Request) -> Response:
-        task = await run_in_threadpool(new_run.start, shelf, tasks, await form_of(request))
-        return RedirectResponse(f"/run?{urlencode({'run': task.run})}", 303)
-
-    @app.post("/chain")
-    async def chain(request: Request) -> Response:
-        task = await run_in_threadpool(new_run.start_chain, shelf, tasks, await form_of(request))
-        return RedirectResponse(f"/run?{urlencode({'run': task.run})}", 303)
-
-    @app.post("/files")
+    @routes.post("/files")
     async def upload(request: Request) -> Response:
         parts = await uploads.received(request, tasks.home / "files")
         if "file" not in parts.files:
             raise FinetuneError("file: choose a file with rows, such as a JSONL")
-        stored = parts.files["file"]
-        if parts.fields.get("model"):
-            name = await run_in_threadpool(
-                new_run.make_recipe, tasks, stored.stem, parts.fields["model"], stored
-            )
-            return RedirectResponse(f"/new?{urlencode({'from': name})}", 303)
-        return RedirectResponse(f"/data?{urlencode({'source': stored.name})}", 303)
+        path, model = parts.files["file"], parts.fields.get("model", "")
+        name = await run_in_threadpool(new_run.make_recipe, tasks, path.stem, model, path)
+        return RedirectResponse(f"/new?{urlencode({'from': name})}", 303)
 
-    @app.get("/chat", response_class=HTMLResponse)
-    def talk(request: Request, run: str) -> Any:
+    return routes
+
+
+def _chats(board: Board) -> APIRouter:
+    """What is passed on to servers of models."""
+    shelf, tasks = board.shelf, board.tasks
+    routes = APIRouter()
+
+    @routes.get("/chat")
+    def page(request: Request, run: str) -> Response:
         found = chat.page(shelf, tasks, run)
-        return pages.page("loading", request, **found) if isinstance(found, dict) else found
+        if isinstance(found, Response):
+            return found
+        return HTMLResponse(pages.page("loading", request, **found))
 
-    @app.api_route("/talk/{id}/v1/{path:path}", methods=["GET", "POST"])
-    async def talking(id: str, path: str, request: Request) -> Response:
+    @routes.api_route("/talk/{id}/v1/{path:path}", methods=["GET", "POST"])
+    async def talk(id: str, path: str, request: Request) -> Response:
         body = await request.body()
         served = await run_in_threadpool(chat.by_id, tasks, id)
         return await run_in_threadpool(chat.forward, served, request.method, f"/v1/{path}", body)
 
-    app.include_router(jobs_api.router(jobs))
-
-    @app.get("/v1/models")
+    @routes.get("/v1/models")
     def models() -> dict[str, Any]:
         return chat.models(tasks)
 
-    @app.post("/v1/{path:path}")
-    async def answer(path: str, request: Request) -> Response:
-        if path not in ("chat/completions", "completions"):
-            raise HTTPException(404)
+    async def answer(request: Request) -> Response:
         body = await request.body()
         served = await run_in_threadpool(chat.by_model, shelf, tasks, body)
         if isinstance(served, Response):
             return served
-        return await run_in_threadpool(chat.forward, served, "POST", f"/v1/{path}", body)
+        return await run_in_threadpool(chat.forward, served, "POST", request.url.path, body)
 
-    @app.post("/do")
-    async def do(request: Request) -> Response:
-        form = await form_of(request)
-        run, verb = form.get("run", [""])[0], form.get("verb", [""])[0]
-        await run_in_threadpool(run_page.do, shelf, tasks, run, verb)
-        place = "/chat" if verb == "serve" else "/run"
-        return RedirectResponse(f"{place}?{urlencode({'run': run})}#tasks", 303)
-
-    @app.post("/task")
-    async def task(request: Request) -> Response:
-        form = await form_of(request)
-        id, what = form.get("id", [""])[0], form.get("what", [""])[0]
-        found = await run_in_threadpool(tasks.find, id)
-        if found is None:
-            raise FinetuneError(f"{id}: no such task; it may have been removed")
-        await run_in_threadpool(run_page.change, tasks, found, what)
-        back = f"/run?{urlencode({'run': found.run})}" if found.run in shelf.watches() else "/"
-        return RedirectResponse(back, 303)
-
-    return app
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        routes.post(path)(answer)
+    return routes

@@ -94,8 +94,8 @@ def by_model(shelf: Shelf, tasks: Tasks, body: bytes) -> Served | Response:
             if watch is None or not watch.run.steps():
                 listed = ", ".join(name for served in known for name in served.models) or "none"
                 return problem(404, f"model: got '{name}', served now: {listed}")
-            mine = [each for each in tasks.of(name) if each.verb == "serve" and not each.ended]
-            task = mine[0] if mine else run_page.do(shelf, tasks, name, "serve")
+            mine = [each for each in tasks.of(name) if each.verb == "serve" and each.is_open]
+            task = mine[0] if mine else run_page.begin(shelf, tasks, name, "serve")
         if task.ended:
             return problem(503, "\n".join(task.last_words()[-5:]) or "the model was not loaded")
         time.sleep(0.2)

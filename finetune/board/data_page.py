@@ -9,10 +9,11 @@ from typing import Any
 
 from markupsafe import Markup
 
+from finetune import catalog
 from finetune.board import new_run
 from finetune.board.commands import command
 from finetune.board.shelf import Shelf
-from finetune.board.tasks import Tasks
+from finetune.board.tasks import Tasks, Words, first
 from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
 from finetune.reports.drawings import box, drawing, text
@@ -24,9 +25,9 @@ ONE = threading.Semaphore(1)
 """One command at a time: each imports transformers."""
 
 
-def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, Any]:
+def page(shelf: Shelf, tasks: Tasks, asked: Words) -> dict[str, Any]:
     """The values of the page, before the rows are read."""
-    name = asked.get("from", [""])[0]
+    name = first(asked, "from")
     known = {"title": "Data", "files": new_run.files(tasks), "asked": None, "began": None}
     if not name:
         return known | {"made": new_run.recipes(tasks), "runs": list(shelf.watches())}
@@ -40,33 +41,35 @@ def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, A
     }  # fmt: skip
 
 
-def rows_of(asked: dict[str, list[str]]) -> int:
-    given = asked.get("rows", ["5"])[0]
+def rows_of(asked: Words) -> int:
+    given = first(asked, "rows", "5")
     return min(MOST_ROWS, max(1, int(given))) if given.isdecimal() else 5
 
 
-def rows(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, Any]:
+def rows(shelf: Shelf, tasks: Tasks, asked: Words) -> dict[str, Any]:
     """The rows, by `finetune inspect --json`.
 
     Raises:
         FinetuneError: with what the command said.
     """
-    began = new_run.origin(shelf, tasks, asked.get("from", [""])[0])
+    began = new_run.origin(shelf, tasks, first(asked, "from"))
     words = asked.get("set", [])
-    recipe = new_run.catalog.override(began.recipe, words) if words else began.recipe
+    recipe = catalog.override(began.recipe, words) if words else began.recipe
     found = _inspect(began.word, *words, "--rows", str(rows_of(asked)))
-    return {"inspection": found, "histogram": histogram(found["lengths"], recipe),
-            "raw": _raw(found), "recipe": recipe}  # fmt: skip
+    return page(shelf, tasks, asked) | {
+        "inspection": found, "histogram": histogram(found["lengths"], recipe),
+        "raw": _raw(found), "recipe": recipe,
+    }  # fmt: skip
 
 
-def edited(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> dict[str, Any]:
+def edited(shelf: Shelf, tasks: Tasks, sent: Words) -> dict[str, Any]:
     """One row as it was typed, as the model would see it.
 
     Raises:
         FinetuneError: the row is no JSON object, or the data's format does not read it.
     """
-    began = new_run.origin(shelf, tasks, sent.get("from", [""])[0])
-    row = sent.get("row", [""])[0]
+    began = new_run.origin(shelf, tasks, first(sent, "from"))
+    row = first(sent, "row")
     if len(row) > LONGEST_ROW:
         raise FinetuneError(f"row: has more than {LONGEST_ROW:,} characters")
     try:
@@ -75,16 +78,15 @@ def edited(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> dict[str, 
         raise FinetuneError(f"row: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise FinetuneError(f"row: got a {type(value).__name__}, expected an object with columns")
+    words = sent.get("set", [])
+    recipe = catalog.override(began.recipe, words) if words else began.recipe
     with tempfile.TemporaryDirectory(dir=tasks.home) as folder:
         path = Path(folder) / "row.jsonl"
         path.write_text(json.dumps(value) + "\n", encoding="utf-8")
-        first = f"data.0.source={path.resolve()}"
-        alone = ["data.0.first=null", "data.0.split=train", "eval_data=[]", "eval_rows=null"]
-        words = [*sent.get("set", []), first, *alone, "data_checks=report", "data.0.stream=false"]
-        recipe = new_run.catalog.override(began.recipe, sent.get("set", []))
-        only = [{**new_run.catalog.to_fields(recipe)["data"][0]}] if recipe.data else []
-        words.insert(len(sent.get("set", [])), f"data={json.dumps(only)}")
-        found = _inspect(began.word, *words, "evaluation.metrics=[]", "--rows", "1")
+        alone = {"source": str(path.resolve()), "first": None, "split": "train", "stream": False}
+        data = [{**catalog.to_fields(recipe)["data"][0], **alone}]
+        without = ["eval_data=[]", "eval_rows=null", "evaluation.metrics=[]", "data_checks=report"]
+        found = _inspect(began.word, *words, f"data={json.dumps(data)}", *without, "--rows", "1")
     return {"inspection": found}
 
 
@@ -122,11 +124,11 @@ def histogram(lengths: list[list[int]], recipe: Recipe) -> Markup:
     end = max(longest, limit if limit < 2 * longest else 0)
     each = (width - left) / end
     parts = list[str]()
-    for first, last, count in lengths:
+    for start, last, count in lengths:
         tall = high * count / most
-        about = f"{first:,} to {last:,} tokens: {count:,}"
+        about = f"{start:,} to {last:,} tokens: {count:,}"
         parts.append(
-            box(left + (first - 1) * each, high + 8 - tall, (last - first + 1) * each - 1, tall,
+            box(left + (start - 1) * each, high + 8 - tall, (last - start + 1) * each - 1, tall,
                 "bar", about)
         )  # fmt: skip
     parts.append(text(left - 8, 18, f"{most:,}", "value"))

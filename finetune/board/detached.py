@@ -1,7 +1,8 @@
 """Run a command in a session of its own, and record its end: `python -m ...detached FOLDER`.
 
 FOLDER/
-  task.json      the task: its words, its log, its environment variables
+  task.json      the task: its words, its log
+  given.json     the devices that it may use
   lock           locked while this process runs
   started.json   {"pid": ..., "time": ...}
   ended.json     {"status": ..., "time": ...}, written last
@@ -30,6 +31,9 @@ def main(folder: Path) -> None:
         if (folder / "started.json").exists() or (folder / "ended.json").exists():
             return
         task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+        given = json.loads((folder / "given.json").read_text(encoding="utf-8"))["on"]
+        gpus = ",".join(str(each["number"]) for each in given if each["kind"] == "cuda")
+        variables = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         status = 1
         log = Path(task["log"])
         try:
@@ -37,7 +41,7 @@ def main(folder: Path) -> None:
             with log.open("ab") as file:
                 child = subprocess.Popen(
                     interpreter.python("-m", "finetune", *task["words"]),
-                    env=interpreter.environment(os.environ | task["environment"]),
+                    env=interpreter.environment(os.environ | variables),
                     cwd=task["folder"],
                     stdin=subprocess.DEVNULL,
                     stdout=file,

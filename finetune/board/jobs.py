@@ -258,45 +258,38 @@ class Jobs:
 
     def _events(self, job: Job) -> Iterator[dict[str, Any]]:
         def event(name: str, when: float, text: str, order: int = 0, **data: Any) -> dict[str, Any]:
-            level = "error" if name == "failed" else "warn" if name.startswith("warn") else "info"
             return {
                 "id": f"ftevent-{job.id[6:]}-{name}", "object": "fine_tuning.job.event",
-                "created_at": int(when), "level": level, "message": text,
-                "type": "metrics" if data else "message", "data": data or None, "order": order,
+                "created_at": int(when), "level": "error" if name == "failed" else "info",
+                "message": text, "type": "metrics" if data else "message", "data": data or None,
+                "order": order,
             }  # fmt: skip
 
         yield event("created", job.asked["created"], f"Created fine-tuning job: {job.id}")
         task, watch, status = self.task(job), self._watch(job), self.status(job)
         if task is not None:
-            yield event("validated", task.created, f"Files validated; recipe: {task.command}", 1)
-            if when := task.started.get("time"):
-                yield event("started", when, "Fine-tuning job started", 2)
-        if watch is not None:
-            for each in watch.warnings:
-                yield event(f"warn-{each['step']}", each["time"], each["told"], each["step"] + 3)
+            yield event(
+                "validated", task.created, f"Files validated; job started: {task.command}", 1
+            )
+        if watch is not None and watch.start:
+            read = self.shelf.whole_curves(job.run).values()
+            losses = read["curves"].get("loss", {}).get("mean", [])
+            every = max(1, len(losses) // MOST_STEPS)
+            began = watch.start.get("time") or 0.0
+            for place in range(every - 1, len(losses), every):
+                step, when = read["step"][place], began + 3600 * read["hours"][place]
+                data = {"step": step, "total_steps": watch.steps, "train_loss": losses[place]}
+                text = f"Step {step}/{watch.steps}: training loss={losses[place] or math.nan:.4f}"
+                yield event(f"step-{step}", when, text, step + 2, **data)
             for each in watch.evaluations:
-                text, step = f"Step {each['step']}: valid loss {each['loss']:.4f}", each["step"]
-                data = {"step": step, "valid_loss": each["loss"]}
-                yield event(f"eval-{step}", each["time"], text, step + 3, **data)
-            if watch.start:
-                yield from self._steps(job, watch, event)
+                data = {"step": each["step"], "valid_loss": each["loss"]}
+                text = f"Step {each['step']}: valid loss={each['loss'] or math.nan:.4f}"
+                yield event(f"eval-{each['step']}", each["time"], text, each["step"] + 2, **data)
         if status in ("succeeded", "failed", "cancelled"):
             words = {"succeeded": "The job has successfully completed", "cancelled": "Cancelled"}
             wrong = self._error(job, task)["message"] if status == "failed" else ""
             ended = (task.ended if task else {}).get("time") or job.error.get("time") or time.time()
             yield event(status, ended, words.get(status, wrong), 2**40)
-
-    def _steps(self, job: Job, watch: Watch, event: Any) -> Iterator[dict[str, Any]]:
-        read = self.shelf.whole_curves(job.run).values()
-        steps, losses = read["step"], read["curves"].get("loss", {}).get("mean", [])
-        every = max(1, len(steps) // MOST_STEPS)
-        began = watch.start.get("time") or 0.0
-        for place in range(every - 1, len(losses), every):
-            if losses[place] is not None:
-                step, when = steps[place], began + 3600 * read["hours"][place]
-                text = f"Step {step}/{watch.steps}: training loss={losses[place]:.4f}"
-                data = {"step": step, "total_steps": watch.steps, "train_loss": losses[place]}
-                yield event(f"step-{step}", when, text, step + 3, **data)
 
     def checkpoints(self, job: Job) -> list[dict[str, Any]]:
         """The complete checkpoints of a job, the newest first."""

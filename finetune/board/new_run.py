@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
+from finetune import backend as backends
 from finetune import catalog
 from finetune.board import form, planning
 from finetune.board.commands import command, shown
 from finetune.board.devices import devices
 from finetune.board.shelf import Shelf
-from finetune.board.tasks import Task, Tasks
+from finetune.board.tasks import Task, Tasks, Words, first
 from finetune.errors import FinetuneError
 from finetune.importers.recipe_file import path_of
 from finetune.launchers.chain import stages
+from finetune.planner.estimate import hardware
 from finetune.process import interpreter
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, read_object
@@ -67,9 +69,9 @@ def files(tasks: Tasks) -> dict[str, Path]:
     return {path.name: path for path in found if path.is_file() and path.name[0] != "."}
 
 
-def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, Any]:
+def page(shelf: Shelf, tasks: Tasks, asked: Words) -> dict[str, Any]:
     """The values of the page of an address: `from`, and `set` for each word that differs."""
-    name = asked.get("from", [""])[0]
+    name = first(asked, "from")
     known = {
         "title": "New run", "recipes": {n: catalog.describe(p) for n, p in catalog.names().items()},
         "made": recipes(tasks), "runs": list(shelf.watches()), "files": files(tasks),
@@ -80,8 +82,8 @@ def page(shelf: Shelf, tasks: Tasks, asked: dict[str, list[str]]) -> dict[str, A
     began = origin(shelf, tasks, name)
     return known | {
         "origin": began, "groups": form.groups(began.recipe), "first": form.FIRST,
-        "gpus": planning.GPUS, "backends": planning.BACKENDS(), "here": devices(),
-        "output": asked.get("output", [""])[0] or free_name(shelf, began),
+        "gpus": list(hardware.GPUS), "backends": backends.names(), "here": devices(),
+        "output": first(asked, "output") or free_name(shelf, began),
         "given": _given(began, asked.get("set", [])), "prefix": PREFIX, "asked": asked,
         "errors": {},
     }  # fmt: skip
@@ -97,10 +99,10 @@ def _given(began: Origin, words: list[str]) -> dict[str, str]:
     return found
 
 
-def address(got: "Filled", sent: dict[str, list[str]]) -> str:
+def address(got: "Filled", sent: Words) -> str:
     """The address of a form as it is filled in."""
     kept = [(name, sent[name][0]) for name in ("gpu", "gpus", "nodes", "price", "backend", "output")
-            if sent.get(name, [""])[0]]  # fmt: skip
+            if first(sent, name)]  # fmt: skip
     pairs = [("from", got.origin.name), *kept, *(("set", word) for word in got.words)]
     return f"/new?{urlencode(pairs)}"
 
@@ -139,9 +141,9 @@ class Filled(NamedTuple):
     output: str
 
 
-def filled(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Filled:
+def filled(shelf: Shelf, tasks: Tasks, sent: Words) -> Filled:
     """Read a form; what is wrong in it is part of the answer."""
-    began = origin(shelf, tasks, sent.get("from", [""])[0])
+    began = origin(shelf, tasks, first(sent, "from"))
     given = {
         name.removeprefix(PREFIX): values[-1]
         for name, values in sent.items()
@@ -157,23 +159,24 @@ def filled(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Filled:
         machine = planning.machine_of(sent)
     except FinetuneError as error:
         others += error.problems
-    output = sent.get("output", [""])[0].strip()
+    output = first(sent, "output")
     return Filled(began, words, recipe, machine, errors, others, output)
 
 
-def planned(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> dict[str, Any]:
+def planned(shelf: Shelf, tasks: Tasks, sent: Words) -> dict[str, Any]:
     """The plan of a form: its values, or what is wrong."""
     got = filled(shelf, tasks, sent)
     errors, others, found = got.errors, got.others, dict[str, Any]()
     if got.recipe is not None and got.machine is not None:
         try:
-            found = planning.shown(got.recipe, got.machine)
+            found = dict.fromkeys(planning.PARTS) | planning.shown(got.recipe, got.machine)
         except FinetuneError as error:
             errors, others = form.misplaced(error, got.recipe)
     commands = list[str]()
     if got.machine is not None:
         output = shown(shelf.root / (got.output or free_name(shelf, got.origin)))
-        words = planning.launch_words(got.origin.word, got.words, got.machine, output)
+        changed = [*got.words, *found.get("words", ())]
+        words = planning.launch_words(got.origin.word, changed, got.machine, output)
         commands = [command(words)]
         if got.machine.gpu:
             commands.append(planning.copied(got.origin.word, got.words, got.machine))
@@ -184,8 +187,8 @@ def planned(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> dict[str,
     }  # fmt: skip
 
 
-def start(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Task:
-    """Queue the launch of a form.
+def start(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
+    """Queue the launch of a form; returns the page of the run.
 
     Raises:
         FinetuneError: what is wrong with the form, with the plan, or with this machine for it.
@@ -199,7 +202,8 @@ def start(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Task:
         raise FinetuneError(
             "the plan is of another machine: choose this machine, or copy the command"
         )
-    return launch(shelf, tasks, name, got.origin.word, got.words, got.recipe, got.machine)
+    launch(shelf, tasks, name, got.origin.word, got.words, got.recipe, got.machine)
+    return f"/run?{urlencode({'run': name})}"
 
 
 def launch(
@@ -240,23 +244,23 @@ def _free(shelf: Shelf, tasks: Tasks, name: str) -> Path:
     return path
 
 
-def start_chain(shelf: Shelf, tasks: Tasks, sent: dict[str, list[str]]) -> Task:
-    """Queue a chain of recipes.
+def start_chain(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
+    """Queue a chain of recipes; returns the page of its first stage.
 
     Raises:
         FinetuneError: a recipe is not known, or the name is taken or not plain.
     """
-    name = sent.get("name", [""])[0].strip()
+    name = first(sent, "name")
     origins = [origin(shelf, tasks, each) for each in sent.get("recipe", []) if each]
     path = _free(shelf, tasks, name)
     found = stages(path, [each.word for each in origins], [])
     needs = [planning.here(each.recipe, planning.Machine())[1] for each in origins]
     need = max(needs, key=lambda each: each.bytes * each.processes)
     words = ["launch", *(each.word for each in origins), "--chain", name, "--output", shown(path)]
-    first = str(found[0].run.root.relative_to(shelf.root))
-    task = tasks.add("launch", words, first, found[0].run.log, need)
+    run = str(found[0].run.root.relative_to(shelf.root))
+    tasks.add("launch", words, run, found[0].run.log, need)
     tasks.advance()
-    return task
+    return f"/run?{urlencode({'run': run})}"
 
 
 def make_recipe(tasks: Tasks, name: str, model: str, data: Path, *more: str) -> str:

@@ -2,16 +2,14 @@
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from finetune import backend as backends
-from finetune import catalog
 from finetune.board.devices import Need, devices, need_of
-from finetune.errors import FinetuneError
+from finetune.board.tasks import Words, first
+from finetune.errors import FinetuneError, reading
 from finetune.models.starting_adapter import complete_adapter
-from finetune.planner.estimate import advice, choice, fewest_changes, hardware, memory, wording
-from finetune.planner.estimate.moments import Timeline
+from finetune.planner.estimate import advice, choice, fewest_changes, memory, wording
 from finetune.planner.estimate.plan_api import described
 from finetune.planner.estimate.predict import model_source, predict, workload_of
 from finetune.planner.estimate.row_counts import local_rows
@@ -19,6 +17,8 @@ from finetune.planner.plan import Plan, plan
 from finetune.recipe import Recipe
 from finetune.runs import units
 
+PARTS = ("timeline", "changes", "time", "reason", "ranked")
+"""Parts of a page that a plan may not have."""
 SHOWN = 6
 """Backends of a ranking."""
 MOST_PROCESSES = 4096
@@ -42,7 +42,7 @@ class Machine(NamedTuple):
         return found + (["--processes", str(self.gpus)] if self.gpus > 1 else [])
 
 
-def machine_of(form: Mapping[str, list[str]]) -> Machine:
+def machine_of(form: Words) -> Machine:
     """The machine of a form.
 
     Raises:
@@ -50,18 +50,17 @@ def machine_of(form: Mapping[str, list[str]]) -> Machine:
     """
 
     def number(name: str) -> int:
-        text = form.get(name, ["1"])[0].strip() or "1"
+        text = first(form, name) or "1"
         if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
             raise FinetuneError(f"{name}: got '{text}', expected a number from 1 on")
         return int(text)
 
-    price = form.get("price", [""])[0].strip()
-    try:
+    price = first(form, "price")
+    with reading("price: expected a number"):
         cost = float(price) if price else None
-    except ValueError:
-        raise FinetuneError(f"price: got '{price}', expected a number") from None
-    backend, gpu = (form.get(name, [""])[0].strip() for name in ("backend", "gpu"))
-    return Machine(backend, gpu, number("gpus"), number("nodes"), cost)
+    return Machine(
+        first(form, "backend"), first(form, "gpu"), number("gpus"), number("nodes"), cost
+    )
 
 
 def here(recipe: Recipe, machine: Machine) -> tuple[Plan, Need]:
@@ -79,7 +78,7 @@ def here(recipe: Recipe, machine: Machine) -> tuple[Plan, Need]:
 
 
 def shown(recipe: Recipe, machine: Machine) -> dict[str, Any]:
-    """The values of the plan's part of the page.
+    """The values of the plan's part of the page: the plan, the moments of a step, their room.
 
     Raises:
         FinetuneError: the recipe cannot run, or the machine is not known.
@@ -88,100 +87,50 @@ def shown(recipe: Recipe, machine: Machine) -> dict[str, Any]:
         return _there(complete_adapter(recipe), machine)
     planned, need = here(recipe, machine)
     available = devices()
-    found = _page(planned, None)
+    is_cpu = available[0].kind == "cpu"
     problem = need.problem(available)
+    room = max(one.bytes for one in available) / (need.processes if is_cpu else 1)
+    found = {"planned": planned, "room": room, "fits": problem is None, "device": None}
     try:
         work = workload_of(planned, model_source(planned.recipe).shape)
     except FinetuneError as error:
-        return found | {"unknown": str(error)}
-    is_cpu = available[0].kind == "cpu"
+        return found | {"verdict": problem or f"memory is not predicted: {error}"}
     timeline = memory.timeline(dataclasses.replace(work, cpu=is_cpu))
-    room = max(one.bytes for one in available) / (need.processes if is_cpu else 1)
-    what = "a process" if is_cpu else available[0].name
-    verdict = problem or f"fits: {units.size(timeline.peak.total)} of tensors for {what}"
-    return found | {
-        "verdict": verdict, "fits": problem is None, "bars": bars(timeline, room), "room": room,
-    }  # fmt: skip
+    fits = f"fits: {units.size(timeline.peak.total)} of tensors a process"
+    return found | {"verdict": problem or fits, "timeline": timeline}
 
 
 def _there(recipe: Recipe, machine: Machine) -> dict[str, Any]:
+    """The best backend on a named machine, or the given one, and the ranking."""
     place = described(machine.gpu, machine.gpus, machine.nodes, price=machine.price)
     assert place is not None
+    words = list[str]()
     precision: backends.Precision = "bf16"
     options = choice.candidates(recipe, place, precision)
-    whole = advice.rank(options)
-    ranked = choice.allowed(recipe, whole, precision)
-    if not ranked:
-        least = min(options, key=lambda each: each.peak.total)
-        changes = fewest_changes.changes(least.workload, place, precision)
-        lines = wording.what_to_change(changes).split("\n")
-        needs, room = wording.size(least.peak.total), wording.size(least.usable)
-        return {
-            "verdict": f"nothing fits: the smallest is {least.name} with {needs} of {room}",
-            "fits": False, "changes": lines, "bars": [], "ranking": [], "time": "", "unknown": "",
-            "reason": "", "explained": "",
-        }  # fmt: skip
+    ranked = choice.allowed(recipe, advice.rank(options), precision)
     if machine.backend:
         planned = plan(recipe, choice.on(place, machine.backend), place.count, precision)
     else:
-        chosen, _ = choice.chosen(recipe, ranked[0])
-        backend = choice.backend_of(ranked[0], place, precision)
+        best = ranked[0] if ranked else min(options, key=lambda each: each.peak.total)
+        backend = choice.backend_of(best, place, precision)
+        chosen, more = choice.chosen(recipe, best)
+        words = ["--backend", best.name, *" ".join(more).split()]
         planned = plan(chosen, backend, place.count, precision)
     found = predict(planned, place, local_rows(recipe))
-    changes = list[str]()
-    if found.status == "no":
-        lines = fewest_changes.changes(found.workload, place, precision)
-        changes = wording.what_to_change(lines).split("\n")
-    return _page(planned, "cuda") | {
-        "verdict": wording.verdict(found).split("\n")[0],
-        "fits": found.status != "no",
-        "changes": changes,
-        "bars": bars(found.timeline, found.usable),
-        "room": found.usable,
-        "time": wording.time(found).strip(),
-        "reason": advice.reason(ranked[0], options),
-        "ranking": [
-            {
-                "name": each.words, "status": each.status, "bytes": each.peak.total,
-                "rows": each.workload.micro_rows, "speed": each.speed,
-                "words": " ".join(choice.chosen(recipe, each)[1]),
-            }
-            for each in _first_of_each(ranked)[:SHOWN]
-        ],
-    }  # fmt: skip
-
-
-def _first_of_each(ranked: list[advice.Option]) -> list[advice.Option]:
-    """The best option of each backend, in their order."""
-    found: dict[str, advice.Option] = {}
-    for each in ranked:
-        found.setdefault(each.words, each)
-    return list(found.values())
-
-
-def _page(planned: Plan, device: Any) -> dict[str, Any]:
+    changes = [] if found.status != "no" else fewest_changes.changes(
+        found.workload, place, precision
+    )  # fmt: skip
     return {
-        "backend": planned.backend.name, "explained": planned.explain(device), "verdict": "",
-        "fits": True, "bars": [], "ranking": [], "changes": [], "time": "", "unknown": "",
-        "reason": "",
+        "planned": planned, "words": words, "room": found.usable, "device": "cuda",
+        "fits": found.status != "no",
+        "verdict": wording.verdict(found).split("\n")[0], "timeline": found.timeline,
+        "changes": wording.what_to_change(changes) if changes else "",
+        "time": wording.time(found).strip(),
+        "reason": advice.reason(ranked[0], options) if ranked else "",
+        "ranked": sorted(
+            {each.words: each for each in reversed(ranked)}.values(), key=ranked.index
+        )[:SHOWN],
     }  # fmt: skip
-
-
-def bars(timeline: Timeline, room: float) -> list[dict[str, Any]]:
-    """The moments of a step: name, bytes, share of the room, and the largest parts."""
-    peak = timeline.peak
-    return [
-        {
-            "name": moment.name, "bytes": moment.total, "share": moment.total / room,
-            "peak": moment.total == peak.total,
-            "parts": ", ".join(
-                f"{name} {units.size(count)}"
-                for name, count in sorted(moment.parts.items(), key=lambda part: -part[1])[:4]
-                if count
-            ),
-        }
-        for moment in timeline.moments
-    ]  # fmt: skip
 
 
 def launch_words(recipe: str, changed: list[str], machine: Machine, output: str) -> list[str]:
@@ -195,8 +144,3 @@ def copied(recipe: str, changed: list[str], machine: Machine) -> str:
     words += ["--gpus", str(machine.gpus)] if machine.gpus > 1 else []
     words += ["--nodes", str(machine.nodes)] if machine.nodes > 1 else []
     return shlex.join(words + (["--backend", machine.backend] if machine.backend else []))
-
-
-GPUS = list(hardware.GPUS)
-BACKENDS = backends.names
-RECIPES = catalog.names

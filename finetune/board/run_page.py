@@ -3,10 +3,11 @@
 import math
 import re
 from typing import Any
+from urllib.parse import urlencode
 
 from finetune.board import commands, pages
 from finetune.board.shelf import Shelf, history
-from finetune.board.tasks import Task, Tasks, tail
+from finetune.board.tasks import Task, Tasks, Words, first, tail
 from finetune.errors import FinetuneError
 from finetune.reports import comparison
 from finetune.reports.drawings import Chart, Curve, chart
@@ -29,8 +30,9 @@ LEFT_OUT = ("Throughput and memory", "Warnings")
 """Sections of a report that need every step, or are shown above."""
 
 
-def page(shelf: Shelf, tasks: Tasks, name: str, x: str) -> dict[str, Any]:
-    """The values of the page."""
+def page(shelf: Shelf, tasks: Tasks, asked: Words) -> dict[str, Any]:
+    """The values of the page of an address: `run`, and `x` for what curves are drawn over."""
+    name, x = first(asked, "run"), first(asked, "x")
     watch = shelf.watch(name)
     read, whole = shelf.curves(name)
     problems = list[str]()
@@ -171,7 +173,8 @@ def live(shelf: Shelf, tasks: Tasks, name: str, trusted: bool) -> dict[str, str]
     read, whole = shelf.curves(name)
     lines = log_of(shelf, tasks, name)
     return {
-        "head": pages.rendered("head", trusted=trusted, **values),
+        "head": pages.rendered("head", **values),
+        "actions": pages.rendered("actions", trusted=trusted, **values),
         "rows": f"{read.rows} {whole}",
         "log": pages.rendered("log", log=lines),
     }
@@ -206,12 +209,13 @@ def evaluation(shelf: Shelf, name: str, evaluated: str) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def compared(shelf: Shelf, names: list[str], x: str) -> dict[str, Any]:
-    """The comparison of some runs.
+def compared(shelf: Shelf, asked: Words) -> dict[str, Any]:
+    """The comparison of some runs: `run` for each, and `x` for what curves are drawn over.
 
     Raises:
         FinetuneError: fewer than two runs or too many, or a record that cannot be read.
     """
+    names, x = asked.get("run", []), first(asked, "x")
     if not 2 <= len(names) <= comparison.MOST:
         raise FinetuneError(f"tick 2 to {comparison.MOST} runs to compare, got {len(names)}")
     x = x if x in AXES else "step"
@@ -238,31 +242,40 @@ def compared(shelf: Shelf, names: list[str], x: str) -> dict[str, Any]:
     return {"title": "compare", "chosen": names, "charts": charts, "x": x, "axes": AXES, **found}
 
 
-def do(shelf: Shelf, tasks: Tasks, name: str, verb: str) -> Task:
-    """Start what a button of a run is.
+def do(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
+    """Start what a button of a run is; returns the page that shows it.
 
     Raises:
         FinetuneError: the run has no such button now.
     """
+    name, verb = first(sent, "run"), first(sent, "verb")
+    begin(shelf, tasks, name, verb)
+    return f"/{'chat' if verb == 'serve' else 'run'}?{urlencode({'run': name})}"
+
+
+def begin(shelf: Shelf, tasks: Tasks, name: str, verb: str) -> Task:
+    """Start the command of a verb for a run; raises FinetuneError as `do`."""
     watch = shelf.watch(name)
     found = next((each for each in commands.buttons(watch) if each.verb == verb), None)
     if found is None:
         state = pages.state_of(watch, tasks.of(name))
         raise FinetuneError(f"{verb}: not possible while {name} is {state}; reload the page")
-    running = [task for task in tasks.of(name) if task.verb == verb and not task.ended]
-    if any(task.state in ("running", "queued") for task in running):
+    if any(task.verb == verb and task.is_open for task in tasks.of(name)):
         raise FinetuneError(f"{name}: `{found.command}` runs already")
-    log = watch.run.log if verb == "launch" else None
-    task = tasks.add(verb, found.words, name, log)
+    task = tasks.add(verb, found.words, name, watch.run.log if verb == "launch" else None)
     tasks.advance()
     return task
 
 
-def change(tasks: Tasks, task: Task, what: str) -> None:
-    """Stop, hold or release a task."""
+def change(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
+    """Stop, hold or release a task; returns the page that shows it."""
+    task, what = tasks.find(first(sent, "id")), first(sent, "what")
+    if task is None:
+        raise FinetuneError(f"{first(sent, 'id')}: no such task; it may have been removed")
     if what == "stop":
         tasks.stop(task)
     elif what in ("pause", "resume"):
         tasks.hold(task, paused=what == "pause")
     else:
         raise FinetuneError(f"{what}: expected stop, pause or resume")
+    return f"/run?{urlencode({'run': task.run})}" if task.run in shelf.watches() else "/"

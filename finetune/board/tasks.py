@@ -27,6 +27,8 @@ from finetune.runs.run import read_object, write_json, write_whole
 from finetune.runs.standing import holder_of
 
 State = Literal["queued", "paused", "running", "finished", "interrupted", "failed", "cancelled"]
+Words = dict[str, list[str]]
+"""The fields of a form or the words of an address, by name."""
 INTERRUPTED = 75
 CANCELLED = -1000
 """Status of a task that was cancelled before it began."""
@@ -41,6 +43,8 @@ class Task:
 
     folder: Path
     task: Mapping[str, Any]
+    end: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """What `ended.json` says, once it is there."""
 
     @property
     def id(self) -> str:
@@ -78,7 +82,14 @@ class Task:
 
     @property
     def ended(self) -> dict[str, Any]:
-        return read_object(self.folder / "ended.json")
+        if not self.end:
+            self.end.update(read_object(self.folder / "ended.json"))
+        return self.end
+
+    @property
+    def given(self) -> list[Device]:
+        """The devices that it has."""
+        return [Device(**each) for each in read_object(self.folder / "given.json").get("on", ())]
 
     @property
     def need(self) -> Need:
@@ -99,6 +110,11 @@ class Task:
             return "failed"  # its session was killed, or the machine was switched off
         return "paused" if (self.folder / "paused").exists() else "queued"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it runs or waits."""
+        return not self.ended and self.state in ("queued", "paused", "running")
+
     def last_words(self) -> list[str]:
         """The last lines of its output."""
         return tail(self.log)
@@ -118,6 +134,11 @@ def tail(path: Path) -> list[str]:
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
         return lines[1 if size > LONGEST_LOG else 0 :]
     return []
+
+
+def first(words: Words, name: str, absent: str = "") -> str:
+    """The first value of a field."""
+    return words.get(name, [absent])[0].strip()
 
 
 class Tasks:
@@ -171,7 +192,7 @@ class Tasks:
         task = {
             "verb": verb, "words": list(words), "run": run, "created": time.time(),
             "log": str((log or folder / "log").resolve()), "folder": str(Path.cwd()),
-            "environment": {}, "need": dataclasses.asdict(need or Need()), **more,
+            "need": dataclasses.asdict(need or Need()), **more,
         }  # fmt: skip
         try:
             write_json(folder / "task.json", task)
@@ -200,14 +221,6 @@ class Tasks:
         else:
             (task.folder / "paused").unlink(missing_ok=True)
 
-    def remove_finished(self, keep: int = 500) -> None:
-        """Forget the oldest ended tasks beyond a number."""
-        import shutil
-
-        for task in [task for task in self.all() if task.ended][keep:]:
-            self._known.pop(task.id, None)
-            shutil.rmtree(task.folder, ignore_errors=True)
-
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -229,7 +242,7 @@ class Tasks:
             taken: dict[Device, int] = {}
             for task, state in tasks:
                 if state == "running":
-                    _take(taken, task, [Device(**each) for each in task.task.get("given", ())])
+                    _take(taken, task, task.given)
             here = devices()
             for task, state in tasks:
                 if state == "queued":
@@ -240,14 +253,8 @@ class Tasks:
                     _take(taken, task, chosen)
 
     def _start(self, task: Task, chosen: Sequence[Device]) -> None:
-        numbers = ",".join(str(each.number) for each in chosen if each.kind == "cuda")
-        variables = dict(task.task["environment"])
-        variables |= {"CUDA_VISIBLE_DEVICES": numbers} if numbers else {}
         given = [dataclasses.asdict(each) for each in chosen]
-        write_json(
-            task.folder / "task.json", {**task.task, "environment": variables, "given": given}
-        )
-        self._known.pop(task.id, None)
+        write_json(task.folder / "given.json", {"on": given})
         child = subprocess.Popen(
             interpreter.python("-m", "finetune.board.detached", str(task.folder.resolve())),
             env=interpreter.environment(os.environ),

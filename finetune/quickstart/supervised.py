@@ -64,6 +64,7 @@ def quickstart(output: Path) -> Run:
         f"chat {run.root}",
         f"report {run.root}",
         f"export {run.root} --to merged --merge",
+        f"board {run.root}",
     )
     return run
 

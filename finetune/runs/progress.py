@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,7 +26,7 @@ ENDS: dict[Any, State] = {
     "finished": "finished", "early stop": "stopped early", "interrupted": "interrupted",
 }  # fmt: skip
 """State of a run that nothing trains in, by the reason of its last record."""
-BLOCK = 1 << 20
+BLOCK = 1 << 18
 """Bytes that are read at once."""
 STEP = b'{"kind": "train"'
 """Start of the line of a step."""
@@ -199,23 +198,6 @@ class Watch:
         rate = (_number(self.last.get("time")) - first[0]) / made if made > 0 else math.nan
         return rate * (self.steps - self.step)
 
-    def summary(self) -> dict[str, Any]:
-        """Plain values for JSON; numbers that are not known are None."""
-        best = self.best
-        return {
-            "run": str(self.run.root),
-            "state": self.state,
-            "step": self.step,
-            "steps": self.steps,
-            "loss": _known(self.loss),
-            "best_eval_loss": None if best is None else best["loss"],
-            "best_step": None if best is None else best["step"],
-            "seconds_left": _known(self.seconds_left),
-            "peak_memory": self.peak_memory,
-            "updated": self.updated,
-            "seconds_since": time.time() - self.updated if self.updated else None,
-        }
-
 
 def _keep(kept: list[dict[str, Any]], record: dict[str, Any]) -> None:
     """Append a record; of very many, every second one is dropped."""
@@ -231,10 +213,6 @@ def _whole(value: Any) -> int:
 def _number(value: Any, absent: float = math.nan) -> float:
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known else absent
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 DEEPEST = 3
