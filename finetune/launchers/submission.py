@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple
 
@@ -23,7 +23,6 @@ from finetune.planner.estimate.predict import predict
 from finetune.planner.estimate.row_counts import local_rows
 from finetune.process import interpreter
 from finetune.runs import attempts, standing
-from finetune.runs.foreign import refuse_foreign
 from finetune.runs.run import Run, read_object, write_json
 
 SECONDS_TO_ANSWER = 60
@@ -144,7 +143,7 @@ def submit(launcher: str, queue: Queue[Settings], job: Submission[Settings], dry
             f"{job.run.root}, or choose another --output"
         )
     if not job.run.recipe.exists():
-        refuse_foreign(job.run.root)
+        standing.refuse_foreign(job.run.root)
     before = job.recipe.parent.exists()
     write_json(job.recipe, catalog.to_fields(job.plan.recipe))
     job.run.log.with_name("stop").unlink(missing_ok=True)
@@ -224,17 +223,3 @@ def ask(*words: str, given: str = "", **how: Any) -> str:
 def recipe_text(job: Submission[Any]) -> str:
     """The recipe in JSON, for a job whose machines do not see this disk."""
     return json.dumps(catalog.to_fields(job.plan.recipe))
-
-
-def name_of(run: Run, given: str | None) -> str:
-    """The name of a job; by default that of its run directory."""
-    return given or run.root.absolute().name
-
-
-def words_of(pairs: Sequence[tuple[str, object]]) -> tuple[str, ...]:
-    """Options with their values as words; None and False are left out, True has no value."""
-    found: list[str] = []
-    for name, value in pairs:
-        if value is not None and value is not False:
-            found += [name] if value is True else [name, str(value)]
-    return tuple(found)
