@@ -12,8 +12,8 @@ from pathlib import Path
 
 from finetune.distributed.ranks import Ranks
 from finetune.errors import FinetuneError
+from finetune.runs.foreign import refuse_foreign, unusable_directory
 from finetune.runs.run import Run
-from finetune.runs.standing import refuse_foreign, unusable_directory
 from finetune.runs.units import duration
 
 LOCK_SECONDS = 10.0
