@@ -20,20 +20,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     options.backend_words(parser, elastic=True)
     options.run_words(parser)
-    add, launchers = parser.add_argument, ", ".join([*LAUNCHERS, *QUEUES])
-    add("--max-restarts", type=options.count, default=0,
-        help="maximum number of restarts after a failure")  # fmt: skip
-    add("--max-attempts", type=options.count, metavar="N",
-        help="starts in a row without a new checkpoint, counted in the run directory")  # fmt: skip
-    add("--join-timeout", type=options.minutes, default=5.0,
-        help="minutes that a machine waits for the others to start")  # fmt: skip
-    add("--min-machines", type=options.count, metavar="N",
-        help="with --processes auto: start on fewer machines, but at least on N")  # fmt: skip
-    add("--launcher", default="accelerate",
-        help=f"{launchers}, or module:attribute of your own launcher")  # fmt: skip
-    add("--cluster", help="name or YAML of the cluster to submit to")
-    add("--name", help="name of the job; by default that of the run directory")
-    add("--dry-run", action="store_true", help="print what would be submitted to the cluster")
+    parser.add_argument(
+        "--max-restarts",
+        type=options.count,
+        default=0,
+        help="maximum number of restarts after a failure",
+    )
+    parser.add_argument(
+        "--max-attempts",
+        type=options.count,
+        metavar="N",
+        help="starts in a row without a new checkpoint, counted in the run directory",
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=options.minutes,
+        default=5.0,
+        help="minutes that a machine waits for the others to start",
+    )
+    parser.add_argument(
+        "--min-machines",
+        type=options.count,
+        metavar="N",
+        help="with --processes auto: start on fewer machines, but at least on N",
+    )
+    parser.add_argument(
+        "--launcher",
+        default="accelerate",
+        help=f"{', '.join([*LAUNCHERS, *QUEUES])}, or module:attribute of your own launcher",
+    )
+    parser.add_argument("--cluster", help="name or YAML of the cluster to submit to")
+    parser.add_argument("--name", help="name of the job; by default that of the run directory")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be submitted to the cluster"
+    )
     parser.epilog = "Other --flags are passed to `accelerate launch`."
 
 

@@ -1,4 +1,4 @@
-"""What is submitted, read by the parsers of the engines: `make test-engines`."""
+"""Files that are submitted, read by the parsers of the engines: `make test-engines`."""
 
 import json
 import subprocess
