@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import slurm as clusters
-from conftest import Finetune, start, write_recipe
+from conftest import FP32, Finetune, apart, start, write_recipe
 from slurm import Slurm, curve, files_of, preempted
 
 from finetune.runs.attempts import cost
@@ -157,9 +157,32 @@ def test_a_stopped_job_saves_and_is_continued_by_another(
     assert watching.returncode == 75
     assert "saved step-" in shown
     assert run.newest() < 400
-    slurm.submit(finetune, *words, "--resume")
-    slurm.wait(lambda: run.newest() == 400 and (run.final / "README.md").exists())
+    job = slurm.submit(finetune, *words, "--resume")
+    assert ended(slurm, job) == "COMPLETED", run.log.read_text()
     assert_equal(run, straight)
+
+
+@pytest.mark.slow
+def test_a_start_uses_the_nodes_that_are_there(slurm, run_of, finetune, tiny, tmp_path):
+    sections = SECTIONS | {"max_steps": 300, "saving": {"every": 100}}
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
+    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    node = f"nodename={clusters.NODES[1]}"
+    slurm.ask("scontrol", "update", node, "state=drain", "reason=test")
+    elastic = ["--processes", "auto", "--min-machines", "1"]
+    job = slurm.submit(finetune, recipe, *WORDS, *elastic, "--output", run.root)
+    slurm.wait(lambda: any(run.read_metrics("train")))
+    slurm.ask("scontrol", "update", node, "state=resume")
+    slurm.preempt(job)
+    assert ended(slurm, job) == "COMPLETED", run.log.read_text()
+    log = run.log.read_text()
+    assert (
+        "elastic      1 of 1 machines, 1 of 1 devices: 8 rows a step as always, 4 micro-batches on "
+        "each; backend single" in log
+    )
+    assert "elastic      2 of 2 machines, 2 of 2 devices: 8 rows a step as always, 2" in log
+    assert [each["processes"] for each in run.read_metrics("start")] == [1, 2]
+    assert apart(run, straight) < FP32
 
 
 @pytest.mark.slow

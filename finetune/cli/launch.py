@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from finetune.launchers.submission import Queue
     from finetune.recipe import Recipe
 
+OF_SUBMITTING = {"recipe", "overrides", "launcher", "cluster", "name", "dry_run"}
+"""Arguments that are not those of the job itself."""
 SUMMARY = "train through `accelerate launch`, here or on a cluster"
 
 
@@ -91,7 +93,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _launch(arguments: argparse.Namespace, recipe: "Recipe") -> int:
     from finetune.errors import FinetuneError
     from finetune.launchers import elastic, variables
-    from finetune.launchers.job import launch
+    from finetune.launchers.job import launch, number_of
     from finetune.runs.attempts import attempt
     from finetune.runs.run import Run
 
@@ -111,24 +113,15 @@ def _launch(arguments: argparse.Namespace, recipe: "Recipe") -> int:
     words += ["--end-by", str(arguments.end_by)] if arguments.end_by else []
     words += ["--profile"] if arguments.profile else []
     words += ["--no-plot"] if arguments.no_plot else []
-    first = elastic.value_of(flags, "--machine_rank") in (None, "0")
-    counted = arguments.max_attempts is not None and first
+    counted = arguments.max_attempts is not None and not number_of(flags, "machine_rank")
     with attempt(Run(output), arguments.max_attempts) if counted else contextlib.nullcontext():
         launch(
-            recipe,
-            backend,
-            processes or arguments.processes,
-            output,
-            options.resume_of(arguments),
-            arguments.precision,
-            arguments=words,
-            flags=flags,
-            max_restarts=arguments.max_restarts,
-            join_minutes=arguments.join_timeout,
-            launcher=arguments.launcher,
-            shard_size=arguments.shard_size,
+            recipe, backend, processes or arguments.processes, output,
+            options.resume_of(arguments), arguments.precision, arguments=words, flags=flags,
+            max_restarts=arguments.max_restarts, join_minutes=arguments.join_timeout,
+            launcher=arguments.launcher, shard_size=arguments.shard_size,
             axes=options.axes_of(arguments),
-        )
+        )  # fmt: skip
     return 0
 
 
@@ -141,7 +134,7 @@ def _submit(
     from finetune.checks.request import check
     from finetune.errors import FinetuneError
     from finetune.launchers import cluster as clusters
-    from finetune.launchers.submission import Submission, name_of, submit, words_of
+    from finetune.launchers.submission import Submission, submit
     from finetune.runs.run import Run
 
     file = None
@@ -168,28 +161,13 @@ def _submit(
         return 0
     if resume is False:
         claim(run, plan, resume)
-    name = name_of(run, arguments.name)
+    name = arguments.name or run.root.name
     there = run.root if queue.shares_disk else f"{cluster.runs}/{name}"
-    words = words_of([
-        ("--backend", arguments.backend),
-        ("--processes", "auto" if elastic else count),
-        ("--shard-size", arguments.shard_size),
-        *((f"--{name}", value) for name, value in axes.items()),
-        ("--precision", arguments.precision),
-        ("--output", there),
-        ("--resume", "auto"),
-        ("--nvme-path", arguments.nvme_path),
-        ("--timeout", arguments.timeout),
-        ("--join-timeout", arguments.join_timeout),
-        ("--min-machines", arguments.min_machines),
-        ("--max-restarts", arguments.max_restarts or None),
-        ("--max-attempts", cluster.attempts),
-        ("--profile", arguments.profile),
-        ("--no-plot", arguments.no_plot),
-    ])  # fmt: skip
-    job = Submission(
-        name, plan, run, cluster, (*words, *arguments.flags),
-        arguments.min_machines,
-    )  # fmt: skip
+    given = vars(arguments) | {
+        "processes": "auto" if elastic else count, "output": there, "resume": "auto",
+        "max_attempts": cluster.attempts,
+    }  # fmt: skip
+    words = [*options.spelt(arguments.words, given, OF_SUBMITTING), *arguments.flags]
+    job = Submission(name, plan, run, cluster, tuple(words), arguments.min_machines)
     submit(arguments.launcher, queue, job, arguments.dry_run)
     return 0

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,6 +154,18 @@ def output_of(arguments: argparse.Namespace) -> str | Path:
 
 def resume_of(arguments: argparse.Namespace) -> "Resume":
     return "auto" if arguments.resume == "auto" else arguments.resume is not None
+
+
+def spelt(
+    parser: argparse.ArgumentParser, values: Mapping[str, object], without: Container[str]
+) -> list[str]:
+    """Options with their values as words, but those that are not given, or named in `without`."""
+    words: list[str] = []
+    for action in parser._actions:
+        value = values.get(action.dest)
+        if action.option_strings and action.dest not in without and value not in (None, 0):
+            words += [action.option_strings[0], *([] if value is True else [str(value)])]
+    return words
 
 
 def without_bars() -> None:

@@ -2,7 +2,7 @@
 
 from finetune import backend as backends
 from finetune.errors import FinetuneError
-from finetune.launchers.job import machines as counted
+from finetune.launchers.job import machines, number_of
 from finetune.planner import plan
 from finetune.planner.estimate import hardware
 from finetune.process.rendezvous import visible_gpus
@@ -38,7 +38,7 @@ def fit(
     Raises:
         FinetuneError: there are fewer machines, or the recipe fits no number of processes.
     """
-    there, each = counted(flags), devices()
+    there, each = machines(flags), devices()
     if there < fewest:
         raise FinetuneError(f"--min-machines {fewest}: only {there} are there")
     sizes = [(m, d) for m in range(there, max(1, fewest) - 1, -1) for d in range(each, 0, -1)]
@@ -51,7 +51,7 @@ def fit(
         except FinetuneError as error:
             first = first or error
             continue
-        rank = int(value_of(flags, "--machine_rank") or 0)
+        rank = number_of(flags, "machine_rank") or 0
         if rank == 0:
             print(
                 f"elastic      {used} of {there} machines, {used * per} of {there * each} devices: "
@@ -63,11 +63,3 @@ def fit(
         return (name, used * per, changed) if rank < used else None
     assert first is not None
     raise first
-
-
-def value_of(flags: list[str], name: str) -> str | None:
-    """The last value of a flag of `accelerate launch`, which has dashes or underscores."""
-    words = [part for flag in flags for part in flag.split("=", 1)]
-    spelt = [word.replace("-", "_") for word in words]
-    found = [words[at + 1] for at, word in enumerate(spelt[:-1]) if word == name.replace("-", "_")]
-    return found[-1] if found else None

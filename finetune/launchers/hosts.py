@@ -1,6 +1,7 @@
 """Start a job on hosts by ssh, one `finetune launch` on each, and wait for its end."""
 
 import concurrent.futures
+import contextlib
 import os
 import queue
 import shlex
@@ -69,9 +70,10 @@ def _ssh(job: Submission[Hosts], host: str, words: str) -> list[str]:
 
 def _commands(job: Submission[Hosts], hosts: Sequence[str]) -> dict[str, str]:
     """The command of each host."""
-    head = job.cluster.address or hosts[0].rpartition("@")[2]
-    place = f"--main_process_ip {shlex.quote(head)} --main_process_port "
-    place += str(job.cluster.port or free_port())
+    head = hosts[0].rpartition("@")[2]
+    if job.cluster.address and hosts[0] == job.cluster.hosts[0]:
+        head = job.cluster.address
+    place = f"--main_process_ip {head} --main_process_port {job.cluster.port or free_port()}"
     return {
         host: f"{job.command()} --num_machines {len(hosts)} --machine_rank {rank} {place}"
         for rank, host in enumerate(hosts)
@@ -79,8 +81,7 @@ def _commands(job: Submission[Hosts], hosts: Sequence[str]) -> dict[str, str]:
 
 
 def describe(job: Submission[Hosts]) -> str:
-    lines = _commands(job, job.cluster.hosts).items()
-    return "\n".join(f"{host}: cd {shlex.quote(str(Path.cwd()))} && {it}" for host, it in lines)
+    return "\n".join(map(": ".join, _commands(job, job.cluster.hosts).items()))
 
 
 def submit(job: Submission[Hosts]) -> Submitted:
@@ -93,17 +94,17 @@ def submit(job: Submission[Hosts]) -> Submitted:
     if len(set(hosts)) < len(hosts):
         raise FinetuneError(f"cluster.hosts: {', '.join(hosts)}: one of them occurs twice")
     with concurrent.futures.ThreadPoolExecutor(len(hosts)) as pool:
-        answers = dict(zip(hosts, pool.map(lambda host: _ask(job, host), hosts), strict=True))
-    there = [host for host, problem in answers.items() if problem is None]
+        problems = list(pool.map(lambda host: _problem(job, host), hosts))
+    there = [host for host, problem in zip(hosts, problems, strict=True) if not problem]
     if len(there) < (job.min_machines or len(hosts)):
-        refuse(filter(None, answers.values()))
-    for problem in filter(None, answers.values()):
+        refuse(filter(None, problems))
+    for problem in filter(None, problems):
         print(f"left out     {problem}", flush=True)
     return Submitted(f"{os.getpid()}@{socket.gethostname()}", lambda: _run(job, there))
 
 
-def _ask(job: Submission[Hosts], host: str) -> str | None:
-    """Why a host cannot take part; None if it can."""
+def _problem(job: Submission[Hosts], host: str) -> str | None:
+    """Why a host cannot take part."""
     command = job.command().split(" launch ")[0]
     seen = f"{command} --version\ntest -f {shlex.quote(str(job.recipe))} || echo unseen"
     try:
@@ -118,7 +119,7 @@ def _ask(job: Submission[Hosts], host: str) -> str | None:
 
 
 def _variables(job: Submission[Hosts]) -> str:
-    found = interpreter.environment({**job.cluster.environment})
+    found = interpreter.environment(job.cluster.environment)
     return "".join(f"{name}={value}\n" for name, value in found.items()) + "\n"
 
 
@@ -129,35 +130,47 @@ def _run(job: Submission[Hosts], hosts: Sequence[str]) -> None:
         FinetuneError, TrainingFailure, Interrupted: by the status of the first host that ended
             otherwise than with 0.
     """
-    processes: dict[str, subprocess.Popen[str]] = {}
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    inputs: list[IO[str]] = []
+    ended: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     heard: list[str] = []
 
     def stop() -> None:
-        for process in processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
+        for each in inputs:
+            with contextlib.suppress(OSError):  # its host has ended
+                each.close()
 
     def hear(number: int, _: object) -> None:
         heard.append(signal.Signals(number).name)
         stop()
 
+    def follow(host: str, command: str, log: IO[str]) -> None:
+        with subprocess.Popen(
+            _ssh(job, host, WATCHED.format(command=command)), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            assert process.stdin is not None
+            assert process.stdout is not None
+            inputs.append(process.stdin)
+            with contextlib.suppress(OSError):
+                process.stdin.write(_variables(job))
+                process.stdin.flush()
+            if heard:
+                stop()
+            for line in process.stdout:
+                print(f"{host}: {line}", end="", flush=True)
+                print(f"{host}: {line}", end="", file=log, flush=True)
+            ended.put((host, process.wait()))
+
     before = {number: signal.signal(number, hear) for number in handled_signals()}
+    failed: list[tuple[str, int]] = []
     try:
         with job.run.log.open("a") as log:
             for host, command in _commands(job, hosts).items():
-                words = WATCHED.format(command=command)
-                processes[host] = subprocess.Popen(
-                    _ssh(job, host, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-                )  # fmt: skip
-                _send(processes[host], _variables(job))
-                follow = (host, processes[host], log, ended)
-                threading.Thread(target=_follow, args=follow, daemon=True).start()
-            failed: list[tuple[str, int]] = []
+                threading.Thread(target=follow, args=(host, command, log), daemon=True).start()
             for _ in hosts:
-                host = ended.get()
-                if status := processes[host].wait():
+                host, status = ended.get()
+                if status:
                     failed.append((host, status))
                     stop()  # the others save if they can, and end
     finally:
@@ -174,32 +187,25 @@ def _run(job: Submission[Hosts], hosts: Sequence[str]) -> None:
         )
 
 
-def _send(process: "subprocess.Popen[str]", text: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(text)
-    process.stdin.flush()
-
-
-def _follow(
-    host: str, process: "subprocess.Popen[str]", log: IO[str], ended: "queue.SimpleQueue[str]"
-) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(f"{host}: {line}", end="", flush=True)
-        print(f"{host}: {line}", end="", file=log, flush=True)
-    ended.put(host)
-
-
-def status(record: dict[str, Any]) -> JobState:
+def _launcher(record: dict[str, Any]) -> psutil.Process | None:
+    """The process that waits for the hosts; None after its end."""
     number, _, host = record["id"].partition("@")
     if host != socket.gethostname():
         raise FinetuneError(f"it was started on {host}; ask there")
-    return JobState("running" if psutil.pid_exists(int(number)) else "ended", "by ssh")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = psutil.Process(int(number))
+        return found if found.create_time() < record["submitted"] else None
+    return None
+
+
+def status(record: dict[str, Any]) -> JobState:
+    return JobState("running" if _launcher(record) else "ended", "by ssh")
 
 
 def cancel(record: dict[str, Any], run: Run) -> str:
     """Let the hosts save and end."""
-    os.kill(int(record["id"].partition("@")[0]), signal.SIGTERM)
+    if (process := _launcher(record)) is not None:
+        process.terminate()
     return f"{run.root}: its hosts were asked to save and end"
 
 

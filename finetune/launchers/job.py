@@ -104,6 +104,11 @@ def launch(
 
 def machines(flags: Sequence[str]) -> int:
     """Number of machines of a job, from the flags of `accelerate launch`."""
+    return number_of(flags, "num_machines") or 1
+
+
+def number_of(flags: Sequence[str], name: str) -> int | None:
+    """The last value of a flag that is a number; in flags, `name` may have dashes."""
     words = " ".join(flags).replace("=", " ").replace("-", "_").split()
-    given = [number for name, number in itertools.pairwise(words) if name == "__num_machines"]
-    return int(given[-1]) if given and given[-1].isdigit() else 1
+    given = [number for each, number in itertools.pairwise(words) if each == f"__{name}"]
+    return int(given[-1]) if given and given[-1].isdigit() else None

@@ -63,9 +63,7 @@ def objects(job: Submission[Kubernetes], variables: Mapping[str, str]) -> list[d
     # Kubernetes replaces $(NAME) in the value of a variable.
     given = {"FINETUNE_RECIPE": recipe_text(job).replace("$(", "$$("), **variables}
     container = {
-        "name": "node",
-        "image": cluster.image,
-        "command": ["sh", "-c", command],
+        "name": "node", "image": cluster.image, "command": ["sh", "-c", command],
         "env": [{"name": name, "value": value} for name, value in given.items()],
         "resources": {"limits": {name: amount for name, amount in amounts.items() if amount}},
         "volumeMounts": [{"name": "runs", "mountPath": cluster.runs},
@@ -74,17 +72,13 @@ def objects(job: Submission[Kubernetes], variables: Mapping[str, str]) -> list[d
     if cluster.secret:
         container["envFrom"] = [{"secretRef": {"name": cluster.secret}}]
     pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": cluster.grace_seconds,
+        "restartPolicy": "Never", "terminationGracePeriodSeconds": cluster.grace_seconds,
         "containers": [container],
         "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}},
                     {"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }  # fmt: skip
-    jobs = {
-        "backoffLimit": cluster.attempts,
-        "podFailurePolicy": {"rules": rules},
-        "template": {"spec": pod},
-    }
+    jobs = {"backoffLimit": cluster.attempts, "podFailurePolicy": {"rules": rules},
+            "template": {"spec": pod}}  # fmt: skip
     node = {"name": "node", "template": {"metadata": {"labels": {STEP: "trainer"}}, "spec": jobs}}
     about = {"apiVersion": API, "metadata": {"name": job.name, "namespace": cluster.namespace}}
     policy = {"numNodes": cluster.nodes, "torch": {}}

@@ -59,23 +59,18 @@ def task(job: Submission[SkyPilot], secrets: Mapping[str, str]) -> str:
             f"cluster.accelerator, or one of {', '.join(ACCELERATORS)}"
         )
     resources = {
-        "infra": cluster.infra,
-        "accelerators": f"{name}:{cluster.gpus}" if cluster.gpus else None,
+        "infra": cluster.infra, "accelerators": f"{name}:{cluster.gpus}" if cluster.gpus else None,
         "cpus": f"{cluster.cores}+" if cluster.cores else None,
         "memory": f"{cluster.host_ram:g}+" if cluster.host_ram else None,
-        "use_spot": cluster.spot,
-        "image_id": cluster.image,
-        "disk_size": cluster.disk_size,
+        "use_spot": cluster.spot, "image_id": cluster.image, "disk_size": cluster.disk_size,
         "job_recovery": {"recover_on_exit_codes": [Interrupted.exit_status]},
-    }
+    }  # fmt: skip
     fields = {
-        "name": job.name,
-        "num_nodes": cluster.nodes,
+        "name": job.name, "num_nodes": cluster.nodes,
         "resources": {key: value for key, value in resources.items() if value is not None},
         "file_mounts": {place: {"source": bucket, "mode": "MOUNT"}
                         for place, bucket in cluster.mounts.items()},
-        "envs": {"FINETUNE_RECIPE": recipe_text(job)},
-        "secrets": dict(secrets),
+        "envs": {"FINETUNE_RECIPE": recipe_text(job)}, "secrets": dict(secrets),
         "setup": cluster.setup,
         "run": 'printf %s "$FINETUNE_RECIPE" >recipe.json\n'
                f"exec {job.command('recipe.json', contained=True)}\n",

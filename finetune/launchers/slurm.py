@@ -71,19 +71,13 @@ def script(job: Submission[Slurm]) -> str:
                                       str(cluster.gpus)])  # fmt: skip
     fewest = f"{job.min_machines}-" if job.min_machines else ""
     options = {
-        "job-name": job.name,
-        "nodes": f"{fewest}{cluster.nodes}",
-        "ntasks-per-node": 1,
-        "gpus-per-node": gpus or None,
-        "cpus-per-task": cluster.cores,
-        "account": cluster.account,
-        "partition": cluster.partition,
-        "qos": cluster.qos,
+        "job-name": job.name, "nodes": f"{fewest}{cluster.nodes}", "ntasks-per-node": 1,
+        "gpus-per-node": gpus or None, "cpus-per-task": cluster.cores,
+        "account": cluster.account, "partition": cluster.partition, "qos": cluster.qos,
         "time": cluster.hours and math.ceil(cluster.hours * 60),
         "signal": cluster.hours and f"TERM@{cluster.signal_seconds}",
-        "output": job.run.log,
-        "open-mode": "append",
-    }
+        "output": job.run.log, "open-mode": "append",
+    }  # fmt: skip
     lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
     cores = [f"--cpus-per-task={cluster.cores}"] if cluster.cores else []
     inside: list[str] = []

@@ -1,5 +1,6 @@
 """Submit a job to a scheduler: plan it for the cluster, check it, and record it with its run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from finetune.planner.estimate.predict import predict
 from finetune.planner.estimate.row_counts import local_rows
 from finetune.process import interpreter
 from finetune.runs import attempts, standing
+from finetune.runs.environment import without_secrets
 from finetune.runs.foreign import refuse_foreign
 from finetune.runs.progress import Watch
 from finetune.runs.run import Run, read_object, write_json
@@ -146,24 +148,23 @@ def submit(launcher: str, queue: Queue[Settings], job: Submission[Settings], dry
         )
     if not job.run.recipe.exists():
         refuse_foreign(job.run.root)
-    before = job.recipe.parent.exists()
+    known = job.recipe.parent.exists()
     write_json(job.recipe, catalog.to_fields(job.plan.recipe))
     job.run.log.with_name("stop").unlink(missing_ok=True)
     try:
         number, wait = queue.submit(job)
     except FinetuneError:
-        if not before:
+        if not known:
             shutil.rmtree(job.recipe.parent)
-            if not any(job.run.root.iterdir()):
+            with contextlib.suppress(OSError):  # it is not empty
                 job.run.root.rmdir()
         raise
     attempts.submitted(job.run)
-    record = {
-        "launcher": launcher, "id": number, "name": job.name, "submitted": time.time(),
-        "nodes": job.cluster.nodes, "devices": job.plan.processes, "price": job.cluster.price,
-        "command": list(job.words),
-    }  # fmt: skip
-    write_json(job.run.job, record)
+    write_json(job.run.job, {
+        "launcher": launcher, "id": number, "submitted": time.time(),
+        "devices": job.plan.processes, "price": job.cluster.price,
+        "command": without_secrets(job.words),
+    })  # fmt: skip
     root = shlex.quote(str(job.run.root))
     print(f"submitted    job {number}; finetune watch {root}, finetune stop {root}", flush=True)
     if wait is not None:
@@ -184,18 +185,18 @@ def _planned(job: Submission[Settings]) -> str:
     if machine is None:
         return plan.explain("cuda" if cluster.gpus else "cpu")
     found = predict(plan, machine, local_rows(plan.recipe))
-    precision = plan.backend.precision
-    fewest = fewest_changes.changes(found.workload, machine, precision)
+    how = (found.workload, machine, plan.backend.precision)
+    page = wording.page(found, [] if found.status == "safe" else fewest_changes.changes(*how))
     if found.status == "no":
-        path = fewest_changes.shortest(found.workload, machine, precision)
-        instead = ", then ".join(step.setting for step in path or ()) or "use more or larger GPUs"
-        print(wording.page(found, fewest))
+        path = fewest_changes.shortest(*how) or ()
+        instead = ", then ".join(step.setting for step in path) or "use more or larger GPUs"
+        print(page)
         needed, usable = wording.size(found.totals.allocated), wording.size(found.usable)
         raise FinetuneError(
             f"cluster.gpus {cluster.gpus} of {cluster.nodes} nodes: it needs {needed} of {usable} "
             f"usable per GPU, so nothing was submitted; {instead}"
         )
-    return f"{wording.page(found, [] if found.status == 'safe' else fewest)}\n\n{plan.explain()}"
+    return f"{page}\n\n{plan.explain('cuda')}"
 
 
 def ask(*words: str, given: str = "", **how: Any) -> str:
@@ -225,17 +226,3 @@ def ask(*words: str, given: str = "", **how: Any) -> str:
 def recipe_text(job: Submission[Any]) -> str:
     """The recipe in JSON, for a job whose machines do not see this disk."""
     return json.dumps(catalog.to_fields(job.plan.recipe))
-
-
-def name_of(run: Run, given: str | None) -> str:
-    """The name of a job; by default that of its run directory."""
-    return given or run.root.absolute().name
-
-
-def words_of(pairs: Sequence[tuple[str, object]]) -> tuple[str, ...]:
-    """Options with their values as words; None and False are left out, True has no value."""
-    found: list[str] = []
-    for name, value in pairs:
-        if value is not None and value is not False:
-            found += [name] if value is True else [name, str(value)]
-    return tuple(found)

@@ -15,7 +15,7 @@ from collections.abc import Generator
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.runs.run import Run, read_object
+from finetune.runs.run import Run, read_lines, read_object
 
 
 @contextlib.contextmanager
@@ -61,13 +61,7 @@ def _append(run: Run, fields: dict[str, Any]) -> None:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    if not run.attempts.is_file():
-        return []
-    found: list[dict[str, Any]] = []
-    for line in run.attempts.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # cut off by a kill
-            found.append(json.loads(line))
-    return found
+    return list(read_lines(run.attempts))
 
 
 @dataclasses.dataclass(frozen=True)

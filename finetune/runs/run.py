@@ -155,17 +155,20 @@ class Run:
 
     def read_metrics(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
         """Records of `metrics.jsonl`, all or of one kind; other lines are skipped."""
-        if not self.metrics.exists():
-            return
-        for line in self.metrics.read_bytes().splitlines():
-            try:
-                read = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(read, dict):
-                record = cast(dict[str, Any], read)
-                if kind is None or record.get("kind") == kind:
-                    yield record
+        for record in read_lines(self.metrics):
+            if kind is None or record.get("kind") == kind:
+                yield record
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, which may not exist; other lines are skipped."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            read = json.loads(line)
+        except (ValueError, RecursionError):  # cut off by a kill
+            continue
+        if isinstance(read, dict):
+            yield cast(dict[str, Any], read)
 
 
 def open_run(root: str | Path) -> Run:
