@@ -31,7 +31,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--price", type=float, help="price per GPU and hour")
     parser.add_argument("--rows", type=int, help="training rows, for the time of the run")
-    parser.add_argument("--row-tokens", type=int, help="average tokens per row, for packing")
+    parser.add_argument("--row-tokens", type=int, help="average tokens per row, for the time")
     parser.add_argument(
         "--fit", action="store_true", help="show the largest micro-batch and fewest changes to fit"
     )
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = complete_adapter(recipe)
         refuse(misnamed(recipe))
     asked = verify if arguments.verify else None
-    status = plan_on_machine.run(arguments, recipe, asked, verify, _rate)
+    status = plan_on_machine.run(arguments, recipe, asked, _rate)
     if not arguments.json:
         for line in below_a_plan(recipe):
             print(line)

@@ -108,7 +108,7 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
                     "cannot be traced; set model.attention=eager"
                 ) from None
             raise FinetuneError(f"--verify: transformers cannot build it: {error}") from None
-        if attention == "sdpa" and not network._supports_sdpa:
+        if attention == "sdpa" and not network._supports_sdpa and not plan.padding.free:
             raise FinetuneError(
                 f"model.attention: transformers has no sdpa for {type(network).__name__}; "
                 "set eager or flash_attention_2"

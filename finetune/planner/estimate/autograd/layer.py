@@ -32,9 +32,13 @@ class Layer:
         source = Value(self.tokens * h * n.residual, grad=enters)
         if self.shape.kind == "gpt_neox":
             return self.tape, source, self._parallel(source)
-        normed = self.norm(source)
+        before = self.norm if not self.shape.norms_after else lambda value: value
+        normed = before(source)
+        if self.shape.extra:
+            kept = Value(self.tokens * self.shape.extra * n.compute / 2, grad=False)
+            normed = self.tape.run(normed.size, (normed,), (kept,), passes=True)
         middle = self._residual(source, self._attention(normed), (normed,))
-        normed = self.norm(middle)
+        normed = before(middle)
         # The caller's frame keeps the input alive until the layer returns.
         result = self._residual(middle, self._feed_forward(normed), (normed, source))
         return self.tape, source, result
@@ -47,8 +51,8 @@ class Layer:
         return self.tape.run(source.size, (total, source), passes=True)
 
     def _residual(self, stream: Value, branch: Value, holds: tuple[Value, ...]) -> Value:
-        if self.shape.norms == 4:
-            # Gemma 2 and 3 normalize what a branch adds, too.
+        if self.shape.norms == 4 or self.shape.norms_after:
+            # Gemma 2 and 3 normalize what a branch adds, too, and OLMo 2 only that.
             branch = self.norm(branch)
         return self.tape.run(stream.size, (stream, branch), passes=True, holds=holds)
 
