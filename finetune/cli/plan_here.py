@@ -58,8 +58,9 @@ def plain(
         problem = str(error)
     found = None
     if verify is not None and here is not None:
-        exact = model_source(recipe).exact
-        found = verify(job_plan, dataclasses.replace(here, cpu=False) if exact else None)
+        # The trace is of a GPU's kernels, and so are the formulas that it is compared with.
+        there = dataclasses.replace(here, cpu=False, chained=False)
+        found = verify(job_plan, there if model_source(recipe).exact else None)
     prediction = None
     if here is not None and measure is not None:
         each = measure(job_plan.backend.precision) / job_plan.processes

@@ -1,7 +1,7 @@
 """Approximate the shape of a model without formulas, from its modules in transformers.
 
-The model is built without values. Its shape is that of a Llama with as many layers and weights:
-what is stored is counted exactly, and activations of its layers are approximated.
+The model is built without values. Its shape is that of a Llama with as many layers and weights, and
+a trace of a few layers (`finetune plan`) tells what each saves for the backward pass in addition.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from finetune.cache import cache
@@ -19,21 +20,42 @@ COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts in configs."""
 
 
+def _place(config: Mapping[str, Any]) -> Path:
+    """The file of a model's counts in the cache."""
+    release = importlib.metadata.version("transformers")
+    words = json.dumps([release, dict(config)], sort_keys=True, default=str)
+    return cache("shapes") / f"{hashlib.sha256(words.encode()).hexdigest()[:32]}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def keep(config: Mapping[str, Any], **found: Any) -> None:
+    """Keep facts about a model in the cache, next to those that are there."""
+    path = _place(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_read(path) | found), encoding="utf-8")
+
+
+def is_traced(config: Mapping[str, Any]) -> bool:
+    """Whether it was tried before to trace what a layer of the model saves."""
+    return "extra" in _read(_place(config))
+
+
 def approximate(config: Mapping[str, Any]) -> Architecture:
     """The shape of a model of any type that transformers has; kept in the cache.
 
     Raises:
         FinetuneError: transformers cannot build it.
     """
-    release = importlib.metadata.version("transformers")
-    words = json.dumps([release, dict(config)], sort_keys=True, default=str)
-    path = cache("shapes") / f"{hashlib.sha256(words.encode()).hexdigest()[:32]}.json"
-    try:
-        counted = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        counted = _counted(config)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(counted), encoding="utf-8")
+    counted = _read(_place(config))
+    if "total" not in counted:
+        counted |= _counted(config)
+        keep(config, **counted)
     return _shape(str(config.get("model_type")), counted)
 
 
@@ -100,5 +122,5 @@ def _shape(kind: str, counted: Mapping[str, Any]) -> Architecture:
         kind=kind, layers=layers, hidden=h, heads=heads, kv_heads=kv, head_dim=head_dim,
         width=inner, vocab=counted["vocab"], tied=counted["tied"],
         matrices=attention if experts is not None and rest < 0.05 * each else (*attention, *fed),
-        experts=experts, context=counted["context"] or 0,
+        experts=experts, context=counted["context"] or 0, extra=counted.get("extra", 0.0),
     )  # fmt: skip

@@ -79,8 +79,9 @@ def model_source(recipe: Recipe) -> Source:
         FinetuneError: none of them has it, or the architecture is unknown.
     """
     config, where = config_of(recipe)
-    kind, exact = config.get("model_type"), family_of(config).shape is not None
-    shape = read(config, where) if exact or family_of(config).unfit else approximate(config)
+    kind, family = config.get("model_type"), family_of(config)
+    exact = family.shape is not None or bool(family.unfit) or not isinstance(kind, str)
+    shape = read(config, where) if exact else approximate(config)
     if not exact:
         where += (
             f"; {kind} has no formulas: its weights are counted, and activations are those of a "

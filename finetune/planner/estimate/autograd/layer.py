@@ -32,16 +32,19 @@ class Layer:
         source = Value(self.tokens * h * n.residual, grad=enters)
         if self.shape.kind == "gpt_neox":
             return self.tape, source, self._parallel(source)
-        before = self.norm if not self.shape.norms_after else lambda value: value
-        normed = before(source)
+        normed = self._before(source)
         if self.shape.extra:
             kept = Value(self.tokens * self.shape.extra * n.compute / 2, grad=False)
             normed = self.tape.run(normed.size, (normed,), (kept,), passes=True)
         middle = self._residual(source, self._attention(normed), (normed,))
-        normed = before(middle)
+        normed = self._before(middle)
         # The caller's frame keeps the input alive until the layer returns.
         result = self._residual(middle, self._feed_forward(normed), (normed, source))
         return self.tape, source, result
+
+    def _before(self, stream: Value) -> Value:
+        """What a branch reads."""
+        return stream if self.shape.norms_after else self.norm(stream)
 
     def _parallel(self, source: Value) -> Value:
         """GPT-NeoX: both branches read the same hidden state."""
