@@ -162,14 +162,24 @@ def test_steps_of_packs_are_counted_by_the_tokens_of_rows(tmp_path):
     assert "--row-tokens" in whole_run(unknown, "--rows 1000")
     steps = math.ceil(3 * math.ceil(1000 * 250 / 1024) / 8)
     assert f" {steps} steps" in whole_run(unknown, "--rows 1000 --row-tokens 250")
-    # A row that is longer than a pack is cut or left out: it is one pack at most.
-    assert f" {3 * 1000 // 8} steps" in whole_run(unknown, "--rows 1000 --row-tokens 5000")
+    with pytest.raises(FinetuneError, match="--row-tokens 5000: rows have at most"):
+        ask("--gpu RTX4090 --backend single --rows 1000 --row-tokens 5000", unknown)
     # Local rows of 400 letters are about 100 tokens.
     path = tmp_path / "rows.jsonl"
     path.write_text((json.dumps({"text": "x" * 387}) + "\n") * 200)
     local = packed.with_data(ft.Data(str(path), "text"))
     assert f" {math.ceil(3 * math.ceil(200 * 100 / 1024) / 8)} steps" in whole_run(local)
-    # Without packing rows are rows.
-    assert f" {3 * 1000 // 8} steps" in whole_run(unknown.with_batch(packing=False), "--rows 1000")
+    # Without packing rows are rows, and short ones take less time.
+    rows = unknown.with_batch(packing=False)
+    assert f" {3 * 1000 // 8} steps" in whole_run(rows, "--rows 1000")
+    words = "--gpu RTX4090 --backend single --rows 1000"
+    full, short = (
+        record(f"{words} {more}", rows)["prediction"]["time"] for more in ("", "--row-tokens 256")
+    )
+    assert (short["tokens"], short["flops"]) == (
+        full["tokens"] / 4,
+        pytest.approx(full["flops"] / 4, rel=0.1),
+    )
+    assert short["step"] < full["step"]
     with pytest.raises(FinetuneError, match="--row-tokens 0: expected a whole number"):
         ask("--row-tokens 0", unknown)

@@ -1,6 +1,7 @@
 """`finetune plan`: derive the plan of a recipe on a backend and a machine, or why it cannot run."""
 
 import argparse
+import contextlib
 
 from finetune.cli import options
 
@@ -31,7 +32,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--price", type=float, help="price per GPU and hour")
     parser.add_argument("--rows", type=int, help="training rows, for the time of the run")
-    parser.add_argument("--row-tokens", type=int, help="average tokens per row, for packing")
+    parser.add_argument("--row-tokens", type=int, help="average tokens per row, for the time")
     parser.add_argument(
         "--fit", action="store_true", help="show the largest micro-batch and fewest changes to fit"
     )
@@ -47,9 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     from finetune import backend
     from finetune.checks.request import below_a_plan, check, misnamed, read_words
     from finetune.cli import plan_on_machine
-    from finetune.errors import refuse
+    from finetune.errors import FinetuneError, refuse
     from finetune.models.starting_adapter import complete_adapter
-    from finetune.verification.memory.traced_step import verify
+    from finetune.planner.families import family_of
+    from finetune.planner.shapes.config_files import config_of
+    from finetune.verification.memory.traced_step import measure_layers, verify
 
     recipe = read_words(arguments.recipe, arguments.overrides, arguments.backend)
     if not (arguments.gpu or arguments.gpus):
@@ -61,8 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         recipe = complete_adapter(recipe)
         refuse(misnamed(recipe))
+    family = None
+    with contextlib.suppress(FinetuneError):  # reported with the plan
+        family = family_of(config_of(recipe)[0])
+    if family is not None and not (family.shape or family.unfit or recipe.model.trust_remote_code):
+        measure_layers(recipe)
     asked = verify if arguments.verify else None
-    status = plan_on_machine.run(arguments, recipe, asked, verify, _rate)
+    status = plan_on_machine.run(arguments, recipe, asked, _rate)
     if not arguments.json:
         for line in below_a_plan(recipe):
             print(line)

@@ -16,7 +16,7 @@ from finetune.planner.estimate.predict import (
     model_source,
     workload_of,
 )
-from finetune.planner.estimate.row_counts import local_rows, steps_of
+from finetune.planner.estimate.row_counts import average_tokens, local_rows, steps_of
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan, plan
 from finetune.recipe import Recipe
@@ -43,11 +43,12 @@ def plain(
     machine, count = backends.divided(machine, processes, axes_of(arguments))
     job_plan = plan(recipe, machine, count, arguments.precision)
     here, problem = None, ""
+    row_tokens = average_tokens(recipe, arguments.row_tokens)
     try:
         if job_plan.traits.divides:
             raise FinetuneError("a divided model is only planned for GPUs: use --gpu and --gpus")
         here = dataclasses.replace(
-            workload_of(job_plan, model_source(recipe).shape),
+            workload_of(job_plan, model_source(recipe).shape, row_tokens),
             cpu=True,
             chained=recipe.kernels.pointwise != "eager",
         )
@@ -55,7 +56,11 @@ def plain(
         if verify is not None:
             raise
         problem = str(error)
-    found = verify(job_plan, dataclasses.replace(here, cpu=False)) if verify and here else None
+    found = None
+    if verify is not None and here is not None:
+        # The trace is of a GPU's kernels, and so are the formulas that it is compared with.
+        there = dataclasses.replace(here, cpu=False, chained=False)
+        found = verify(job_plan, there if model_source(recipe).exact else None)
     prediction = None
     if here is not None and measure is not None:
         each = measure(job_plan.backend.precision) / job_plan.processes
@@ -122,9 +127,10 @@ def _page(
     lines = [f"memory       {wording.size(peak.total)} per process in '{peak.name}': {parts}"]
     if prediction is not None:
         times, gpu = prediction.times, prediction.machine.gpu
+        full = " if every row is full" if prediction.workload.mean_length == 1 else ""
         lines.append(
             f"speed        {wording.duration(times.step)} a step, {times.tokens_per_second:,.0f} "
-            f"tokens/s on this CPU if every row is full: {gpu.flops / 1e9:,.0f} GFLOP/s a "
+            f"tokens/s on this CPU{full}: {gpu.flops / 1e9:,.0f} GFLOP/s a "
             f"process (measured), {gpu.reached:.0%} of it in products (an assumption)"
         )
         found = judges(prediction.plan.recipe, cpu=True)

@@ -20,9 +20,7 @@ from finetune.planner.estimate.predict import (
     predict,
 )
 from finetune.planner.estimate.row_counts import local_rows
-from finetune.planner.families import family_of
 from finetune.planner.plan import Plan, plan
-from finetune.planner.shapes.config_files import config_of
 from finetune.recipe import Recipe
 from finetune.runs import limits
 
@@ -47,14 +45,12 @@ def run(
     arguments: argparse.Namespace,
     recipe: Recipe,
     verify: Verify | None = None,
-    trace: Verify | None = None,
     measure: Measure | None = None,
 ) -> int:
     """Print the plan of a recipe, and its memory and time on a machine if one is given.
 
     Args:
         verify: compares the formulas with a trace; None to skip this.
-        trace: traces a model without formulas.
         measure: measures the matrix-product rate of this machine's CPU.
 
     Returns the exit status: 1 if `verify` disagrees with the plan's numbers.
@@ -89,9 +85,6 @@ def run(
         arguments.backend = "_".join([*axes, "fsdp"]) if axes else None
     divided = machine is not None and arguments.backend is not None
     divided = divided and backends.load(arguments.backend).axes.any
-    tracer = verify or trace
-    if tracer is not None and not divided and _is_unknown(recipe):
-        return _traced(arguments, recipe, machine, tracer, asked=verify is not None)
     if machine is None:
         return plain(arguments, recipe, verify, measure)
     # A trace is of one backend; without a name it is the recipe's.
@@ -108,56 +101,12 @@ def run(
     return _show(arguments, planned, prediction, verify)
 
 
-def _is_unknown(recipe: Recipe) -> bool:
-    """Whether a model's config can be read and its type has no formulas."""
-    try:
-        return family_of(config_of(recipe)[0]).shape is None
-    except FinetuneError:
-        return False  # reported later, when the shapes are needed
-
-
 def _predicted(
     arguments: argparse.Namespace, planned: Plan, machine: hardware.Machine
 ) -> Prediction:
     """The prediction on a machine, for the given number of rows or those counted in local files."""
     rows = arguments.rows or local_rows(planned.recipe)
     return predict(planned, machine, rows, arguments.row_tokens)
-
-
-def _traced(
-    arguments: argparse.Namespace,
-    recipe: Recipe,
-    machine: hardware.Machine | None,
-    verify: Verify,
-    asked: bool,
-) -> int:
-    """Print the trace of a model without formulas; where there is none, raise only if `asked`."""
-    processes = arguments.gpus or arguments.processes
-    planned = plan(recipe, arguments.backend, processes, arguments.precision)
-    try:
-        found = verify(planned, None)
-    except FinetuneError as error:
-        if asked:
-            raise
-        if arguments.json:
-            print(json.dumps(planned.summary(), indent=2))
-        else:
-            print(planned.explain(None if machine is None else "cuda"))
-            print(f"memory       not predicted: {str(error).removeprefix('--verify: ')}")
-        return 0
-    if arguments.json:
-        print(json.dumps({**planned.summary(), "verification": found.summary()}, indent=2))
-        return 0
-    print(planned.explain(None if machine is None else "cuda"))
-    print()
-    print(found.page())
-    if machine is not None:
-        fits = "fits" if found.traced_peak <= machine.usable else "DOES NOT FIT"
-        print(
-            f"{wording.machine_words(machine)}: {wording.size(found.traced_peak)} of "
-            f"{wording.size(machine.usable)} usable per GPU: {fits}"
-        )
-    return 0
 
 
 def _show(
@@ -177,7 +126,7 @@ def _show(
         from finetune.reports import plan_page  # imports jinja, a quarter of a second
 
         plan_page.write(prediction, Path(arguments.html))
-    traced = verify(planned, workload) if verify else None
+    traced = verify(planned, workload if prediction.source.exact else None) if verify else None
     if arguments.json:
         record |= {} if fit is None else {"fit": fit}
         record |= {} if traced is None else {"verification": traced.summary()}
@@ -221,7 +170,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     usual: backends.Precision = "bf16" if machine.gpu.bf16 else "fp16"
     precision: backends.Precision = arguments.precision or usual
     source = model_source(recipe)
-    found = choice.candidates(recipe, machine, precision)
+    found = choice.candidates(recipe, machine, precision, row_tokens=arguments.row_tokens)
     whole = advice.rank(found)
     best = whole[0] if whole else None
     ranked = choice.allowed(recipe, whole, precision)

@@ -85,6 +85,9 @@ class Family:
     """Normalizations of the hidden state in one layer."""
     qk_norm: bool = False
     """Whether query and key are normalized."""
+    norms_after: bool = False
+    """Whether what a branch adds is normalized, not what it reads, and query and key over all heads
+    (OLMo 2)."""
     qkv_bias: bool = False
     """Whether query, key and value have biases and the output has none."""
     capped: bool = False
@@ -113,7 +116,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": dataclasses.replace(
         _GEMMA, classes="Gemma3", logits="softcapped", norms=4, qk_norm=True
     ),
-    "granite": Family(classes="Granite", logits="divided", compiles=True, divides=("tensor",)),
+    "granite": Family(
+        classes="Granite", logits="divided", compiles=True, divides=("tensor",), shape="llama"
+    ),
     "cohere": Family(logits="multiplied", unfused=_ALL, compiles=True, divides=_DENSE),
     "cohere2": Family(logits="multiplied", unfused=_ALL, divides=_DENSE),
     "phi3": Family(
@@ -122,8 +127,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         classes="Olmo2", logits="plain", unfused=("norm", "rotary"), compiles=True,
-        divides=("pipeline",),
+        divides=("pipeline",), shape="llama", qk_norm=True, norms_after=True,
     ),
+    "olmo3": Family(shape="llama", qk_norm=True, norms_after=True),
     "gpt2": Family(transposed=True, shape="gpt2"),
     "gpt_neox": Family(shape="gpt_neox"),
     # Mixtures of experts.
@@ -171,7 +177,7 @@ FAMILIES: dict[str, Family] = {
         (
             "apertus", "arcee", "biogpt", "bitnet", "deepseek_v2", "deepseek_v3", "diffllama",
             "dots1", "ernie4_5", "exaone4", "glm", "glm4", "glm4_moe", "gpt_bigcode", "helium",
-            "hunyuan_v1_dense", "ministral", "ministral3", "olmo", "olmo3", "opt", "persimmon",
+            "hunyuan_v1_dense", "ministral", "ministral3", "olmo", "opt", "persimmon",
             "phi", "seed_oss", "starcoder2",
         ),
         Family(),

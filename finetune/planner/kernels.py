@@ -8,7 +8,7 @@ from typing import Literal
 from finetune.backend import Backend
 from finetune.planner.engines import TRAITS
 from finetune.planner.families import family_of
-from finetune.planner.shapes.config_files import model_fields
+from finetune.planner.shapes.config_files import fields_of
 from finetune.planner.shapes.read_config import caps_scores
 from finetune.recipe import Recipe
 
@@ -105,7 +105,7 @@ def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice,
 
 def attention_rules(recipe: Recipe, backend: Backend) -> dict[DeviceType, str]:
     """How attention over concatenated documents is computed, by type of device."""
-    fields = model_fields(recipe)
+    fields = fields_of(recipe)
     traits = (
         bool(fields.get("attention_dropout")),
         caps_scores(fields),
@@ -196,8 +196,8 @@ def _lora(recipe: Recipe, backend: Backend) -> Choice:
 
 
 def model_type(recipe: Recipe) -> str | None:
-    """The model type of a recipe; None if the model's config is not on this machine."""
-    return model_fields(recipe).get("model_type")
+    """The model type of a recipe; None if its config is not known."""
+    return fields_of(recipe).get("model_type")
 
 
 def score_block(heads: int, length: int) -> int:

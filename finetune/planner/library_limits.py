@@ -1,5 +1,6 @@
 """Reject what transformers or PEFT cannot train, by model type and adapter fields."""
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -60,11 +61,10 @@ def names_only_matrices(given: LoRA, fields: Mapping[str, Any]) -> bool:
 
     The formulas know the matrices of a layer, the embedding and the head.
     """
-    try:
+    known = set[str]()  # of a family without formulas
+    with contextlib.suppress(FinetuneError):
         shape = read(fields)
-    except FinetuneError:
-        return False  # a family without formulas
-    known = {matrix.leaf for matrix in shape.matrices} | {shape.table, shape.head}
+        known = {matrix.leaf for matrix in shape.matrices} | {shape.table, shape.head}
     asked = () if given.targets == "all-linear" else given.targets
     names: list[str] = []
     for each in (asked, given.exclude_modules, given.modules_to_save):

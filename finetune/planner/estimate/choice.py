@@ -10,6 +10,7 @@ from finetune.planner.estimate import advice, hardware, mesh_sizes
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.layout import of_backend
 from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.estimate.row_counts import average_tokens
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import plan
 from finetune.planner.request import requested
@@ -31,19 +32,22 @@ def candidates(
     precision: backends.Precision = "bf16",
     divided: bool = True,
     cpu: bool = False,
+    row_tokens: int | None = None,
 ) -> list[advice.Option]:
     """Every layout, micro-batch and recomputation for a recipe.
 
     Args:
         divided: also divide the model among the GPUs.
         cpu: the machine is `hardware.processor`.
+        row_tokens: average number of tokens per row.
 
     Raises:
         FinetuneError: the shape of the model is unknown, or a step has too few rows for the GPUs.
     """
     alone, shape = _one_process(recipe), model_source(recipe).shape
     machine = leaving_room(machine, recipe)
-    base = workload_of(plan(alone, "single", 1, precision), shape)
+    row_tokens = average_tokens(recipe, row_tokens)
+    base = workload_of(plan(alone, "single", 1, precision), shape, row_tokens)
     if cpu:
         base = dataclasses.replace(base, cpu=True, chained=recipe.kernels.pointwise != "eager")
     found = advice.options(
@@ -52,7 +56,7 @@ def candidates(
         precision,
         rows_per_step=recipe.batch.rows,
         micro_rows=[rows for rows in SIZES if recipe.batch.rows % rows == 0],
-        divided=_divisions(recipe, base, machine, precision) if divided else (),
+        divided=_divisions(recipe, base, machine, precision, row_tokens) if divided else (),
     )
     if not found:
         raise FinetuneError(_too_few_rows(recipe, machine))
@@ -112,6 +116,7 @@ def _divisions(
     workload: Workload,
     machine: hardware.Machine,
     precision: backends.Precision,
+    row_tokens: int | None,
 ) -> Iterator[Workload]:
     """Workloads of the recipe under every layout that divides its model and the rules allow."""
     alone, made = _one_process(recipe), dict[str, Workload]()
@@ -120,7 +125,7 @@ def _divisions(
             continue
         if backend.name not in made:  # the choice of kernels does not depend on the sizes
             planned = plan(alone, backend, machine.count)
-            made[backend.name] = workload_of(planned, workload.shape)
+            made[backend.name] = workload_of(planned, workload.shape, row_tokens)
         place = of_backend(backend, machine.count)
         yield dataclasses.replace(made[backend.name], layout=place)
 

@@ -87,7 +87,8 @@ GPUS: dict[str, GPU] = {
 }
 ALIASES = {
     "a100": "A100-80", "h100": "H100-80", "a100pcie": "A100-80-PCIe", "h100pcie": "H100-80-PCIe",
-    "h100-94": "H100-NVL", "a800": "A800-80", "a800pcie": "A800-80-PCIe", "gh200": "GH200-96", "gh200-480": "GH200-96",
+    "h100-94": "H100-NVL", "a800": "A800-80", "a800pcie": "A800-80-PCIe", "gh200": "GH200-96",
+    "gh200-480": "GH200-96",
 }  # fmt: skip
 """Rows for names without a size, and for sizes that are not those of the card's memory."""
 

@@ -1,6 +1,7 @@
 """Predict memory, communication and time of a plan on a machine, and whether it fits."""
 
 import dataclasses
+import math
 from typing import Any
 
 from finetune.errors import FinetuneError
@@ -17,7 +18,7 @@ from finetune.planner.estimate.adapter_sizes import Adapter, lora, named_expert_
 from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORES
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.optimizer_state import measured
-from finetune.planner.estimate.row_counts import steps_of
+from finetune.planner.estimate.row_counts import average_tokens, steps_of
 from finetune.planner.estimate.sharding.nvme import Swapped
 from finetune.planner.estimate.timing import Times, passes
 from finetune.planner.estimate.trained_share import share
@@ -33,9 +34,16 @@ LOSSES_OF_HEADS = {"chunked": CHUNKED, "whole": OURS, "labelled": LABELLED, "sco
 """Memory model of the loss, by the value of the kernel option `head`."""
 
 
-def workload_of(plan: Plan, shape: Architecture) -> Workload:
-    """The workload of one process of a plan."""
+def workload_of(plan: Plan, shape: Architecture, row_tokens: int | None = None) -> Workload:
+    """The workload of one process of a plan.
+
+    Args:
+        row_tokens: average number of tokens per row; by default rows are full.
+    """
     recipe, backend = plan.recipe, plan.backend
+    mean, batch = min(1.0, (row_tokens or recipe.row_length) / recipe.row_length), recipe.batch
+    # By tokens, micro-batches are full, and shorter rows make fewer of them.
+    fewer = mean if batch.micro_tokens is not None and not batch.packing else 1.0
     place = layout.of_backend(backend, plan.processes)
     kinds: dict[str, AttentionKind] = {"eager": "eager"}
     return Workload(
@@ -62,7 +70,10 @@ def workload_of(plan: Plan, shape: Architecture) -> Workload:
         update=recipe.optim.name,
         state=measured(recipe.optim),
         ema=recipe.optim.ema_decay is not None,
-        accumulation=plan.accumulation,
+        accumulation=max(1, math.ceil(plan.accumulation * fewer)),
+        mean_length=1.0 if batch.packing else mean / fewer,
+        padded=not plan.padding.free,
+        document=mean * batch.max_length,
         root_unit=place.axes.any,
         synchronise_each=synchronises_each(recipe),
         ahead=recipe.passes_before_step,
@@ -259,7 +270,8 @@ def predict(
         )
     source = model_source(plan.recipe)
     machine = leaving_room(machine, plan.recipe)
-    workload = workload_of(plan, source.shape)
+    row_tokens = average_tokens(plan.recipe, row_tokens)
+    workload = workload_of(plan, source.shape, row_tokens)
     option = advice.option(workload, machine)
     stages = memory.by_stage(workload)
     timeline = max(stages, key=lambda found: found.peak.total)

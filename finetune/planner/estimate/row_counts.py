@@ -4,6 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 
+from finetune.errors import FinetuneError
 from finetune.planner.plan import Plan
 from finetune.planner.shapes import published
 from finetune.recipe import Recipe
@@ -19,12 +20,31 @@ def steps_of(plan: Plan, rows: int | None, row_tokens: int | None = None) -> int
         return recipe.max_steps
     if rows is None or not recipe.batch.packing:
         return None if rows is None else plan.steps(rows)
-    each = row_tokens or known_row_tokens(recipe)
+    each = average_tokens(recipe, row_tokens)
     if each is None:
         return None
-    length = recipe.row_length
     # Best-fit packing leaves about 1 % of a pack empty if rows are short; ignored here.
-    return plan.steps(math.ceil(rows * min(each, length) / length))
+    return plan.steps(math.ceil(rows * each / recipe.row_length))
+
+
+def average_tokens(recipe: Recipe, given: int | None) -> int | None:
+    """Average tokens of a training row: as given, of a known data set, or of local files.
+
+    None if it is not known, and for rows that are sampled.
+
+    Raises:
+        FinetuneError: rows cannot be that long.
+    """
+    if recipe.sampled is not None:
+        return None
+    if given is not None and given > recipe.row_length:
+        raise FinetuneError(
+            f"--row-tokens {given}: rows have at most batch.max_length={recipe.batch.max_length} "
+            f"tokens{' a document' if recipe.row_length > recipe.batch.max_length else ''}; give "
+            "the average after cutting, or a longer batch.max_length"
+        )
+    found = given or known_row_tokens(recipe)
+    return None if found is None else min(found, recipe.row_length)
 
 
 def known_row_tokens(recipe: Recipe) -> int | None:

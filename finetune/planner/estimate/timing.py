@@ -207,16 +207,17 @@ def times(
     """Times of a step: the longer of computation and transfers, plus the part without overlap.
 
     Args:
-        slots: tokens per step and process, including padding; by default all rows are full.
-        length: average document length in tokens, for attention; by default the row length.
+        slots: tokens per step and process, including padding; by default `workload.filled`.
+        length: average document length in tokens, for attention; by default `workload.document`.
     """
+    length = length or workload.document or workload.length
     per_token = flops_per_token(
-        workload.shape, length or workload.length, True, workload.adapter is not None,
+        workload.shape, length, True, workload.adapter is not None,
         workload.recomputes,
     )  # fmt: skip
     layout = workload.layout
     if slots is None:  # processes that train on the same rows divide the work
-        slots = workload.tokens * workload.accumulation / layout.axes.processes
+        slots = workload.tokens * workload.filled * workload.accumulation / layout.axes.processes
     tokens = float(slots)
     if workload.teacher_shape is not None:
         per_token += 2.0 * workload.teacher_shape.multiplied  # one forward pass
@@ -224,7 +225,7 @@ def times(
     waits = schedules.bubble(layout.axes, workload.accumulation)
     products = work
     if not workload.cpu:
-        products += slower_attention(workload, length or workload.length) * tokens
+        products += slower_attention(workload, length) * tokens
     compute = products / attained(machine, workload) / (1 - waits)
     # Operations other than products; on GPUs the same for every engine.
     counted = workload

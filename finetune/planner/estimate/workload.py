@@ -130,6 +130,12 @@ class Workload:
     """Completions that the processes sample; None if they sample none."""
     documents: int = 1
     """Sequences of a row of `batch.micro_rows`: a pair has two."""
+    mean_length: float = 1.0
+    """Average length of a row, as a share of the maximum."""
+    padded: bool = False
+    """Whether rows are padded to the longest of their micro-batch."""
+    document: float = 0.0
+    """Average tokens of a document, for the time of attention; 0 if all rows are full."""
 
     @property
     def teacher(self) -> "Workload | None":
@@ -169,6 +175,16 @@ class Workload:
         if not self.activations_on_host:
             return 0.0
         return float(self.shape.layers * self.tokens * self.shape.hidden * self.residual)
+
+    @property
+    def filled(self) -> float:
+        """Average share of the slots of full rows that are computed, including padding.
+
+        The longest of n rows, whose lengths are assumed to be spread exponentially, is on average
+        1 + 1/2 + ... + 1/n times as long as their mean.
+        """
+        longest = sum(1 / n for n in range(1, self.micro_rows + 1)) if self.padded else 1.0
+        return min(1.0, self.mean_length * longest)
 
     @property
     def micro_rows(self) -> int:

@@ -76,6 +76,10 @@ class Architecture:
     norms: int = 2
     """Normalizations of the hidden state in one layer."""
     qk_norm: bool = False
+    norms_after: bool = False
+    """Whether outputs of branches are normalized, not inputs; query and key over all heads."""
+    extra: float = 0.0
+    """Bytes per token that a layer saves in addition, measured, if its operations are not known."""
     capped_scores: bool = False
     """Whether the attention scores are soft-capped with a tanh."""
     capped_logits: bool = False
@@ -124,7 +128,8 @@ class Architecture:
 
     @property
     def layer_parameters(self) -> int:
-        small = self.norms * self.norm_size + (2 * self.head_dim if self.qk_norm else 0)
+        normed = self.query + self.key if self.norms_after else 2 * self.head_dim
+        small = self.norms * self.norm_size + normed * self.qk_norm
         return self.expert_parameters + small + sum(m.parameters for m in self.matrices)
 
     @property

@@ -12,6 +12,7 @@ from finetune.cache import hub_cache
 from finetune.errors import FinetuneError, reading
 from finetune.planner.families import family_of
 from finetune.planner.shapes import published
+from finetune.planner.shapes.approximate import approximate
 from finetune.planner.shapes.architecture import Architecture
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import Head, Model, Recipe
@@ -65,6 +66,8 @@ class Source:
 
     shape: Architecture
     where: str
+    exact: bool = True
+    """Whether its operations are known; else its activations are approximate."""
 
 
 def model_source(recipe: Recipe) -> Source:
@@ -76,12 +79,19 @@ def model_source(recipe: Recipe) -> Source:
         FinetuneError: none of them has it, or the architecture is unknown.
     """
     config, where = config_of(recipe)
-    shape = read(config, where)
+    kind, family = config.get("model_type"), family_of(config)
+    exact = family.shape is not None or bool(family.unfit) or not isinstance(kind, str)
+    shape = read(config, where) if exact else approximate(config)
+    if not exact:
+        where += (
+            f"; {kind} has no formulas: its weights are counted, and activations are those of a "
+            "Llama with as many; --verify traces them"
+        )
     if recipe.model.add_tokens:
         shape = dataclasses.replace(shape, vocab=max(shape.vocab, _rows_with_added(recipe, shape)))
     if recipe.head.scored:  # without the head that predicts tokens
         shape = dataclasses.replace(shape, tied=False, scores=len(recipe.head.names))
-    return Source(shape, where)
+    return Source(shape, where, exact)
 
 
 def _rows_with_added(recipe: Recipe, shape: Architecture) -> int:

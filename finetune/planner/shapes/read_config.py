@@ -101,9 +101,10 @@ def _llama(kind: str, fields: _Fields) -> Architecture:
         matrices=(*_attention(h, heads * head_dim, kv * head_dim, bias, out_bias), *mlp),
         experts=experts,
         activation=fields.activation("gelu_pytorch_tanh" if gemma else "silu"),
-        norm="gemma" if gemma else "rms",
+        norm="gemma" if gemma or family.norms_after else "rms",  # both cast to 16 bits last
         norms=family.norms,
         qk_norm=family.qk_norm,
+        norms_after=family.norms_after,
         capped_scores=caps_scores(fields.values),
         capped_logits=family.capped and fields.capped("final_logit_softcapping"),
         context=fields.size("max_position_embeddings", 2048),

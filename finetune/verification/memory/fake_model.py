@@ -25,6 +25,7 @@ from finetune.kernels.quantised import Linear4bit, QuantState, matmul_4bit
 from finetune.models import model as models
 from finetune.models.quantization import quantization_config
 from finetune.models.scoring import auto_class
+from finetune.models.soundness import hold_in_fp32
 from finetune.planner import Plan
 from finetune.planner.kernels import GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES
 
@@ -108,7 +109,7 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
                     "cannot be traced; set model.attention=eager"
                 ) from None
             raise FinetuneError(f"--verify: transformers cannot build it: {error}") from None
-        if attention == "sdpa" and not network._supports_sdpa:
+        if attention == "sdpa" and not network._supports_sdpa and not plan.padding.free:
             raise FinetuneError(
                 f"model.attention: transformers has no sdpa for {type(network).__name__}; "
                 "set eager or flash_attention_2"
@@ -116,6 +117,8 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
         if recipe.model.quantization != "none":
             quantise(network, plan)
         base, network = network, models.as_trained(network, recipe)
+        if not (plan.traits.masters or plan.widens_shards):
+            hold_in_fp32(network)
         models.install_kernels(base, plan)
         for module in network.modules():
             _compute_as_on_a_gpu(module)

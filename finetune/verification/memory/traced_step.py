@@ -1,5 +1,7 @@
 """Trace a step of a plan in a separate process, and compare the formulas with it."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -7,17 +9,25 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from finetune.backend import Backend
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
+from finetune.planner.estimate.autograd.traces import traces
+from finetune.planner.estimate.predict import workload_of
 from finetune.planner.estimate.workload import Workload
+from finetune.planner.shapes import approximate
 from finetune.planner.shapes.config_files import config_of
 from finetune.process import interpreter
 from finetune.process.progress import progress
 from finetune.process.quiet import OF_A_LAUNCH
+from finetune.recipe import Recipe
 from finetune.runs.run import write_json
 from finetune.verification.memory import mesh_comparison, plan_and_trace
 from finetune.verification.memory.mesh_comparison import Stages
 from finetune.verification.memory.plan_and_trace import Verification
+
+SIZES, TOKENS = (4, 8), 256
+"""Numbers of layers, and of tokens, with which `measure_layers` traces."""
 
 
 def verify(plan: Plan, workload: Workload | None = None) -> Verification | Stages:
@@ -58,6 +68,27 @@ def verify(plan: Plan, workload: Workload | None = None) -> Verification | Stage
     return plan_and_trace.compare(
         found, workload, plan.processes, how, plan_and_trace.notes(plan, sharded)
     )
+
+
+def measure_layers(recipe: Recipe) -> None:
+    """Trace what a layer of a model without formulas saves, once; `approximate` reads it.
+
+    If the model cannot be traced, nothing is added to what its approximation saves.
+    """
+    config, _ = config_of(recipe)
+    if approximate.is_traced(config):
+        return
+    recipe = recipe.with_batch(rows=1, micro_rows=1, max_length=TOKENS, packing=False)
+    model = dataclasses.replace(recipe.model, activation_checkpointing=False)
+    plan = Plan(dataclasses.replace(recipe, model=model), Backend("single", "single"), 1)
+    approximate.keep(config, extra=0.0)
+    with contextlib.suppress(FinetuneError):
+        (steps,) = _rehearse(plan, [0], SIZES)
+        workload = workload_of(plan, approximate.approximate(config))
+        few, more = (step["saved"] for step in steps)
+        saved = (more - few) / (SIZES[1] - SIZES[0])
+        known = traces(workload).kept_by(workload.shape.layers) / workload.shape.layers
+        approximate.keep(config, extra=max(0.0, saved - known) / workload.tokens)
 
 
 def _stages(plan: Plan, workload: Workload | None) -> Stages:

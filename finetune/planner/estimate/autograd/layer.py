@@ -32,12 +32,19 @@ class Layer:
         source = Value(self.tokens * h * n.residual, grad=enters)
         if self.shape.kind == "gpt_neox":
             return self.tape, source, self._parallel(source)
-        normed = self.norm(source)
+        normed = self._before(source)
+        if self.shape.extra:
+            kept = Value(self.tokens * self.shape.extra * n.compute / 2, grad=False)
+            normed = self.tape.run(normed.size, (normed,), (kept,), passes=True)
         middle = self._residual(source, self._attention(normed), (normed,))
-        normed = self.norm(middle)
+        normed = self._before(middle)
         # The caller's frame keeps the input alive until the layer returns.
         result = self._residual(middle, self._feed_forward(normed), (normed, source))
         return self.tape, source, result
+
+    def _before(self, stream: Value) -> Value:
+        """What a branch reads."""
+        return stream if self.shape.norms_after else self.norm(stream)
 
     def _parallel(self, source: Value) -> Value:
         """GPT-NeoX: both branches read the same hidden state."""
@@ -47,8 +54,8 @@ class Layer:
         return self.tape.run(source.size, (total, source), passes=True)
 
     def _residual(self, stream: Value, branch: Value, holds: tuple[Value, ...]) -> Value:
-        if self.shape.norms == 4:
-            # Gemma 2 and 3 normalize what a branch adds, too.
+        if self.shape.norms == 4 or self.shape.norms_after:
+            # Gemma 2 and 3 normalize what a branch adds, too, and OLMo 2 only that.
             branch = self.norm(branch)
         return self.tape.run(stream.size, (stream, branch), passes=True, holds=holds)
 

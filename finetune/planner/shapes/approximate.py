@@ -1,0 +1,126 @@
+"""Approximate the shape of a model without formulas, from its modules in transformers.
+
+The model is built without values. Its shape is that of a Llama with as many layers and weights, and
+a trace of a few layers (`finetune plan`) tells what each saves for the backward pass in addition.
+"""
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.cache import cache
+from finetune.errors import reading
+from finetune.planner.shapes.architecture import Architecture, Experts, Matrix
+
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names of the number of experts in configs."""
+
+
+def _place(config: Mapping[str, Any]) -> Path:
+    """The file of a model's counts in the cache."""
+    release = importlib.metadata.version("transformers")
+    words = json.dumps([release, dict(config)], sort_keys=True, default=str)
+    return cache("shapes") / f"{hashlib.sha256(words.encode()).hexdigest()[:32]}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def keep(config: Mapping[str, Any], **found: Any) -> None:
+    """Keep facts about a model in the cache, next to those that are there."""
+    path = _place(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_read(path) | found), encoding="utf-8")
+
+
+def is_traced(config: Mapping[str, Any]) -> bool:
+    """Whether it was tried before to trace what a layer of the model saves."""
+    return "extra" in _read(_place(config))
+
+
+def approximate(config: Mapping[str, Any]) -> Architecture:
+    """The shape of a model of any type that transformers has; kept in the cache.
+
+    Raises:
+        FinetuneError: transformers cannot build it.
+    """
+    counted = _read(_place(config))
+    if "total" not in counted:
+        counted |= _counted(config)
+        keep(config, **counted)
+    return _shape(str(config.get("model_type")), counted)
+
+
+def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of a model built without values: weights by place, and fields of its config."""
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    with reading(f"model_type {config.get('model_type')!r}: transformers cannot build it"):
+        made = transformers.AutoConfig.for_model(config.get("model_type"), **fields)
+        with torch.device("meta"):
+            network = transformers.AutoModelForCausalLM.from_config(made)
+    text = made.get_text_config(decoder=True)
+    table, head = network.get_input_embeddings().weight, network.get_output_embeddings()
+    tied = head is not None and head.weight is table
+    found = {
+        name: next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+        for name, names in {
+            "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+            "heads": ("num_attention_heads", "n_head"), "kv": ("num_key_value_heads",),
+            "head_dim": ("head_dim",), "active": ("num_experts_per_tok",), "count": COUNTS,
+            "types": ("layer_types",), "context": ("max_position_embeddings",),
+        }.items()
+    }  # fmt: skip
+    hidden, linear, experts = table.shape[1], 0, 0
+    names: dict[str, tuple[int, int]] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            linear += module.weight.numel()
+            names[name.rsplit(".", 1)[-1]] = (module.in_features, module.out_features)
+    for weight in network.parameters():
+        experts += weight.numel() if weight.dim() == 3 and weight.shape[0] == found["count"] else 0
+    total = sum(weight.numel() for weight in network.parameters())
+    return found | {
+        "hidden": hidden, "vocab": table.shape[0], "tied": tied, "linear": linear,
+        "experts": experts, "total": total, "names": names,
+    }  # fmt: skip
+
+
+def _shape(kind: str, counted: Mapping[str, Any]) -> Architecture:
+    """A Llama with as many layers and weights; `_counted` made the counts."""
+    h, layers = counted["hidden"], counted["layers"]
+    heads = counted["heads"] or max(1, h // 64)
+    kv = counted["kv"] or heads
+    kv = kv if heads % kv == 0 else heads
+    head_dim = counted["head_dim"] or max(1, h // heads)
+    each = counted["linear"] / layers
+    query, key = heads * head_dim, kv * head_dim
+    experts = None
+    if counted["experts"] and counted["active"]:
+        width = max(1, round(counted["experts"] / layers / counted["count"] / 3 / h))
+        experts = Experts(counted["count"], counted["active"], width)
+    attention = (
+        Matrix("self_attn.q_proj", h, query), Matrix("self_attn.k_proj", h, key),
+        Matrix("self_attn.v_proj", h, key), Matrix("self_attn.o_proj", query, h),
+    )  # fmt: skip
+    rest = each - sum(matrix.weights for matrix in attention)
+    inner = max(1, round(rest / 3 / h))
+    fed = (
+        Matrix("mlp.gate_proj", h, inner), Matrix("mlp.up_proj", h, inner),
+        Matrix("mlp.down_proj", inner, h),
+    )  # fmt: skip
+    return Architecture(
+        kind=kind, layers=layers, hidden=h, heads=heads, kv_heads=kv, head_dim=head_dim,
+        width=inner, vocab=counted["vocab"], tied=counted["tied"],
+        matrices=attention if experts is not None and rest < 0.05 * each else (*attention, *fed),
+        experts=experts, context=counted["context"] or 0, extra=counted.get("extra", 0.0),
+    )  # fmt: skip
