@@ -18,8 +18,8 @@ PACKAGE = ROOT / "finetune"
 CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
     {"errors", "version"},
-    {"recipe"},
-    {"cache", "extensions", "runs"},
+    {"recipe", "extensions"},
+    {"cache", "runs"},
     {"process"},
     {"backend"},
     {"planner"},

@@ -11,6 +11,7 @@ from finetune.data.samples import READ_AS
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
 from finetune.methods import find_method
 from finetune.recipe import Data
+from finetune.recipe.sections import TRACKERS
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
@@ -29,7 +30,12 @@ SCHEDULES = {
 }  # fmt: skip
 OTHER_TRACKERS = ("swanlab_", "use_swanlab", "use_wandb", "trackio_")
 """Beginnings of keys of trackers."""
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+OWN_TRACKERS = {
+    "swanlab": "accelerate.tracking:SwanLabTracker",
+    "comet_ml": "accelerate.tracking:CometMLTracker",
+    "clearml": "accelerate.tracking:ClearMLTracker",
+    "dvclive": "accelerate.tracking:DVCLiveTracker",
+}
 
 NOT_NEEDED = {
     "give --output to `finetune train` or `finetune launch`": "output_dir",
@@ -329,8 +335,9 @@ def trackers(job: Translation) -> None:
     if "report_to" not in job.source:
         return
     words = [text(word) for word in listed(job.source["report_to"])]
-    others = [word for word in words if word not in (*TRACKERS, "none", "false")]
-    known = [word for word in words if word in TRACKERS]
+    words = [OWN_TRACKERS.get(word, word) for word in words if word not in ("none", "false")]
+    known = [word for word in words if word in TRACKERS or ":" in word]
+    others = [word for word in words if word not in known]
     job.set("trackers", known)
     if others:
         reason = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
