@@ -60,7 +60,7 @@ READS_ENVIRONMENT = {
     "launchers/accelerate.py", "launchers/submission.py", "launchers/variables.py",
     "serving/external.py",
     "process/error_report.py", "process/quiet.py", "process/rendezvous.py", "process/warm.py",
-    "training/online/vllm_server.py",
+    "training/online/vllm_server.py", "training/uploads.py",
     "verification/memory/traced_step.py", "verification/memory/rehearsal.py",
 }  # fmt: skip
 WRITES_ENVIRONMENT = {

@@ -348,12 +348,15 @@ def trackers(job: Translation) -> None:
 
 def the_rest(job: Translation) -> None:
     """Record the keys that do not affect training and have no outcome yet."""
+    name = text(job.get("hub_model_id"))
+    if "/" in name and not name.startswith("<"):
+        job.move("hub_model_id", "saving.push_to")
     by_prefix = {
         OTHER_TRACKERS: f"trackers are {', '.join(TRACKERS)}; none changes a loss",
         ("ray_",): "`finetune launch` starts the processes",
         ("fsdp_",): "FSDP2 wraps the layers of the model automatically",
         ("wandb_", "mlflow_", "comet_"): "set the tracker's own environment variables",
-        ("push_to_hub", "hub_"): "nothing is uploaded; `finetune export` writes the model",
+        ("push_to_hub", "hub_"): "saving.push_to names the repository; it is private",
     }
     reasons = {key: reason for reason, keys in NOT_NEEDED.items() for key in keys.split()}
     for key in [key for key in job.source if key not in job.outcomes]:

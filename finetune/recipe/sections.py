@@ -405,6 +405,8 @@ class Saving(metaclass=Checked):
     """Write checkpoints while training continues; needs a copy of the state in host memory."""
     rehearse: bool = False
     """Before the first step, write a checkpoint of the actual state and read it back."""
+    push_to: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """Hub repository OWNER/NAME to which each best checkpoint, and the result, is uploaded."""
 
 
 @dataclass(frozen=True, config=STRICT)
