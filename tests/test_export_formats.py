@@ -396,6 +396,33 @@ def test_a_push_is_private_and_never_names_a_path_of_this_machine(trained, tmp_p
     assert config["base_model_name_or_path"] == "their/base"
 
 
+@pytest.mark.slow  # as above
+def test_a_training_uploads_its_best_checkpoints_and_goes_on_if_it_cannot(
+    train, tmp_path, monkeypatch
+):
+    """A last commit with the weights of the best checkpoint, and nothing left in the run."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    monkeypatch.setattr(Hub, "sent", [])
+    with listening(Hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        run = train("sent", saving={"every": 3, "push_to": "me/tuned"})
+    commits = [lines for path, lines in Hub.sent if "/commit/" in path]
+    files = {
+        line["value"]["path"]: base64.b64decode(line["value"]["content"])
+        for line in commits[-1]
+        if line["key"] == "file"
+    }
+    whole = export(run, tmp_path / "whole", step=run.best_step())
+    assert files["model.safetensors"] == (whole / "model.safetensors").read_bytes()
+    assert not (run.root / "upload").exists()
+    assert list(run.read_metrics("warning")) == []
+    alone = train("alone", saving={"every": 3, "push_to": "me/tuned"})  # the hub is gone
+    (*_, told) = [each["told"] for each in alone.read_metrics("warning")]
+    assert told.startswith(f"saving.push_to: step {alone.best_step()} was not uploaded: error: ")
+    assert (alone.root / "final/model.safetensors").is_file()
+
+
 def test_a_name_that_the_hub_refuses_is_refused_before_anything_is_written(
     trained, tmp_path, capsys
 ):

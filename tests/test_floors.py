@@ -18,8 +18,8 @@ PACKAGE = ROOT / "finetune"
 CPU = PACKAGE / "kernels" / "cpu"
 FLOORS = [
     {"errors", "version"},
-    {"recipe"},
-    {"cache", "extensions", "runs"},
+    {"recipe", "extensions"},
+    {"cache", "runs"},
     {"process"},
     {"backend"},
     {"planner"},
@@ -61,7 +61,7 @@ READS_ENVIRONMENT = {
     "launchers/accelerate.py", "launchers/submission.py", "launchers/variables.py",
     "serving/external.py",
     "process/error_report.py", "process/quiet.py", "process/rendezvous.py", "process/warm.py",
-    "training/online/vllm_server.py",
+    "training/online/vllm_server.py", "training/uploads.py",
     "verification/memory/traced_step.py", "verification/memory/rehearsal.py",
 }  # fmt: skip
 WRITES_ENVIRONMENT = {

@@ -231,8 +231,9 @@ MEANT: dict[str, tuple[int, dict[str, Any], str, str]] = {
             "eval_data": [{"source": "FOLDER/data/held.jsonl", **BODY}],
             "batch": {"rows": 8, "micro_rows": 8, "max_length": 2048, "overlong": "truncate",
                 "packing": True}, "optim": {"lr": 2e-5, "schedule": "linear", "warmup": 0},
-            "epochs": 3, "seed": 42, "trackers": ["wandb"]}, "optim",
-        "packing fp16 report_to template"),
+            "epochs": 3, "seed": 42,
+            "trackers": ["wandb", "accelerate.tracking:SwanLabTracker"]}, "optim",
+        "packing fp16 template"),
 }  # fmt: skip
 """Processes, the recipe that means the same, keys without a counterpart, keys that differ."""
 

@@ -6,14 +6,15 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from records import START, ended, evaluated, trained
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from finetune import FinetuneError, Run, TrainingFailure
+from finetune import SFT, FinetuneError, Run, TrainingFailure
 from finetune.runs import units
 from finetune.runs.environment import environment, without_secrets
 from finetune.runs.metrics import Metrics, Record, Saved, Trained, read_history
@@ -163,6 +164,47 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(1, 4.0), (2, 2.0), (3, pytest.approx(4 / 3, rel=1e-7))]  # fp32 in the file
     assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [(3, 1.25)]
+
+
+class Numbers(GeneralTracker):
+    """A tracker of a user's own."""
+
+    name, requires_logging_directory = "numbers", False
+    made: ClassVar[list["Numbers"]] = []
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+        self.run_name, self.config, self.logged = run_name, dict[str, Any](), list[Any]()
+        self.made.append(self)
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.logged
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.config = values
+
+    def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+        self.logged.append((step, values.get("train/loss")))
+
+
+def test_a_tracker_by_its_path_gets_the_same_numbers(tmp_path):
+    accelerator, run = Accelerator(cpu=True), Run(tmp_path / "run")
+    recipe = {"seed": 3, "trackers": [f"{__name__}:Numbers", "tensorboard"]}
+    open_trackers(accelerator, run, recipe)
+    metrics = Metrics(run, is_main=True, listeners=(track(accelerator),))
+    for step in (1, 2):
+        metrics.write(trained(step, loss=4.0 / step))
+    (own,) = Numbers.made
+    assert (own.run_name, own.config["seed"], own.logged) == ("run", 3, [(1, 4.0), (2, 2.0)])
+    for name, told in (
+        (f"{__name__}:Run", "expected a class of Accelerate's GeneralTracker"),
+        (f"{__name__}:Nubmers", f"'{__name__}:Nubmers'.*did you mean 'Numbers'"),
+    ):
+        with pytest.raises(FinetuneError, match=f"trackers: .*{told}"):
+            open_trackers(accelerator, run, recipe | {"trackers": [name]})
+    with pytest.raises(FinetuneError, match=r"trackers.*did you mean 'wandb'"):
+        SFT(trackers=("wandbb",))
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):

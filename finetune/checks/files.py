@@ -17,6 +17,7 @@ from finetune.planner import Plan, data_rules
 from finetune.planner.engines import TRAITS
 from finetune.recipe import Recipe
 from finetune.rewards.functions import problems as reward_problems
+from finetune.runs.trackers import own_tracker
 from finetune.version import install, missing
 
 
@@ -85,7 +86,9 @@ def weights(recipe: Recipe) -> Iterator[str]:
 def trackers(recipe: Recipe) -> Iterator[str]:
     """trackers: the package of a tracker is not installed; run the command that is shown."""
     for name in recipe.trackers:
-        if importlib.util.find_spec(name) is None:
+        if ":" in name:
+            yield from raised(lambda name=name: own_tracker(name))
+        elif importlib.util.find_spec(name) is None:
             how = install("trackers") if name == "tensorboard" else f"pip install {name}"
             yield f"trackers: '{name}' is not installed; run: {how}"
 

@@ -32,11 +32,7 @@ from finetune.data.problems import Problems, check_source
 from finetune.data.read.hub import hub_version
 from finetune.data.read.mixture import hold_out, mix
 from finetune.data.read.sources import Source, find_sources
-from finetune.data.rows.encode import (
-    BadRow,
-    Chunk,
-    Encoder,
-)
+from finetune.data.rows.encode import BadRow, Chunk, Encoder
 from finetune.data.rows.encode_pool import encode
 from finetune.data.rows.packing import pack
 from finetune.data.rows.store import (
@@ -202,11 +198,8 @@ def _fill(
     train, held_out = sections[: len(sources)], sections[len(sources) :]
     documents, facts, files = _encode(folder / "documents", Encoder(recipe, chat), sections)
     kept = np.empty(0, np.int64)
-    repeated = {"train": 0, "eval": 0}
     if recipe.duplicates == "drop":
-        own = facts.digests[:: recipe.documents_per_row]
-        repeated = {"train": _drop_repeated(train, own[:0], own)}
-        repeated["eval"] = _drop_repeated(held_out, own[_members(train)], own)
+        _drop_repeated(sections, facts.digests[:: recipe.documents_per_row])
     if recipe.eval_rows and not held_out:
         origins = documents.origins[:: recipe.documents_per_row]
         # Before weights repeat rows: a copy of a held-out row must not be trained.
@@ -221,7 +214,6 @@ def _fill(
         members[name] = np.unique(rows.members)
         shares = [(each.source.data, each.tally, m) for each, m in zip(parts, mixed, strict=True)]
         counts[name] = count_rows(rows, facts, shares, recipe, files)
-        counts[name]["repeated"] = repeated[name]
         counts[name]["left_out"] = sum(
             len(each.members) - len(m)
             for each, m in zip(parts, mixed, strict=True)
@@ -347,7 +339,7 @@ def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
 
 def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Remove rows from the training data for evaluation, before sources are mixed."""
-    everything = _members(sections)
+    everything = np.concatenate([section.members for section in sections])
     count = recipe.held_out(len(everything))
     chosen = hold_out(everything, origins[everything], count, recipe.seed)
     for section in sections:
@@ -355,18 +347,13 @@ def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> 
     return chosen
 
 
-def _members(sections: list[_Section]) -> np.ndarray:
-    return np.concatenate([np.empty(0, np.int64), *(section.members for section in sections)])
-
-
-def _drop_repeated(sections: list[_Section], earlier: np.ndarray, digests: np.ndarray) -> int:
-    """Remove rows that equal one before them or an `earlier` one; returns their number."""
-    everything = _members(sections)
-    _, first = np.unique(np.concatenate([earlier, digests[everything]]), return_index=True)
-    kept = everything[first[first >= len(earlier)] - len(earlier)]
+def _drop_repeated(sections: list[_Section], digests: np.ndarray) -> None:
+    """Remove rows whose digest, (rows,), is that of an earlier one, and count them."""
+    _, first = np.unique(digests, return_index=True)  # rows are numbered in the sections' order
     for section in sections:
-        section.members = section.members[np.isin(section.members, kept)]
-    return len(everything) - len(kept)
+        kept = np.isin(section.members, first)
+        section.tally.counts["repeated"] += len(kept) - int(kept.sum())
+        section.members = section.members[kept]
 
 
 def _rows(documents: Documents, chosen: np.ndarray, recipe: Recipe) -> Rows:

@@ -33,7 +33,7 @@ UNUSUAL = {
     "unasked": "with an empty prompt and no BOS: the first token of the answer is not trained",
 }
 """Counts that are shown if they are not zero, with the words behind the number."""
-OF_ROWS = ("also_trained", "repeated", "left_out", "unended", "duplicates")
+OF_ROWS = ("also_trained", "left_out", "unended", "duplicates")
 """Counts of prepared rows, which are not in a tally."""
 COUNTED = ("samples", "overlong", *(name for name in UNUSUAL if name not in OF_ROWS))
 """Counts of a tally, which are summed over all sources."""

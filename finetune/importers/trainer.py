@@ -11,6 +11,7 @@ from finetune.data.samples import READ_AS
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
 from finetune.methods import find_method
 from finetune.recipe import Data
+from finetune.recipe.sections import TRACKERS
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
@@ -29,7 +30,12 @@ SCHEDULES = {
 }  # fmt: skip
 OTHER_TRACKERS = ("swanlab_", "use_swanlab", "use_wandb", "trackio_")
 """Beginnings of keys of trackers."""
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+OWN_TRACKERS = {
+    "swanlab": "accelerate.tracking:SwanLabTracker",
+    "comet_ml": "accelerate.tracking:CometMLTracker",
+    "clearml": "accelerate.tracking:ClearMLTracker",
+    "dvclive": "accelerate.tracking:DVCLiveTracker",
+}
 
 NOT_NEEDED = {
     "give --output to `finetune train` or `finetune launch`": "output_dir",
@@ -329,8 +335,9 @@ def trackers(job: Translation) -> None:
     if "report_to" not in job.source:
         return
     words = [text(word) for word in listed(job.source["report_to"])]
-    others = [word for word in words if word not in (*TRACKERS, "none", "false")]
-    known = [word for word in words if word in TRACKERS]
+    words = [OWN_TRACKERS.get(word, word) for word in words if word not in ("none", "false")]
+    known = [word for word in words if word in TRACKERS or ":" in word]
+    others = [word for word in words if word not in known]
     job.set("trackers", known)
     if others:
         reason = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
@@ -341,12 +348,15 @@ def trackers(job: Translation) -> None:
 
 def the_rest(job: Translation) -> None:
     """Record the keys that do not affect training and have no outcome yet."""
+    name = text(job.get("hub_model_id"))
+    if "/" in name and not name.startswith("<"):
+        job.move("hub_model_id", "saving.push_to")
     by_prefix = {
         OTHER_TRACKERS: f"trackers are {', '.join(TRACKERS)}; none changes a loss",
         ("ray_",): "`finetune launch` starts the processes",
         ("fsdp_",): "FSDP2 wraps the layers of the model automatically",
         ("wandb_", "mlflow_", "comet_"): "set the tracker's own environment variables",
-        ("push_to_hub", "hub_"): "nothing is uploaded; `finetune export` writes the model",
+        ("push_to_hub", "hub_"): "saving.push_to names the repository; it is private",
     }
     reasons = {key: reason for reason, keys in NOT_NEEDED.items() for key in keys.split()}
     for key in [key for key in job.source if key not in job.outcomes]:

@@ -7,7 +7,7 @@ from a backend (`accelerate_configs/*.yaml`). Gradient accumulation is derived, 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from finetune.errors import Checked
@@ -30,6 +30,7 @@ from finetune.recipe.sections import (
     Saving,
     Teacher,
     Text,
+    tracker,
 )
 
 if TYPE_CHECKING:
@@ -103,8 +104,9 @@ class Recipe(Changes, metaclass=Checked):
     """Optimizer steps of the whole run."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of initial weights, data order and dropout."""
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
-    """Experiment trackers that receive the metrics in addition to `metrics.jsonl`."""
+    trackers: tuple[Annotated[str, AfterValidator(tracker)], ...] = ()
+    """Experiment trackers that get the metrics too: `tensorboard`, `wandb`, `mlflow`, `trackio`, or
+    `module:Class` of Accelerate's `GeneralTracker`."""
     backend: str = "single"
     """Default backend of `finetune launch`."""
 

@@ -43,6 +43,14 @@ def optimizer(name: str) -> str:
     return name
 
 
+def tracker(name: str) -> str:
+    """Check a built-in name; `module:Class` is imported when it is used."""
+    if ":" not in name and name not in TRACKERS:
+        known = f"{', '.join(TRACKERS)}, or module:Class of an accelerate.tracking.GeneralTracker"
+        raise ValueError(f"expected one of {known}{did_you_mean(name, TRACKERS)}")
+    return name
+
+
 def split_of_rows(split: str) -> str:
     """Check a split, with the part of it that is read."""
     if "[" in split and PART.fullmatch(split) is None:
@@ -64,6 +72,7 @@ OPTIMIZERS = (
     "adamw", "adamw_8bit", "adamw_4bit", "paged_adamw_8bit", "schedule_free_adamw", "adafactor",
     "muon", "lion", "sgd",
 )  # fmt: skip
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 Every = Annotated[int | float | str, BeforeValidator(cadence)]
 HeldOut = Annotated[int | float, BeforeValidator(rows_or_share)]
 
@@ -396,6 +405,8 @@ class Saving(metaclass=Checked):
     """Write checkpoints while training continues; needs a copy of the state in host memory."""
     rehearse: bool = False
     """Before the first step, write a checkpoint of the actual state and read it back."""
+    push_to: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """Hub repository OWNER/NAME to which each best checkpoint, and the result, is uploaded."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -9,16 +9,18 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from finetune import extensions
 from finetune.errors import FinetuneError, reading
 from finetune.runs.metrics import Evaluated, Listener, Record, Trained
 from finetune.runs.run import Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
 
 def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any]) -> None:
-    """Start the trackers of a recipe, each with the run's name.
+    """Start the trackers of a recipe, each with the run's name; `module:Class` is called with it.
 
     TensorBoard and W&B write to the run's directory; MLflow and Trackio to MLFLOW_TRACKING_URI and
     TRACKIO_DIR, or to their defaults.
@@ -30,9 +32,13 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
     from accelerate.tracking import filter_trackers  # a slow import, only needed with trackers
 
     accelerator.project_configuration.set_directories(str(run.root))
-    accelerator.log_with = filter_trackers(list(recipe["trackers"]), run.root)
+    built_in = [name for name in recipe["trackers"] if ":" not in name]
+    own = [own_tracker(name) for name in recipe["trackers"] if ":" in name]
+    with reading(f"trackers: one of {', '.join(recipe['trackers'])} does not start"):
+        started = [kind(run.root.name) for kind in own]
+    accelerator.log_with = [*filter_trackers(built_in, run.root), *started]
     found = {str(tracker) for tracker in accelerator.log_with}
-    missing = [name for name in recipe["trackers"] if name not in found]
+    missing = [name for name in built_in if name not in found]
     if missing:
         raise FinetuneError(
             *(f"trackers: {name!r} is not installed; run: pip install {name}" for name in missing)
@@ -48,6 +54,20 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
                 "trackio": {"name": run.root.name},
             },
         )
+
+
+def own_tracker(name: str) -> "type[GeneralTracker]":
+    """The class of a tracker from outside Accelerate's list, by `module:Class`.
+
+    Raises:
+        FinetuneError: it cannot be imported, or is no tracker.
+    """
+    from accelerate.tracking import GeneralTracker
+
+    kind = extensions.find("trackers", name, {})
+    if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
+        raise FinetuneError(f"trackers: {name}: expected a class of Accelerate's GeneralTracker")
+    return kind
 
 
 def track(accelerator: "Accelerator") -> Listener:

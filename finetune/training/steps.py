@@ -26,6 +26,7 @@ from finetune.training.recorder import Reason
 from finetune.training.run_options import Options
 from finetune.training.stages import Started
 from finetune.training.time_limit import TimeLimit
+from finetune.training.uploads import Uploads
 
 PEAK, SIGNALLED = "peak", "signalled"
 """Values of a rank in a step: its peak bytes so far, and whether it got a signal."""
@@ -54,6 +55,11 @@ class Training:
         self.limit = TimeLimit(run, options.end_by)
         self.recorder.listeners.append(self.limit.listen)
         images = started.inputs.chat.images
+        self.uploads = Uploads(
+            run,
+            self.recipe.saving.push_to if engine.is_main else None,
+            lambda told: self.recorder.warned(self.heartbeat.step, told),
+        )
         self.saver = Saver(engine, run, self.built.tokenizer, self.recipe.saving, images)
 
     def train(self) -> None:
@@ -124,6 +130,7 @@ class Training:
             if better or done or interrupted or due:
                 self.saver.save(progress, better)
             self.recorder.saved(self.saver.written())
+            self.uploads.look()
             if interrupted and not done:
                 self._finish_saving()
                 self._end_interrupted(progress, peak)
@@ -257,6 +264,7 @@ class Training:
         self.recorder.end(progress.step, reason, peak)
         self._finish_record(lambda: describe(self.run, self.options.plot))
         self.engine.accelerator.wait_for_everyone()
+        self.uploads.finish()
 
     def _finish_record(self, work: Callable[[], None]) -> None:
         outcome = self.engine.on_rank_0(lambda: checkpoint.attempt(work))

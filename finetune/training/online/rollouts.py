@@ -27,7 +27,7 @@ from finetune.distributed.base import Engine
 from finetune.inference.decoder import Row
 from finetune.inference.sampling import Completion, sample
 from finetune.methods.losses import Sum, token_logps
-from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online, group_stds
+from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online
 from finetune.models.model import build, frozen
 from finetune.models.shell import blank
 from finetune.recipe.references import other_model
@@ -39,7 +39,7 @@ from finetune.training.loop import EvalResult, StepRows, micro_batches
 from finetune.training.memory_meter import counting
 from finetune.training.online import sampled as records
 from finetune.training.online.reward_columns import column_names, reward_columns
-from finetune.training.online.sampled import Sampled, Watch, penalised
+from finetune.training.online.sampled import Sampled, Scored, Watch, penalised
 from finetune.training.online.vllm_server import CHECKED, ServerFailure, VLLMServer
 
 RESAMPLED = 2**32
@@ -190,31 +190,19 @@ class Rollouts:
         recipe, each = self.recipe, self.recipe.num_generations
         count = recipe.prompts_per_step * recipe.steps_per_generation
         chosen = rows_of_step(number, len(self.train), count, recipe.seed)
-        prompts, completions, scores, rewards = self._groups(number, chosen, [])
-        asked = chosen.tolist()
+        found, asked = self._groups(number, chosen, []), chosen.tolist()
         for turn in range(recipe.resamplings):
-            flat = np.flatnonzero(_stds(rewards, each) < records.NO_SPREAD)
-            if not len(flat):
+            if found.spread(each).all():
                 break
             order = number * recipe.resamplings + turn
             chosen = rows_of_step(order, len(self.train), count, recipe.seed + RESAMPLED)
-            others = self._groups(number, chosen, asked)
+            found.replace_flat(self._groups(number, chosen, asked), each)
             asked += chosen.tolist()
-            spread = np.flatnonzero(_stds(others[3], each) >= records.NO_SPREAD)
-            for old, new in zip(flat, spread, strict=False):
-                here, there = (slice(at * each, (at + 1) * each) for at in (old, new))
-                prompts[here], completions[here] = others[0][there], others[1][there]
-                scores[:, here], rewards[here] = others[2][:, there], others[3][there]
-        advantages = recipe.advantages(rewards.reshape(-1, each)).ravel()
-        return Sampled(prompts, completions, scores, rewards, advantages)
+        advantages = recipe.advantages(found.rewards.reshape(-1, each)).ravel()
+        return Sampled(*found, advantages)
 
-    def _groups(
-        self, number: int, chosen: np.ndarray, asked: Sequence[int]
-    ) -> tuple[np.ndarray, list[Completion], np.ndarray, np.ndarray]:
-        """Prompts, completions, scores and rewards of groups of the chosen rows.
-
-        `asked` are the rows of earlier groups of this sampling: their noise is not used again.
-        """
+    def _groups(self, number: int, chosen: np.ndarray, asked: Sequence[int]) -> Scored:
+        """Groups of the chosen rows, with other noise than earlier groups of the rows `asked`."""
         recipe, each = self.recipe, self.recipe.num_generations
         rows, prompts = [*asked, *chosen.tolist()], np.repeat(chosen, each)
         before = [rows[:at].count(rows[at]) for at in range(len(asked), len(rows))]
@@ -222,7 +210,7 @@ class Rollouts:
         step = number * recipe.updates
         completions = self._complete(self.train, prompts, numbers, step, recipe.temperature)
         scores = self._scored(self.rewards, self.train, prompts, completions)
-        return prompts, completions, scores, records.total(scores, recipe.reward_funcs)
+        return Scored(prompts, completions, scores, records.total(scores, recipe.reward_funcs))
 
     # Sampling and scoring ----------------------------------------------------------------------
 
@@ -410,11 +398,6 @@ class Rollouts:
             seconds=time.perf_counter() - started,
             metrics={name: value for name, value in found.items() if np.isfinite(value)},
         )
-
-
-def _stds(rewards: np.ndarray, each: int) -> np.ndarray:
-    """Standard deviation of the rewards of each group, (groups,)."""
-    return group_stds(rewards.reshape(-1, each))[:, 0]
 
 
 def rollouts_of(

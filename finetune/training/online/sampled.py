@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,28 @@ NO_EVALUATION = (
     "reward: no completion of the evaluation got a score, because every reward returned None, so "
     "no checkpoint is the best: check that the held-out rows have the columns that the rewards read"
 )
+
+
+class Scored(NamedTuple):
+    """Completions of groups with their rewards, as in `Sampled`."""
+
+    prompts: np.ndarray
+    completions: list[Completion]
+    scores: np.ndarray
+    rewards: np.ndarray
+
+    def spread(self, each: int) -> np.ndarray:
+        """Whether the rewards of each group of `each` completions differ.  # (groups,) bool"""
+        return group_stds(self.rewards.reshape(-1, each))[:, 0] >= NO_SPREAD
+
+    def replace_flat(self, others: "Scored", each: int) -> None:
+        """Put groups of `others` with spread in the places of those without, in their order."""
+        flat, better = np.flatnonzero(~self.spread(each)), np.flatnonzero(others.spread(each))
+        for old, new in zip(flat, better, strict=False):
+            here, there = (slice(at * each, (at + 1) * each) for at in (old, new))
+            self.completions[here] = others.completions[there]
+            self.prompts[here], self.rewards[here] = others.prompts[there], others.rewards[there]
+            self.scores[:, here] = others.scores[:, there]
 
 
 @dataclasses.dataclass(frozen=True)
