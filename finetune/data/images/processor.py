@@ -283,9 +283,12 @@ def processor_of(
     with reading(f"model.reads: '{name}' has no image processor that can be loaded"):
         files = {each: _json(name, each, revision) for each in (*FILES, TEMPLATE_FILE)}
         images: Any = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
-        config, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
         named = (files[each].get("processor_class") for each in (WHOLE_FILE, IMAGE_FILE))
-        kind = next(filter(None, named), None) or PROCESSOR_MAPPING_NAMES[config["model_type"]]
+        kind = next(filter(None, named), None)
+        if kind is None:
+            config, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+            kind = PROCESSOR_MAPPING_NAMES[config["model_type"]]
+            files[WHOLE_FILE] |= {"processor_class": kind}
     template = files.pop(TEMPLATE_FILE).get("chat_template")
     if template is not None:  # servers take it before that of a tokenizer
         tokenizer.chat_template = template
