@@ -104,7 +104,11 @@ def idefics3(config: str = "Idefics3Config", kind: str = "Idefics3") -> Made:
     images = getattr(tf, f"{kind}ImageProcessorPil")(
         size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
     )
-    tokens = {"image_token": "<image>", "fake_image_token": "<begin>", "global_image_token": "<row>"}
+    tokens = {
+        "image_token": "<image>",
+        "fake_image_token": "<begin>",
+        "global_image_token": "<row>",
+    }
     return made, images, f"{kind}Processor", {"image_seq_len": 4}, tokens
 
 
@@ -212,7 +216,9 @@ def internvl() -> Made:
         vision_config={**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
         image_token_id=IMAGE, image_seq_length=4, tie_word_embeddings=False,
     )  # fmt: skip
-    images = tf.GotOcr2ImageProcessorPil(**SQUARE, crop_to_patches=True, min_patches=1, max_patches=4)
+    images = tf.GotOcr2ImageProcessorPil(
+        **SQUARE, crop_to_patches=True, min_patches=1, max_patches=4
+    )
     tokens = {"start_image_token": "<begin>", "end_image_token": "<finish>",
               "context_image_token": "<image>", "video_token": "<video>"}  # fmt: skip
     return made, images, "InternVLProcessor", {"image_seq_length": 4}, tokens
@@ -260,16 +266,12 @@ def saved(name: str, folder: Path) -> Path:
     config, images, kind, settings, named = FAMILIES[name]()
     tokenizer = byte_tokenizer(None)
     tokenizer.add_tokens(SPECIAL, special_tokens=True)
-    for key, token in named.items():
-        setattr(tokenizer, key, token)
-    if named:
-        tokenizer.add_special_tokens({"extra_special_tokens": named} if False else {})
-        tokenizer.init_kwargs["extra_special_tokens"] = named
     place = "<begin>" if name == "gemma3" else "<image>"
     tokenizer.chat_template = TEMPLATE.replace("PLACE", place)
     tokenizer.save_pretrained(folder)
-    about = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"extra_special_tokens": named}))
+    about = folder / "tokenizer_config.json"
+    fields = json.loads(about.read_text()) | {"extra_special_tokens": named}
+    about.write_text(json.dumps(fields))
     config.save_pretrained(folder)
     images.save_pretrained(folder)
     fields = {"processor_class": kind, **settings}
@@ -278,3 +280,45 @@ def saved(name: str, folder: Path) -> Path:
     model = tf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     drawn(model).save_pretrained(folder)
     return folder
+
+
+def plain_steps(
+    folder: Path, rows: Path, processor: Any, documents: Any, chosen: list[list[int]], lr: float
+) -> list[tuple[float, float]]:
+    """Losses and gradient norms of AdamW by plain transformers, one unpadded row at a time.
+
+    Args:
+        folder: The model.
+        rows: Its rows, with images relative to them.
+        processor: The complete processor of the model.
+        documents: The prepared documents, whose tokens have to be those of the processor.
+        chosen: Row numbers of each step.
+        lr: Learning rate.
+    """
+    model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    lines, found = [json.loads(line) for line in rows.read_text().splitlines()], []
+    for numbers in chosen:
+        total = sum(int(documents.document(number)[1][1:].sum()) for number in numbers)
+        summed = 0.0
+        for number in numbers:
+            messages = lines[number]["messages"]
+            names = [part["path"] for part in messages[0]["content"] if part["type"] == "image"]
+            images = [Image.open(rows.parent / name) for name in names]
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            given = {"images": [images]} if images else {}
+            given = processor(**given, text=[text], return_tensors="pt")
+            ids, trained = documents.document(number)
+            assert given["input_ids"][0].tolist() == ids.tolist()
+            logits = model(**given, use_cache=False).logits[0, :-1].float()
+            labels = torch.from_numpy(ids.astype("int64"))[1:]
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+            loss = losses[torch.from_numpy(trained.copy())[1:]].sum() / total
+            loss.backward()
+            summed += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((summed, norm))
+    return found

@@ -316,13 +316,19 @@ def test_parts_that_are_not_named_stay_as_they_are(base, rows, tmp_path, parts):
     assert changed == set(parts)
 
 
-def test_only_the_language_model_is_quantized(base, rows, tmp_path):
+def test_only_the_language_model_is_quantized(base, rows, tmp_path, capsys):
     pytest.importorskip("bitsandbytes")
     given = fields(base, rows, model={"quantization": "nf4"}, adapter={"r": 2})
     run = trained(tmp_path / "run", given)
-    (start,) = run.read_metrics("start")
-    print(start)
-    assert np.isfinite([loss for loss, _ in steps(run)]).all()
+    assert len(steps(run)) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    packed = sum(
+        parameter.numel()
+        for name, parameter in loaded(base).named_parameters()
+        if "language_model.layers" in name and parameter.dim() == 2
+    )
+    whole = sum(parameter.numel() for parameter in loaded(base).parameters())
+    assert f"{packed / whole:.1%} of the base's weights are in nf4" in printed
 
 
 # What is refused.
@@ -349,3 +355,42 @@ def test_a_plan_says_what_cannot_be_trained_with_images(base, rows, sections, na
     with pytest.raises(FinetuneError) as error:
         plan(catalog.from_fields(fields(base, rows, **sections)), machine)
     assert any(reason in problem for problem in error.value.problems)
+
+
+# Other methods.
+
+
+def pairs(rows: Path) -> Path:
+    """Pairs of answers to the questions of `pictures`."""
+    lines = []
+    for number, line in enumerate(rows.read_text().splitlines()):
+        question, answer = json.loads(line)["messages"]
+        other = {"role": "assistant", "content": COLOURS[(number + 1) % 4]}
+        lines.append({"prompt": [question], "chosen": [answer], "rejected": [other]})
+    path = rows.with_name("pairs.jsonl")
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "cpo", "kto"])
+def test_images_of_a_prompt_belong_to_each_of_its_answers(base, rows, tmp_path, method):
+    data = [{"source": str(pairs(rows)), "format": "preference"}]
+    given = fields(base, rows, method=method, data=data, adapter={"r": 2})
+    free, padded = (
+        trained(tmp_path / str(each), given | {"batch": given["batch"] | {"padding_free": each}})
+        for each in ("auto", False)
+    )
+    assert close(steps(free), steps(padded))
+    if method == "dpo":
+        # The reference is the model at the start, if both see the same images.
+        assert steps(free)[0][0] == pytest.approx(np.log(2), rel=1e-6)
+    recipe = catalog.from_fields(given)
+    documents = prepare(recipe, load_chat_of(recipe), tmp_path / "cache").train.documents
+    counts = [len(documents.images_of(number)) for number in range(len(documents))]
+    assert counts == [row % 3 for row in range(24) for _ in range(2)]
+
+
+def test_a_student_learns_from_a_teacher_that_sees_the_same_images(base, rows, tmp_path):
+    given = fields(base, rows, method="distill", teacher={"name": str(base)}, max_steps=1)
+    # The student is its own teacher: their divergence is zero, with any images.
+    assert steps(trained(tmp_path / "run", given))[0][0] == pytest.approx(0.0, abs=1e-6)
