@@ -23,6 +23,7 @@ from finetune.data.samples import (
     Several,
     Text,
     as_kind,
+    with_files_in,
 )
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, reading
@@ -213,7 +214,7 @@ def _read(data: Data, row: SourceRow) -> list[Asked]:
     Several pairs of one row are asked once, with the first chosen answer.
     """
     try:
-        sample = read_row(data.format, row.value)
+        sample = with_files_in(read_row(data.format, row.value), Path(row.file).parent)
         if isinstance(sample, Labelled):
             raise RowProblem(
                 "a label is not an answer to compare with; a run that scores texts has its metrics "

@@ -11,6 +11,7 @@ Images are always resized by Pillow, so that a machine with torchvision computes
 """
 
 import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -275,17 +276,23 @@ def processor_of(
     revision: str | None,
     tokenizer: "PreTrainedTokenizerBase",
     settings: Mapping[str, Any] | None = None,
+    model_type: str | None = None,
 ) -> ImageProcessor:
-    """The image processor of a folder or hub model, as `load_processor` says."""
+    """The image processor of a folder or hub model, as `load_processor` says.
+
+    `model_type` is for a folder without a config.
+    """
     from transformers import AutoImageProcessor, PreTrainedConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     with reading(f"model.reads: '{name}' has no image processor that can be loaded"):
         files = {each: _json(name, each, revision) for each in (*FILES, TEMPLATE_FILE)}
         images: Any = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
-        config, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+        if model_type is None:
+            config, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+            model_type = config["model_type"]
         named = (files[each].get("processor_class") for each in (WHOLE_FILE, IMAGE_FILE))
-        kind = next(filter(None, named), None) or PROCESSOR_MAPPING_NAMES[config["model_type"]]
+        kind = next(filter(None, named), None) or PROCESSOR_MAPPING_NAMES[model_type]
     template = files.pop(TEMPLATE_FILE).get("chat_template")
     if template is not None:  # servers take it before that of a tokenizer
         tokenizer.chat_template = template
@@ -303,6 +310,14 @@ def processor_of(
             images = type(images)(**{**images.to_dict(), **settings})
     kept = {each: fields for each, fields in files.items() if fields}
     return ImageProcessor(kind, kept, images, tokenizer)
+
+
+def has_processor(name: str, revision: str | None = None) -> bool:
+    """Whether a folder or hub model has an image processor, and this machine has Pillow."""
+    if importlib.util.find_spec("PIL") is None:
+        return False
+    whole = _json(name, WHOLE_FILE, revision)
+    return "image_processor" in whole or bool(_json(name, IMAGE_FILE, revision))
 
 
 def copy_processor(source: Path, folder: Path) -> None:
