@@ -1,6 +1,5 @@
 """Answers of models that read images: in a batch, in a chat, from a server and in an evaluation."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,10 @@ import pictured
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
-from finetune.data.images.image_file import ImageFile, PlacedImage, decode
-from finetune.inference.generate import Loaded, generate, load_folder, prompt_of
+from finetune.data.images.image_file import decode
+from finetune.inference.generate import Loaded, generate, load_folder
 
 SIZES = ((48, 32), (40, 64), (33, 90))
 
@@ -36,7 +35,9 @@ def plain_answer(folder: Path, loaded: Loaded, question: Any, pictures: list[Pat
     assert loaded.images is not None
     processor = loaded.images.processor
     model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    text = loaded.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    text = loaded.tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, tokenize=False
+    )
     images = [decode(path.read_bytes(), "")[0] for path in pictures]
     given = processor.whole(text=[text], images=[images] if images else None, return_tensors="pt")
     found = model.generate(
