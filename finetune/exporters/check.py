@@ -11,14 +11,24 @@ from transformers import AutoTokenizer
 from finetune.data.chat.chat_templates import text_of_chat
 from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.formats import read_row
+from finetune.data.images.inputs import ImageInputs
+from finetune.data.images.processor import processor_of
 from finetune.data.read.sources import find_source
-from finetune.data.samples import Completion, Conversation, Sample, as_kind, sequences_of
+from finetune.data.samples import (
+    Completion,
+    Conversation,
+    Sample,
+    as_kind,
+    sequences_of,
+    with_files_in,
+)
 from finetune.data.samples import Prompt as Unanswered
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.base_tensors import base_files, weight_files
 from finetune.exporters.source import Source, is_loadable
 from finetune.inference.generate import Loaded, continue_ids, load, load_folder, text_of
+from finetune.models.image_parts import image_inputs
 from finetune.recipe import Recipe
 from finetune.reports.card import Kind
 from finetune.runs import limits
@@ -91,30 +101,33 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
             f"loading it needs about {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} are free"
         )
     trained = load(source.run, source.step)
-    chat = load_chat(trained.tokenizer, None)
-    ids = [_fitting(trained, chat.prompt(prompt)) for prompt in asked]
-    wanted, answers = _logits(trained, ids), _answers(trained, ids)
+    chat = _chat(source, trained.tokenizer, source.checkpoint / "tokenizer")
+    inputs = image_inputs(source.recipe.model, chat.images, alone=True)
+    rows_asked = [_fitting(trained, _asked(chat, prompt)) for prompt in asked]
+    wanted, answers = _logits(trained, rows_asked, inputs), _answers(trained, rows_asked, inputs)
     learned = [
         row
         for _, sample in samples
         if (row := _row(source.recipe, sample, chat, trained.context)) is not None
     ]
-    trained_loss = _loss(trained, learned)
+    trained_loss = _loss(trained, learned, inputs)
     del trained
     exported = load_folder(folder, source.dtype)
-    found = _logits(exported, ids)
+    found = _logits(exported, rows_asked, inputs)
+    copied = _chat(source, exported.tokenizer, folder)
     pairs = list(zip(found, wanted, strict=True))
     checked = Checked(
-        rows=len(ids),
+        rows=len(asked),
         prompts_equal=sum(
-            _plain_ids(folder, chat, prompt) == chat.prompt(prompt) for prompt in asked
+            _plain_ids(folder, copied, prompt) == chat.prompt(prompt) for prompt in asked
         ),
         logits=max(_difference(*pair) for pair in pairs),
         kl=max(_divergence(*pair) for pair in pairs),
         answers_equal=sum(
-            one == other for one, other in zip(_answers(exported, ids), answers, strict=True)
+            one == other
+            for one, other in zip(_answers(exported, rows_asked, inputs), answers, strict=True)
         ),
-        loss=_loss(exported, learned),
+        loss=_loss(exported, learned, inputs),
         trained_loss=trained_loss,
         offer=_offer(source, kind),
     )
@@ -179,7 +192,7 @@ def _samples(recipe: Recipe, rows: int) -> Iterator[tuple[Prompt, Sample]]:
             for row in find_source(data).rows():
                 if share < 1:
                     break
-                found = _prompt(data.format, row.value)
+                found = _prompt(data.format, row.value, Path(row.file).parent)
                 if found is not None:
                     share -= 1
                     yield found
@@ -187,9 +200,9 @@ def _samples(recipe: Recipe, rows: int) -> Iterator[tuple[Prompt, Sample]]:
             continue
 
 
-def _prompt(data_format: str, value: Any) -> tuple[Prompt, Sample] | None:
+def _prompt(data_format: str, value: Any, folder: Path) -> tuple[Prompt, Sample] | None:
     try:
-        sample = read_row(data_format, value)
+        sample = with_files_in(read_row(data_format, value), folder)
     except RowProblem:
         return None
     asked = sequences_of(sample)[0]
@@ -211,17 +224,38 @@ def _row(recipe: Recipe, sample: Sample, chat: Chat, context: int | None) -> Row
         row = recipe.encode(learned[0], chat).sequences[0]
     except (RowProblem, FinetuneError):
         return None
-    cut = Row(row.ids[:context], row.trained[:context])
+    if row.images and context is not None and len(row.ids) > context:
+        return None
+    cut = Row(row.ids[:context], row.trained[:context], images=row.images)
     return cut if any(cut.trained[1:]) else None
 
 
-def _fitting(loaded: Loaded, ids: list[int]) -> list[int]:
-    """The end of a prompt that leaves room for an answer in the context."""
-    return ids if loaded.context is None else ids[-max(1, loaded.context - ANSWER) :]
+def _chat(source: Source, tokenizer: Any, folder: Path) -> Chat:
+    """The chat of a folder's tokenizer and, if the model reads images, of its processor."""
+    reads = source.recipe.model.reads
+    images = processor_of(str(folder), None, tokenizer) if reads else None
+    return load_chat(tokenizer, None, None, images)
+
+
+def _asked(chat: Chat, prompt: Prompt) -> Row:
+    if isinstance(prompt, Conversation):
+        return chat.prompt_row(prompt)
+    ids = chat.prompt(prompt)
+    return Row(ids, [False] * len(ids))
+
+
+def _fitting(loaded: Loaded, row: Row) -> Row:
+    """The end of a prompt that leaves room for an answer in the context; images are not cut."""
+    if loaded.context is None or row.images:
+        return row
+    start = -max(1, loaded.context - ANSWER)
+    return Row(row.ids[start:], row.trained[start:])
 
 
 def _plain_ids(folder: Path, chat: Chat, prompt: Prompt) -> list[int]:
     """Token ids of a prompt in plain transformers with the exported tokenizer."""
+    if chat.images is not None:  # its processor expands images
+        return chat.prompt(prompt)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=False)["input_ids"]
     if isinstance(prompt, Conversation):
@@ -239,30 +273,48 @@ def prompt_text(tokenizer: Any, prompt: Prompt) -> str:
 
 
 @torch.inference_mode()
-def _logits(loaded: Loaded, rows: list[list[int]]) -> list[torch.Tensor]:
+def _logits(loaded: Loaded, rows: list[Row], inputs: ImageInputs | None) -> list[torch.Tensor]:
     """Logits of the last tokens of each prompt, (PLACES or fewer, vocabulary)."""
     model: Any = loaded.model
-    inputs = (torch.tensor([ids], device=model.device) for ids in rows)
     return [
-        model(input_ids=each, use_cache=False).logits[0, -PLACES:].float().cpu() for each in inputs
+        model(**_given(model, row, inputs), use_cache=False).logits[0, -PLACES:].float().cpu()
+        for row in rows
     ]
 
 
+def _given(model: Any, row: Row, inputs: ImageInputs | None) -> dict[str, torch.Tensor]:
+    """Inputs of a row, with those of its images if the model reads images."""
+    images = {} if inputs is None else inputs.of_row(row.ids, row.images)
+    given = {"input_ids": torch.tensor([row.ids]), **images}
+    return {name: value.to(model.device) for name, value in given.items()}
+
+
 @torch.inference_mode()
-def _loss(loaded: Loaded, rows: list[Row]) -> float | None:
+def _loss(loaded: Loaded, rows: list[Row], inputs: ImageInputs | None) -> float | None:
     """Mean loss over the trained tokens of all rows, in nats; None without rows."""
     model: Any = loaded.model
     losses = list[torch.Tensor]()
     for row in rows:
-        ids = torch.tensor([row.ids], device=model.device)
-        scores = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        given = _given(model, row, inputs)
+        ids = given["input_ids"]
+        scores = model(**given, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         each = -scores.gather(-1, ids[0, 1:, None])[:, 0]
         losses.append(each[torch.tensor(row.trained[1:], device=model.device)].cpu())
     return torch.cat(losses).mean().item() if losses else None
 
 
-def _answers(loaded: Loaded, rows: list[list[int]]) -> list[str]:
-    return [text_of(loaded, row) for row in continue_ids(loaded, rows, max_new_tokens=ANSWER)]
+def _answers(loaded: Loaded, rows: list[Row], inputs: ImageInputs | None) -> list[str]:
+    if inputs is None:
+        ids = [row.ids for row in rows]
+        return [text_of(loaded, row) for row in continue_ids(loaded, ids, max_new_tokens=ANSWER)]
+    model: Any = loaded.model
+    found = list[str]()
+    for row in rows:
+        ends = {"eos_token_id": list(loaded.stops), "pad_token_id": loaded.stops[0]}
+        given = _given(model, row, inputs)
+        ids = model.generate(**given, max_new_tokens=ANSWER, do_sample=False, **ends)
+        found.append(loaded.tokenizer.decode(ids[0, len(row.ids) :], skip_special_tokens=True))
+    return found
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -212,8 +212,7 @@ def image_inputs_of(
     if images is None:
         return None
     if not isinstance(images, ImageProcessor):
-        kind = network.config.model_type
-        images = processor_of(str(images), None, tokenizer, model_type=kind)
+        images = processor_of(str(images), None, tokenizer)
     return inputs_for(network.config, images)
 
 

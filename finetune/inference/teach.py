@@ -1,5 +1,6 @@
 """Store the top-k tokens and log-probabilities of a teacher for each label."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from finetune.errors import FinetuneError
 from finetune.inference.load import load_weights
 from finetune.kernels.divergence import LEAST
 from finetune.methods.losses import labelled
+from finetune.models.image_parts import image_inputs
 from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.models.teacher import as_student, compare_tokenizer, refuse_tokens_without_rows
 from finetune.models.vocabulary import rows_needed
@@ -49,6 +51,7 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
     model = recipe.model
     chat = load_chat_of(recipe, tokenizer)
     data = prepare(recipe, chat, cache("data"))
+    data = data.with_image_inputs(image_inputs(model, chat.images, alone=True))
     refuse_tokens_without_rows(recipe.taught_by, data)
     given = as_student(recipe).model
     teacher = load_weights(
@@ -100,10 +103,12 @@ def _logps(
     The logits of all labels of one document are in memory.
     """
     rows, few = single_rows(data.train.documents), max(1, TILE_ENTRIES // vocabulary)
+    rows = dataclasses.replace(rows, image_inputs=data.train.image_inputs)
     for number in counted(range(len(rows)), "teaching", len(rows)):
         batch = collate(rows, np.array([number]), 0, teacher.device)  # a single row has no padding
         places, _ = labelled(batch)
-        logits = teacher(input_ids=batch.ids, logits_to_keep=places, use_cache=False).logits[0]
+        given = {"input_ids": batch.ids, **batch.images}
+        logits = teacher(**given, logits_to_keep=places, use_cache=False).logits[0]
         for part in logits.split(few):
             yield F.log_softmax(part[:, :vocabulary].float() / temperature, -1)
 

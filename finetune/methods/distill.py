@@ -56,7 +56,8 @@ class Distill(SFT):
     def taught_by(self) -> Model | None:
         if self.teacher is None:
             return None
-        return Model(**dataclasses.asdict(self.teacher), attention=self.model.attention)
+        own = {"attention": self.model.attention, "reads": self.model.reads}
+        return Model(**dataclasses.asdict(self.teacher), **own)
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
         """Sum over trained tokens of the divergence plus `ce_weight` x the cross-entropy."""

@@ -106,7 +106,7 @@ class Model(metaclass=Checked):
     reads: tuple[Literal["image"], ...] = ()
     """Media that it reads beside text; its vision tower is then loaded too."""
     trains: tuple[Literal["language", "connector", "tower"], ...] = ("language",)
-    """Parts of a model with `reads` that are trained, or that get the adapter of `all-linear`."""
+    """Parts of a model with `reads` that are trained, or that an adapter reaches."""
     processor_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Settings of its image processor, such as `size`; they are saved with the result."""
     chat_template: Text | None = None

@@ -39,6 +39,17 @@ class ImageInputs:
         """Tensors of the images of documents, or of a filler, by the names of the inputs."""
         return dict(self.processor.filler[1]) if is_filled else self.processor.tensors(documents)
 
+    def of_row(
+        self, ids: Sequence[int], images: Sequence[PlacedImage]
+    ) -> "dict[str, torch.Tensor]":
+        """Inputs for the images of one row of tokens that is passed through the model alone."""
+        import torch
+
+        found = self.processor.tensors([images])
+        if self.token_types is not None:
+            found[self.token_types] = torch.from_numpy(self.types(np.array(ids)[None]))
+        return found
+
     def document_positions(
         self,
         documents: Iterable[tuple[np.ndarray, int]],

@@ -10,10 +10,12 @@ size of the image alone, to the tokens that its features replace:
 Images are always resized by Pillow, so that a machine with torchvision computes the same numbers.
 """
 
+import copy
 import importlib
 import importlib.util
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,12 +86,13 @@ class ImageProcessor:
     """The image processor of transformers, with Pillow."""
     tokenizer: "PreTrainedTokenizerBase"
     _texts: dict[tuple[Size, bool], str] = field(default_factory=dict, init=False, compare=False)
+    _of_thread: threading.local = field(default_factory=threading.local, init=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: self.__dict__[key] for key in ("kind", "files", "images", "tokenizer")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _texts={})
+        self.__dict__.update(state, _texts={}, _of_thread=threading.local())
 
     @property
     def identity(self) -> str:
@@ -98,9 +101,20 @@ class ImageProcessor:
             [self.kind, self.images.to_dict(), self.files], sort_keys=True, default=str
         )
 
-    @cached_property
+    @property
     def whole(self) -> Any:
-        """The complete processor, with None for the parts of other media.
+        """The complete processor, with None for the parts of other media, one for each thread.
+
+        Its tokenizer is a copy: a fast tokenizer cannot be used by two threads at once, and batches
+        are made in a thread of their own.
+        """
+        made = getattr(self._of_thread, "whole", None)
+        if made is None:
+            made = self._of_thread.whole = self._made()
+        return made
+
+    def _made(self) -> Any:
+        """A complete processor.
 
         transformers 5.23 refuses such a processor if torchvision or num2words is missing, although
         only videos need them.
@@ -111,7 +125,7 @@ class ImageProcessor:
         module = importlib.import_module(base.__module__)
         if getattr(module, "num2words", base) is None:
             module.num2words = _words_of_videos
-        there = {"image_processor": self.images, "tokenizer": self.tokenizer}
+        there = {"image_processor": self.images, "tokenizer": copy.deepcopy(self.tokenizer)}
         unchecked = {"check_argument_for_proper_class": lambda *_: None}
         kind = type(self.kind, (base,), unchecked)
         parts = [there.get(name) for name in base.get_attributes()]
@@ -276,23 +290,20 @@ def processor_of(
     revision: str | None,
     tokenizer: "PreTrainedTokenizerBase",
     settings: Mapping[str, Any] | None = None,
-    model_type: str | None = None,
 ) -> ImageProcessor:
-    """The image processor of a folder or hub model, as `load_processor` says.
-
-    `model_type` is for a folder without a config.
-    """
+    """The image processor of a folder or hub model, as `load_processor` says."""
     from transformers import AutoImageProcessor, PreTrainedConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     with reading(f"model.reads: '{name}' has no image processor that can be loaded"):
         files = {each: _json(name, each, revision) for each in (*FILES, TEMPLATE_FILE)}
         images: Any = AutoImageProcessor.from_pretrained(name, revision=revision, backend="pil")
-        if model_type is None:
-            config, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-            model_type = config["model_type"]
         named = (files[each].get("processor_class") for each in (WHOLE_FILE, IMAGE_FILE))
-        kind = next(filter(None, named), None) or PROCESSOR_MAPPING_NAMES[model_type]
+        kind = next(filter(None, named), None)
+        if kind is None:
+            config, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+            kind = PROCESSOR_MAPPING_NAMES[config["model_type"]]
+            files[WHOLE_FILE] |= {"processor_class": kind}
     template = files.pop(TEMPLATE_FILE).get("chat_template")
     if template is not None:  # servers take it before that of a tokenizer
         tokenizer.chat_template = template

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
+from finetune.data.rows.store import Rows
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.export import export
 from finetune.methods.online import Online
-from finetune.models.model import load_tokenizer
+from finetune.models.image_parts import image_inputs
+from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.runs.run import Run
 from finetune.verification.proofs.checks import apart_by
 from finetune.verification.proofs.online_runs import mean_reward
@@ -72,6 +76,7 @@ def _task(delivery: Delivery) -> dict[str, Any]:
         "result": merged if model.name is None and merged else result,
         "merged": merged if model.name is not None else None,
         "scores": recipe.head.config or None,
+        "pixels": _pixels(delivery, rows) if model.reads else None,
         "limit": recipe.max_completion_length if isinstance(recipe, Online) else None,
         "eos": delivery.subject.eos,
         "rows": [
@@ -79,6 +84,23 @@ def _task(delivery: Delivery) -> dict[str, Any]:
             for number in rows.members
         ],
     }
+
+
+def _pixels(delivery: Delivery, rows: Rows) -> str:
+    """A file with the inputs for the images of each row."""
+    recipe, path = delivery.subject.recipe, delivery.run.root / "pixels.safetensors"
+    inputs = image_inputs(recipe.model, load_chat_of(recipe).images, alone=True)
+    assert inputs is not None
+    documents = [int(number) for number in rows.members]
+    found = {
+        f"{row}.{name}": tensor.contiguous()
+        for row, number in enumerate(documents)
+        for name, tensor in inputs.of_row(
+            rows.documents.document(number)[0].tolist(), rows.documents.images_of(number)
+        ).items()
+    }
+    save_file(found, path)
+    return str(path)
 
 
 def _ask(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:

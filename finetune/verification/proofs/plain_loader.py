@@ -11,6 +11,7 @@ Run as a script, never imported: it must not use this package. A task is a mappi
     rows          [[ids, trained], ...]: rows of token ids, and which of them have a loss
     scores        null, or fields of config.json for a model with a score head: then the loss is the
                   mean score
+    pixels        null, or a file with the inputs for the images of each row: ROW.NAME
     limit         null, or the maximum tokens of a completion: then rows are prompts, which are
                   completed greedily up to the token id `eos`
 
@@ -28,8 +29,10 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model_state_dict
 from peft import AutoPeftModelForSequenceClassification as AutoPeftModelForScores
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -45,11 +48,12 @@ def answer(task):
     try:
         AutoTokenizer.from_pretrained(task["merged"] or result)
         measure = mean_loss if task["scores"] is None else mean_score
+        task["rows"] = with_images(task)
         model = open_as_trained(task, problems)
         if task["limit"] is None:
             loss = measure(model, task["rows"])
         else:
-            completions = [complete(model, ids, task) for ids, _ in task["rows"]]
+            completions = [complete(model, ids, task) for ids, _, _ in task["rows"]]
         if task["merged"] is not None:
             merged = whole(task, task["merged"], torch.float32, problems)
             difference = compare(open_unquantised(task), merged, task["rows"])
@@ -62,6 +66,15 @@ def answer(task):
         "tensors": len(shapes),
         "problems": problems,
     }
+
+
+def with_images(task):
+    """Rows with the inputs for their images; `mm_token_type_ids` and others have a batch of one."""
+    inputs = [{} for _ in task["rows"]]
+    for key, tensor in (load_file(task["pixels"]) if task["pixels"] else {}).items():
+        row, _, name = key.partition(".")
+        inputs[int(row)][name] = tensor
+    return [(*row, given) for row, given in zip(task["rows"], inputs, strict=True)]
 
 
 def stored(folder):
@@ -112,12 +125,17 @@ def open_as_trained(task, problems):
 def open_unquantised(task):
     if task["base"] is None:
         return auto(task).from_pretrained(task["result"], dtype=torch.float32).eval()
+    if task["pixels"]:  # PEFT 0.21 has no class for them
+        base = auto(task).from_pretrained(task["base"], dtype=torch.float32)
+        return PeftModel.from_pretrained(base, task["result"]).eval()
     kind = AutoPeftModelForCausalLM if task["scores"] is None else AutoPeftModelForScores
     given = numbered(task["scores"] or {})
     return kind.from_pretrained(task["result"], dtype=torch.float32, **given).eval()
 
 
 def auto(task):
+    if task["pixels"]:
+        return AutoModelForImageTextToText
     return AutoModelForCausalLM if task["scores"] is None else AutoModelForSequenceClassification
 
 
@@ -142,11 +160,11 @@ def whole(task, folder, dtype, problems):
 def mean_loss(model, rows):
     """Mean cross-entropy over the trained tokens of all rows, one row at a time."""
     total, terms = 0.0, 0
-    for ids, trained in rows:
+    for ids, trained, images in rows:
         labels = torch.tensor([i if t else -100 for i, t in zip(ids, trained, strict=True)][1:])
         given = torch.tensor([ids])
         logits = (
-            model(input_ids=given, use_cache=False).logits[0, :-1].float()
+            model(input_ids=given, **images, use_cache=False).logits[0, :-1].float()
         )  # (tokens - 1, vocab)
         total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         terms += int((labels != -100).sum())
@@ -156,7 +174,7 @@ def mean_loss(model, rows):
 @torch.inference_mode()
 def mean_score(model, rows):
     """Mean of all scores of all rows, one row at a time."""
-    inputs = (torch.tensor([ids]) for ids, _ in rows)
+    inputs = (torch.tensor([ids]) for ids, _, _ in rows)
     found = [model(input_ids=each, use_cache=False).logits.float().mean().item() for each in inputs]
     return sum(found) / max(1, len(found))
 
@@ -178,8 +196,8 @@ def complete(model, prompt, task):
 @torch.inference_mode()
 def compare(first, second, rows):
     worst = 0.0
-    for ids, _ in rows:
-        given = {"input_ids": torch.tensor([ids]), "use_cache": False}
+    for ids, _, images in rows:
+        given = {"input_ids": torch.tensor([ids]), **images, "use_cache": False}
         a, b = (m(**given).logits.float() for m in (first, second))
         worst = max(worst, ((a - b).abs().max() / a.abs().max()).item())
     return worst

@@ -171,6 +171,11 @@ def _model(
         return dataclasses.replace(
             model, name=str(Path(model.name).resolve()), attention=_attention(model)
         )
+    if model.reads:
+        raise FinetuneError(
+            f"model.name: '{model.name}' reads images, and its tower cannot be shrunk here; prove "
+            "it with --full, or name a model of at most 16 MiB"
+        )
     config = _config(model, notes)
     fields = shrink(config, len(tokenizer), recipe.batch.max_length)
     for part, given in ((fields, config), (fields.get("text_config"), config.get("text_config"))):
