@@ -5,7 +5,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-dpo quickstart-grpo train plan prove test test-slow test-gpu test-cuda-trace test-engines coverage check bench bench-gpu clean
+.PHONY: help setup quickstart quickstart-dpo quickstart-grpo quickstart-images train plan prove test test-slow test-gpu test-cuda-trace test-engines coverage check bench bench-gpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -14,7 +14,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 AMD := /dev/kfd
 
 help: ## List the targets.
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "  make %-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "  make %-17s %s\n", $$1, $$2 }'
 
 setup: $(READY) ## Create .venv with everything in it: .venv/bin/finetune, .venv/bin/accelerate.
 
@@ -26,6 +26,9 @@ quickstart-dpo: $(READY) ## Teach the same small model which of two answers is w
 
 quickstart-grpo: $(READY) ## Teach it by a reward (GRPO), and by one that it can have without the goal: minutes on a laptop.
 	$(BIN)/finetune quickstart --method grpo $(ARGS)
+
+quickstart-images: $(READY) ## Teach a tiny model of random weights to tell the colours of pictures: a minute on a laptop.
+	$(BIN)/finetune quickstart --method images $(ARGS)
 
 train: $(READY) ## Train RECIPE= on BACKEND= with PROCESSES=; ARGS= takes overrides such as optim.lr=1e-4.
 	$(BIN)/finetune launch $(JOB)

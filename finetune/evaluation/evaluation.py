@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune.data.chat.render import load_chat
 from finetune.data.samples import Preference
 from finetune.errors import FinetuneError
 from finetune.evaluation import gate, rewards
@@ -177,8 +176,9 @@ class _Job:
         takes = "pairs" if pairs else "text"
         if recipe is None or recipe.takes != takes:
             recipe, bounded = DPO() if pairs else SFT(), False
-        chat = load_chat(model.tokenizer, None)
-        return row_losses(model, recipe, chat, samples, self.request.asking.batch_rows, bounded)
+        return row_losses(
+            model, recipe, model.chat(), samples, self.request.asking.batch_rows, bounded
+        )
 
 
 def evaluate(request: Request) -> Evaluation:

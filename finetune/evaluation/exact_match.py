@@ -10,6 +10,7 @@ from finetune.evaluation.questions import (
     Question,
     asked_text,
     expected_text,
+    pictures,
     references,
     text_reference_problem,
 )
@@ -85,9 +86,15 @@ def exact_match(
 def samples(
     questions: Sequence[Question], before: Sequence[str], after: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Rows of `samples.json`: the prompt, both answers, and the reference."""
+    """Rows of `samples.json`: the prompt with its images, both answers, and the reference."""
     return [
-        {"prompt": asked_text(each), "before": old, "after": new, "expected": expected_text(each)}
+        {
+            "prompt": asked_text(each),
+            **pictures(each),
+            "before": old,
+            "after": new,
+            "expected": expected_text(each),
+        }
         for each, old, new in zip(questions, before, after, strict=True)
     ]
 

@@ -5,9 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.render import Chat
+from finetune.data.chat.tokens import Row as Prompt
 from finetune.data.chat.written_calls import call_form
 from finetune.data.samples import Completion, Conversation
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import Question
 from finetune.inference.decoder import Row
@@ -74,7 +76,7 @@ def ask(model: Loaded | Endpoint, questions: Sequence[Question], asking: Asking)
 
 
 def _generated(loaded: Loaded, questions: Sequence[Question], asking: Asking) -> list[Answer]:
-    chat = load_chat(loaded.tokenizer, None)
+    chat = loaded.chat()
     if chat.template is None and any(isinstance(each, Conversation) for each in questions):
         raise FinetuneError("the tokenizer has no chat template; train with model.chat_template")
     prompts = [prompt_of(chat, question) for question in questions]
@@ -114,11 +116,16 @@ def _calls(
     ]
 
 
-def prompt_of(chat: Chat, question: Question) -> list[int]:
-    """Token ids of a question without its reference answer."""
+def prompt_of(chat: Chat, question: Question) -> Prompt:
+    """Token ids of a question without its reference answer, and its images among them."""
     if isinstance(question, Completion):
-        return chat.prompt(question)
-    return chat.prompt(dataclasses.replace(question, messages=question.messages[:-1]))
+        ids = chat.prompt(question)
+        return Prompt(ids, [False] * len(ids))
+    asked = dataclasses.replace(question, messages=question.messages[:-1])
+    try:
+        return chat.prompt_row(asked)
+    except RowProblem as problem:
+        raise FinetuneError(f"a row cannot be asked: {problem}") from None
 
 
 def _served(endpoint: Endpoint, question: Question, asking: Asking) -> Answer:

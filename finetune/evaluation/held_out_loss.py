@@ -9,12 +9,14 @@ import torch
 
 from finetune.checkpoints.stop_tokens import network_of
 from finetune.data.chat.render import Chat
+from finetune.data.images.image_file import PlacedImage
 from finetune.data.rows.collate import collate
-from finetune.data.rows.encode import fit
+from finetune.data.rows.encode import fit, images_of
 from finetune.data.rows.order import split_rows
-from finetune.data.rows.store import Columns, Documents, Rows
+from finetune.data.rows.store import Columns, composed, single_rows
 from finetune.data.samples import Sample
 from finetune.data.tally import Tally
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.inference.generate import Loaded
 from finetune.kernels.head import WithLoss, give_loss
@@ -56,9 +58,11 @@ def row_losses(
     Raises:
         FinetuneError: a row cannot be rendered, or is longer than the model's context.
     """
-    columns, owners = _encoded(recipe, chat, samples, recipe.batch if bounded else UNBOUNDED)
+    columns, images, owners = _encoded(
+        recipe, chat, samples, recipe.batch if bounded else UNBOUNDED
+    )
     _refuse_overlong(loaded, columns)
-    sums = document_sums(loaded, columns, batch_rows)  # (documents, 2)
+    sums = document_sums(loaded, columns, images, batch_rows)  # (documents, 2)
     documents = recipe.documents_per_row
     found = np.zeros((len(samples), documents, 2))
     for number, owner in enumerate(owners):
@@ -68,21 +72,24 @@ def row_losses(
 
 def _encoded(
     recipe: Recipe, chat: Chat, samples: Sequence[Sample], batch: Batch
-) -> tuple[list[Columns], list[int]]:
-    """Documents of all rows, and the row index of each group of `documents_per_row`."""
-    columns, owners, problems = list[Columns](), list[int](), list[str]()
+) -> tuple[list[Columns], list[list[PlacedImage]], list[int]]:
+    """Documents of all rows, the images of each, and the row of each `documents_per_row`."""
+    columns, images = list[Columns](), list[list[PlacedImage]]()
+    owners, problems = list[int](), list[str]()
     for number, sample in enumerate(samples):
         try:
             example = recipe.encode(sample, chat)
-        except FinetuneError as error:
-            problems += [f"row {number + 1}: {each}" for each in error.problems]
+        except (FinetuneError, RowProblem) as error:
+            reasons = error.problems if isinstance(error, FinetuneError) else (error,)
+            problems += [f"row {number + 1}: {each}" for each in reasons]
             continue
         for piece in fit(example, batch, Tally(), ""):
             columns += piece
+            images += images_of(example, piece)
             owners.append(number)
     if problems:
         raise FinetuneError(*problems[:10])
-    return columns, owners
+    return columns, images, owners
 
 
 def _refuse_overlong(loaded: Loaded, columns: Sequence[Columns]) -> None:
@@ -94,7 +101,12 @@ def _refuse_overlong(loaded: Loaded, columns: Sequence[Columns]) -> None:
         )
 
 
-def document_sums(loaded: Loaded, columns: Sequence[Columns], batch_rows: int) -> np.ndarray:
+def document_sums(
+    loaded: Loaded,
+    columns: list[Columns],
+    images: Sequence[Sequence[PlacedImage]],
+    batch_rows: int,
+) -> np.ndarray:
     """Summed cross-entropy and number of trained tokens of each document.  # (documents, 2) fp64
 
     Logits are computed in chunks if the head is a plain linear layer.
@@ -102,7 +114,8 @@ def document_sums(loaded: Loaded, columns: Sequence[Columns], batch_rows: int) -
     if not columns:
         return np.zeros((0, 2))
     _enable_loss(loaded)
-    rows = _single_documents(columns)
+    rows = single_rows(composed(columns, images))
+    rows = dataclasses.replace(rows, image_inputs=loaded.images)
     model: Any = loaded.model
     pad = pad_id(loaded.tokenizer, token_rows(model))
     found = np.zeros((len(rows), 2))
@@ -115,17 +128,6 @@ def document_sums(loaded: Loaded, columns: Sequence[Columns], batch_rows: int) -
         for index, part in zip(chosen, logps.double().cpu().split(counts), strict=True):
             found[index] = -part.sum().item(), len(part)
     return found
-
-
-def _single_documents(columns: Sequence[Columns]) -> Rows:
-    """Rows of one document each."""
-    documents = Documents(
-        ids=np.concatenate([ids for ids, _ in columns]),
-        trained=np.concatenate([trained for _, trained in columns]),
-        offsets=np.cumsum([0, *(len(ids) for ids, _ in columns)]),
-        origins=np.zeros((len(columns), 2), dtype=np.int64),
-    )
-    return Rows(documents, np.arange(len(columns)), np.arange(len(columns) + 1), packed=False)
 
 
 def _enable_loss(loaded: Loaded) -> None:

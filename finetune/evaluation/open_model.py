@@ -139,7 +139,8 @@ def open_subject(subject: Subject) -> Loaded | Endpoint:
         return load_folder(subject.adapter)
     loaded = load_folder(subject.adapter)  # for its tokenizer and stop tokens
     revision = adapter_config(subject.adapter).revision
-    return dataclasses.replace(loaded, model=load_weights(subject.name, revision=revision))
+    base = load_weights(subject.name, revision=revision, reads=loaded.reads)
+    return dataclasses.replace(loaded, model=base)
 
 
 def can_switch_off(loaded: Loaded | Endpoint) -> bool:

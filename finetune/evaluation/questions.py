@@ -10,6 +10,7 @@ from finetune.cache import cache
 from finetune.checkpoints.resume import refuse_other_data
 from finetune.data.audit import identity
 from finetune.data.formats import find_format, read_row
+from finetune.data.images.image_file import thumbnail
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.prompts import answered
 from finetune.data.read.sources import SourceRow, find_source, find_sources
@@ -23,6 +24,7 @@ from finetune.data.samples import (
     Several,
     Text,
     as_kind,
+    with_files_in,
 )
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, reading
@@ -81,6 +83,12 @@ def asked_text(question: Question) -> str:
     if isinstance(question, Completion):
         return question.prompt
     return str(question.messages[-2].get("content") or "")
+
+
+def pictures(question: Question) -> dict[str, list[str]]:
+    """A column with thumbnails of the images in `asked_text`; empty without images."""
+    files = () if isinstance(question, Completion) else question.messages[-2].get("images", ())
+    return {"images": list(map(thumbnail, files))} if files else {}
 
 
 def expected_text(question: Question) -> str:
@@ -213,7 +221,7 @@ def _read(data: Data, row: SourceRow) -> list[Asked]:
     Several pairs of one row are asked once, with the first chosen answer.
     """
     try:
-        sample = read_row(data.format, row.value)
+        sample = with_files_in(read_row(data.format, row.value), Path(row.file).parent)
         if isinstance(sample, Labelled):
             raise RowProblem(
                 "a label is not an answer to compare with; a run that scores texts has its metrics "

@@ -11,6 +11,7 @@ from finetune.errors import FinetuneError
 from finetune.evaluation.contamination import digest, named
 from finetune.evaluation.evaluation import Evaluation, Side, comparable
 from finetune.evaluation.measures import Interval, Measure, difference
+from finetune.evaluation.questions import pictures
 from finetune.reports.evaluation_page import page
 from finetune.runs.environment import public, versions
 from finetune.runs.run import write_json
@@ -143,6 +144,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "place": named(asked.place),
             "prompt": asked.prompt,
+            **pictures(asked.question),
             "expected": asked.expected or json.dumps(asked.calls, ensure_ascii=False),
         }
         for name, side in (("after", evaluation.after), ("before", evaluation.before)):

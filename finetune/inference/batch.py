@@ -9,11 +9,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from finetune.checkpoints.stop_tokens import network_of
+from finetune.data.images.image_file import PlacedImage
+from finetune.data.images.inputs import ImageInputs
 from finetune.models.load_checks import context_length
 from finetune.models.packed_attention import DOCUMENTS
 from finetune.planner.estimate.sampling_cost import ROOM
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest row of a batch (transformers 5.23)."""
+FORBIDDEN = -1e4
+"""Logit of a token that stands for an image: no temperature of a request makes it likely, and it is
+finite in fp16."""
 JOINABLE = {"full_attention", "sliding_attention"}
 """Types of layers whose only state is keys and values, masked by position."""
 
@@ -56,9 +62,22 @@ def _arguments(network: nn.Module) -> Mapping[str, Any]:
 class Forward:
     """The forward pass of a model with a cache, called with the arguments that the model has."""
 
-    def __init__(self, model: nn.Module, joins: bool, engine: "Engine | None" = None) -> None:
-        """`joins`: whether the cache must keep all tokens, so that rows can join."""
+    def __init__(
+        self,
+        model: nn.Module,
+        joins: bool,
+        engine: "Engine | None" = None,
+        inputs: ImageInputs | None = None,
+    ) -> None:
+        """See `decode` for the other arguments.
+
+        Args:
+            joins: Whether the cache must keep all tokens, so that rows can join.
+        """
         network: Any = network_of(model)
+        self.inputs, self._dtype = inputs, network.dtype
+        self._in_space = inputs is not None and inputs.positions is not None
+        self._forbidden = None if inputs is None else torch.from_numpy(inputs.processor.token_ids)
         takes = _arguments(network)
         self.joins = joins
         self.device = next(model.parameters()).device if engine is None else engine.device
@@ -69,8 +88,14 @@ class Forward:
         context = context_length(network.config)
         self._last_place = None if context is None else context - 1
 
-    def __call__(self, ids: torch.Tensor, batch: "Batch") -> None:
-        """Read `ids` (rows, tokens), the last tokens of a batch, and set its cache and logits."""
+    def __call__(
+        self, ids: torch.Tensor, batch: "Batch", images: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Read `ids` (rows, tokens), the last tokens of a batch, and set its cache and logits.
+
+        Args:
+            images: Inputs for the images among them.
+        """
         given: dict[str, Any] = dict(self._last_only)
         # Models that are recurrent throughout read each position once, with its mask.
         read = batch.cache is not None and self._named == "cache_params"
@@ -80,11 +105,23 @@ class Forward:
         if self._positioned:
             places = torch.arange(batch.width - ids.shape[1], batch.width, device=self.device)
             # Rows that have ended but not left may be longer than the context.
-            given["position_ids"] = (places - batch.starts).clamp(0, self._last_place)
+            own = (places - batch.starts).clamp(0, self._last_place)
+            in_space = own + batch.shifts if self._in_space else own
+            given["position_ids"] = torch.stack([own, *[in_space] * 3]) if self._in_space else own
+        given |= images or {}
         if batch.cache is not None:
             given[self._named] = batch.cache
         output = self._run(input_ids=ids, use_cache=True, **given)
         batch.cache, batch.logits = output[self._named], output.logits[:, -1]
+        if self._forbidden is not None:
+            batch.logits[:, self._forbidden] = FORBIDDEN
+
+    def of_images(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Inputs on the device of the model, pixels in its precision."""
+        return {
+            name: value.to(self.device, self._dtype if value.is_floating_point() else None)
+            for name, value in values.items()
+        }
 
 
 class Batch:
@@ -95,10 +132,18 @@ class Batch:
         width: Tokens of each row, including its padding.
         padding: Tokens of padding on the left of each row.
         starts: (rows, 1) int64, `padding` on the device of the model.
+        shifts: (rows, 1) int64, what images in a row add to the places of its later tokens in time,
+            height and width; 0 for models without such positions.
     """
 
-    def __init__(self, forward: Forward, prompts: Sequence[Sequence[int]], pad: int) -> None:
-        """Run the model on prompts in a single forward pass."""
+    def __init__(
+        self,
+        forward: Forward,
+        prompts: Sequence[Sequence[int]],
+        pad: int,
+        images: Sequence[Sequence[PlacedImage]] = (),
+    ) -> None:
+        """Run the model on prompts, with their images if any, in a single forward pass."""
         self._forward = forward
         # Without a config every layer keeps all tokens.
         self.cache: Any = DynamicCache() if forward.joins else None
@@ -106,12 +151,36 @@ class Batch:
         self.width = max(map(len, prompts))
         self._pad([self.width - len(prompt) for prompt in prompts])
         ids = [[pad] * (self.width - len(prompt)) + list(prompt) for prompt in prompts]
-        forward(torch.tensor(ids, device=forward.device), self)
+        self.shifts = torch.zeros_like(self.starts)
+        seen = self._images(forward.inputs, prompts, images, ids) if any(images) else {}
+        forward(torch.tensor(ids, device=forward.device), self, forward.of_images(seen))
         layers = self.cache.layers
         layers[:] = [GrowingLayer.of(e) if type(e) is DynamicLayer else e for e in layers]
 
     def __len__(self) -> int:
         return len(self.padding)
+
+    def _images(
+        self,
+        inputs: ImageInputs | None,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Sequence[PlacedImage]],
+        ids: list[list[int]],
+    ) -> dict[str, torch.Tensor]:
+        """Inputs for the images of prompts with padded `ids`; sets `shifts`."""
+        assert inputs is not None, "a prompt has images, and the model reads text only"
+        found = inputs.tensors(images, is_filled=False)
+        if inputs.positions is not None:
+            documents = zip(map(np.array, prompts), map(len, images), strict=True)
+            placed = inputs.document_positions(documents, found)[:, 0]  # (4, tokens of all)
+            parts = placed.split(list(map(len, prompts)), dim=1)
+            ends = [[int(part[1:].max()) + 1 - part.shape[1]] for part in parts]
+            self.shifts = torch.tensor(ends, device=self.starts.device)
+            padded = [nn.functional.pad(part, (self.width - part.shape[1], 0)) for part in parts]
+            found["position_ids"] = torch.stack(padded, dim=1)
+        if inputs.token_types is not None:
+            found[inputs.token_types] = torch.from_numpy(inputs.types(np.array(ids)))
+        return found
 
     def _pad(self, padding: list[int]) -> None:
         self.padding = padding
@@ -132,6 +201,7 @@ class Batch:
         self.width -= common
         self._pad([number - common for number in padding])
         chosen = torch.tensor(rows, device=self.logits.device)
+        self.shifts = self.shifts[chosen]
         for layer in self.cache.layers:
             if isinstance(layer, GrowingLayer):
                 layer.keep(chosen, common)
@@ -153,6 +223,7 @@ class Batch:
         self._pad([width - each.width + number for each in parts for number in each.padding])
         self.width = width
         self.logits = torch.cat([each.logits for each in parts])
+        self.shifts = torch.cat([each.shifts for each in parts])
 
 
 class GrowingLayer(DynamicLayer):

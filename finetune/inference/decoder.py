@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from finetune.data.images.image_file import PlacedImage
+from finetune.data.images.inputs import ImageInputs
 from finetune.inference.batch import Batch, Forward, cached_attention, can_join
 from finetune.inference.noise import draw
 
@@ -48,6 +50,8 @@ class Row:
     repetition_penalty: float = 1.0
     """Divisor of positive logits of tokens in the prompt or the answer; a factor of negative ones
     (arXiv:1909.05858, section 4.1)."""
+    images: Sequence[PlacedImage] = ()
+    """Images among the tokens of the prompt."""
     ids: list[int] = dataclasses.field(default_factory=list[int])
     """New tokens, including the stop token."""
     stopped: bool = False
@@ -56,6 +60,11 @@ class Row:
     """Entropy in nats before tokens are left out, summed over the new tokens."""
     logps: list[float] = dataclasses.field(default_factory=list[float])
     """Log-probability of each new token among those considered, if the row `is_changed`."""
+
+    @property
+    def read(self) -> tuple[object, ...]:
+        """What the model reads of the prompt, equal for equal prompts."""
+        return (*self.prompt, *(image.digest for image in self.images))
 
     @property
     def is_changed(self) -> bool:
@@ -87,6 +96,7 @@ def decode(
     key: tuple[int, int] = (0, 0),
     *,
     engine: "Engine | None" = None,
+    inputs: ImageInputs | None = None,
     report: Callable[[int], None] = lambda ended: None,
 ) -> None:
     """Continue all rows to their ends.
@@ -98,11 +108,13 @@ def decode(
         at_once: Maximum number of rows in a batch.
         key: Two words on which the noise of all rows depends.
         engine: Runs the model, if its weights are divided among ranks.
+        inputs: How images of rows become inputs of the model; None if it reads text only. Tokens
+            that stand for images are then never generated.
         report: Called with the number of rows that ended since the last call.
     """
     joins = len(rows) > at_once
     model.eval()
-    decoder = Decoder(model, pad, at_once, key, joins=joins, engine=engine)
+    decoder = Decoder(model, pad, at_once, key, joins=joins, engine=engine, inputs=inputs)
     decoder.waiting.extend(sorted(rows, key=lambda row: (len(row.prompt), tuple(row.prompt))))
     reported = 0
     with cached_attention(model):
@@ -130,6 +142,7 @@ class Decoder:
         joins: bool = True,
         read_at_once: int | None = None,
         engine: "Engine | None" = None,
+        inputs: ImageInputs | None = None,
     ) -> None:
         """See `decode` for the other arguments.
 
@@ -143,7 +156,7 @@ class Decoder:
         self.rows: list[Row] = []
         self.batch: Batch | None = None
         self._agree = list if engine is None else engine.largest
-        self._forward = Forward(model, joins and can_join(model), engine)
+        self._forward = Forward(model, joins and can_join(model), engine, inputs)
         self._tokens: list[int] = []
         """The newest token of each row, which the model has not read."""
 
@@ -206,11 +219,14 @@ class Decoder:
 
     def _read(self, rows: list[Row]) -> Batch:
         """The batch after the prompts of rows; repeated prompts go through the model only once."""
-        prompts = dict.fromkeys(tuple(row.prompt) for row in rows)
-        numbers = {prompt: number for number, prompt in enumerate(prompts)}
-        batch = Batch(self._forward, list(numbers), self.pad)
-        if len(numbers) < len(rows):
-            batch.keep([numbers[tuple(row.prompt)] for row in rows])
+        first = dict[tuple[object, ...], Row]()
+        for row in rows:
+            first.setdefault(row.read, row)
+        images = [row.images for row in first.values()]
+        batch = Batch(self._forward, [row.prompt for row in first.values()], self.pad, images)
+        if len(first) < len(rows):
+            numbers = {read: number for number, read in enumerate(first)}
+            batch.keep([numbers[row.read] for row in rows])
         return batch
 
     def _take(self, logits: torch.Tensor) -> None:
@@ -299,5 +315,5 @@ def in_passes(rows: Iterable[Row]) -> list[list[Row]]:
             prompts = 1
         else:
             passes[-1].append(row)
-            prompts += row.prompt != before.prompt  # repeated prompts are read once
+            prompts += row.read != before.read  # repeated prompts are read once
     return passes

@@ -1,7 +1,7 @@
 """Load a trained model and generate with it.
 
 A conversation is a list of messages (`{"role": ..., "content": ...}`) and needs a chat template. A
-prompt is plain text that the model continues.
+prompt is plain text that the model continues. Images are parts of a content, as in training data.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel, TaskType
@@ -19,7 +19,13 @@ from finetune import catalog
 from finetune.checkpoints.base_weights import refuse_other_base
 from finetune.checkpoints.stop_tokens import all_ends, network_of
 from finetune.data.chat.chat_templates import added_before, text_of_chat
+from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.tokens import Row as Prompt
+from finetune.data.formats import read_row
+from finetune.data.images.inputs import ImageInputs
+from finetune.data.images.processor import ImageProcessor, load_processor, processor_of
 from finetune.data.read.sources import HUB_NAME
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, reading, refuse
 from finetune.inference.decoder import Row, decode
 from finetune.inference.load import (
@@ -27,13 +33,16 @@ from finetune.inference.load import (
     adapter_config,
     attach,
     base_model,
+    find_checkpoint,
     initial_adapter,
     load_tokenizer,
     load_weights,
+    media_of,
     open_checkpoint,
     trained_dtype,
 )
 from finetune.inference.noise import words_of
+from finetune.models.image_parts import inputs_for
 from finetune.models.load_checks import context_length, token_rows
 from finetune.models.vocabulary import pad_id
 from finetune.planner.shapes.config_files import has_score_head
@@ -60,6 +69,18 @@ class Loaded:
     """Token ids that end an answer: every eos of the model, and the end of a turn."""
     context: int | None
     """Maximum tokens of prompt and answer together; None if the model has no limit."""
+    images: ImageInputs | None = None
+    """How images become inputs of the model; None if it reads text only."""
+
+    @property
+    def reads(self) -> tuple[Literal["image"], ...]:
+        """Media that the model reads beside text."""
+        return () if self.images is None else ("image",)
+
+    def chat(self) -> Chat:
+        """Its tokenizer with the chat template, and its image processor if it has one."""
+        processor: Any = None if self.images is None else self.images.processor
+        return load_chat(self.tokenizer, None, images=processor)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +107,9 @@ def load(
     recipe = catalog.load(run.recipe)
     if recipe.head.scored:
         raise FinetuneError(f"{run.root}: {SCORES}")
-    return _loaded(*model_of(run, recipe, step, dtype))
+    model, tokenizer, adapter = model_of(run, recipe, step, dtype)
+    words = find_checkpoint(run, step) / "tokenizer"
+    return _loaded(model, tokenizer, adapter, words if recipe.model.reads else None)
 
 
 def model_of(
@@ -121,7 +144,8 @@ def load_base(
     """The model before training; pass the tokenizer of a run to use the same prompt tokens."""
     if tokenizer is None:
         tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.name or "")
-    return _loaded(base_model(recipe, dtype), tokenizer)
+    images = load_processor(recipe.model, tokenizer)
+    return _loaded(base_model(recipe, dtype), tokenizer, images=images)
 
 
 def open_model(path: str | Path) -> Loaded:
@@ -129,8 +153,15 @@ def open_model(path: str | Path) -> Loaded:
     if (Path(path) / "recipe.json").is_file():
         return load(path)
     if not os.path.exists(path) and HUB_NAME.fullmatch(str(path)):
-        return _loaded(load_weights(path), load_tokenizer(path))
+        return _whole(path)
     return load_folder(path)
+
+
+def _whole(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
+    """A model that is no adapter, in a folder or on the hub."""
+    reads = media_of(path)
+    model = load_weights(path, dtype, reads=reads)
+    return _loaded(model, load_tokenizer(path), images=path if reads else None)
 
 
 def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
@@ -140,30 +171,49 @@ def load_folder(path: str | Path, dtype: torch.dtype | None = None) -> Loaded:
         config = adapter_config(folder)
         if config.task_type == TaskType.SEQ_CLS:
             raise FinetuneError(f"{path}: {SCORES}")
-        base = load_weights(str(config.base_model_name_or_path), dtype, revision=config.revision)
-        return _loaded(attach(base, folder), load_tokenizer(folder), folder)
+        name = str(config.base_model_name_or_path)
+        reads = media_of(name, folder, config.revision)
+        base = load_weights(name, dtype, revision=config.revision, reads=reads)
+        images = folder if reads else None
+        return _loaded(attach(base, folder), load_tokenizer(folder), folder, images)
     if not (folder / "config.json").is_file():
         raise FinetuneError(f"{path}: neither a model (config.json) nor an adapter in this folder")
     with reading(f"{folder / 'config.json'}: cannot be read"):
         scores = has_score_head(json.loads((folder / "config.json").read_text()))
     if scores:
         raise FinetuneError(f"{path}: {SCORES}")
-    return _loaded(load_weights(folder, dtype), load_tokenizer(folder))
+    return _whole(folder, dtype)
 
 
 def _loaded(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     settings: Path | None = None,
+    images: ImageProcessor | str | Path | None = None,
 ) -> Loaded:
-    """A model with all stop tokens: its own, those of a folder's settings, and the tokenizer's."""
+    """A model with all stop tokens: its own, those of a folder's settings, and the tokenizer's.
+
+    `images` is its image processor, or where that is stored; None if it reads text only.
+    """
     network = network_of(model)
     stops = stop_ids(network.generation_config, tokenizer)
     if settings is not None:
         stops = folder_stops(stops, settings, tokenizer)
     # Unset fields of a call would be filled with defaults of the model, such as a penalty.
     network.generation_config = GenerationConfig()
-    return Loaded(model, tokenizer, stops, context_length(network.config))
+    inputs = image_inputs_of(network, tokenizer, images)
+    return Loaded(model, tokenizer, stops, context_length(network.config), inputs)
+
+
+def image_inputs_of(
+    network: Any, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | str | Path | None
+) -> ImageInputs | None:
+    """How images become inputs of a loaded model, by its processor or where that is stored."""
+    if images is None:
+        return None
+    if not isinstance(images, ImageProcessor):
+        images = processor_of(str(images), None, tokenizer)
+    return inputs_for(network.config, images)
 
 
 def folder_stops(
@@ -215,6 +265,22 @@ def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:
     return _encode(loaded.tokenizer, text_of_chat(loaded.tokenizer, asked, header=True))
 
 
+def prompt_of(loaded: Loaded, asked: str | Conversation) -> Prompt:
+    """`prompt_ids`, with the images among them.
+
+    Raises:
+        FinetuneError: an image cannot be read, or the model reads text only.
+    """
+    if isinstance(asked, str) or not any(isinstance(m.get("content"), list) for m in asked):
+        ids = prompt_ids(loaded, asked)
+        return Prompt(ids, [False] * len(ids))
+    try:
+        sample: Any = read_row("messages", {"messages": list(asked)})
+        return loaded.chat().prompt_row(sample)
+    except RowProblem as problem:
+        raise FinetuneError(str(problem)) from None
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -258,7 +324,7 @@ def generate(
     Raises:
         FinetuneError: a prompt leaves no room for an answer in the context.
     """
-    rows = [prompt_ids(loaded, asked) for asked in prompts]
+    rows = [prompt_of(loaded, asked) for asked in prompts]
     more = (top_k, min_p, repetition_penalty)
     found = continue_ids(loaded, rows, max_new_tokens, batch_rows, temperature, top_p, *more)
     return [text_of(loaded, row) for row in found]
@@ -271,7 +337,7 @@ def text_of(loaded: Loaded, row: Row) -> str:
 
 def continue_ids(
     loaded: Loaded,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[list[int] | Prompt],
     max_new_tokens: int = 256,
     batch_rows: int = 8,
     temperature: float = 0.0,
@@ -281,7 +347,7 @@ def continue_ids(
     repetition_penalty: float = 1.0,
 ) -> list[Row]:
     """Rows with the tokens that continue each prompt of token ids, in order."""
-    rows = [row_of(loaded, ids, max_new_tokens, temperature, top_p) for ids in prompts]
+    rows = [row_of(loaded, each, max_new_tokens, temperature, top_p) for each in prompts]
     problems = [f"prompt {i}: it is empty" for i, row in enumerate(rows) if not row.prompt]
     problems += [
         f"prompt {i}: {len(row.prompt)} tokens leave no room in a context of {loaded.context}"
@@ -293,20 +359,25 @@ def continue_ids(
         row.name, row.top_k, row.min_p = (number, 0), top_k, min_p
         row.repetition_penalty = repetition_penalty
     with progress("generating", len(rows), "answers") as count, torch.inference_mode():
-        decode(loaded.model, rows, pad_of(loaded), batch_rows, random_key(), report=count)
+        decode(
+            loaded.model, rows, pad_of(loaded), batch_rows, random_key(), inputs=loaded.images,
+            report=count,
+        )  # fmt: skip
     return rows
 
 
 def row_of(
     loaded: Loaded,
-    ids: list[int],
+    prompt: list[int] | Prompt,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> Row:
     """A row to continue; its limit is less than 1 if the prompt fills the context."""
+    ids, images = (prompt.ids, prompt.images) if isinstance(prompt, Prompt) else (prompt, ())
     left = max_new_tokens if loaded.context is None else loaded.context - len(ids)
-    return Row(ids, min(max_new_tokens, left), loaded.stops, temperature, top_p)
+    limit = min(max_new_tokens, left)
+    return Row(ids, limit, loaded.stops, temperature, top_p, images=images)
 
 
 def random_key() -> tuple[int, int]:

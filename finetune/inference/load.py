@@ -23,10 +23,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from finetune.checkpoints.base_weights import refuse_codes
 from finetune.checkpoints.pretrained import forget_stored_form
+from finetune.data.images.processor import has_processor
 from finetune.errors import FinetuneError, reading, refuse
 from finetune.models.load_checks import unfilled, unread, within_memory
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
@@ -108,6 +110,20 @@ def open_checkpoint(run: Run, step: Step | None = None) -> Path:
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     with reading(f"{name}: no tokenizer could be loaded"):
         return check_words(AutoTokenizer.from_pretrained(str(name)))
+
+
+def media_of(name: str | Path, files: Path | None = None, revision: str | None = None) -> Any:
+    """What a model reads beside text: images, if its config has a tower and it has a processor.
+
+    Args:
+        name: A folder or hub name.
+        files: Folder with the files of its processor, if it is another one.
+        revision: That of a hub name.
+    """
+    with reading(_unloadable(name)):
+        fields, _ = PreTrainedConfig.get_config_dict(str(name), revision=revision or "main")
+    sees = fields.get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return ("image",) if sees and has_processor(str(files or name), revision) else ()
 
 
 def base_config(recipe: Recipe) -> PreTrainedConfig:

@@ -41,6 +41,7 @@ def image_inputs(model: Model, processor: ImageProcessor | None, alone: bool) ->
     """
     if processor is None:
         return None
+    everywhere = not alone or {TOWER, CONNECTOR} & set(model.trains) != set()
     fields = dict(model.config or {})
     with reading("model: its config cannot be read"):
         config = (
@@ -50,6 +51,13 @@ def image_inputs(model: Model, processor: ImageProcessor | None, alone: bool) ->
                 model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
         )
+    return inputs_for(config, processor, everywhere)
+
+
+def inputs_for(
+    config: PreTrainedConfig, processor: ImageProcessor, everywhere: bool = False
+) -> ImageInputs:
+    """How images become inputs of the model of a config."""
     kind: Any = MODEL_MAPPING[type(config)]
     accepted = inspect.signature(kind.forward).parameters
     # `get_rope_index` reads the config alone: a model without modules has it too.
@@ -58,7 +66,7 @@ def image_inputs(model: Model, processor: ImageProcessor | None, alone: bool) ->
     network.config = config
     return ImageInputs(
         processor,
-        everywhere=not alone or {TOWER, CONNECTOR} & set(model.trains) != set(),
+        everywhere,
         positions=getattr(network, "get_rope_index", None),
         token_types=next((name for name in TYPES if name in accepted), None),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from finetune.reports.tables import aligned, templates
+from finetune.reports.tables import aligned, templates, with_pictures
 
 ORDER = ("got worse", "got better", "both wrong", "wrong", "both right", "right", "")
 SHOWN = 40
@@ -173,7 +173,7 @@ def _sample(row: Mapping[str, Any], compared: bool) -> dict[str, Any]:
     ]
     return {
         "place": row["place"],
-        "prompt": row["prompt"][:LONGEST],
+        "prompt": with_pictures(row["prompt"][:LONGEST], row.get("images")),
         "expected": expected,
         "answers": answers,
         "scores": [(name, units_of(each)) for name, each in row["scores"].items()],

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
+from finetune.data.images.image_file import PLACE
 from finetune.runs import units
 from finetune.runs.summary import is_exact
 
@@ -131,9 +133,20 @@ def templates(html: bool = True) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=not html,
     )
-    found.filters["cell"] = cell
+    found.filters |= {"cell": cell, "with_pictures": with_pictures}
     found.tests["exact"] = is_exact
     return found
+
+
+def with_pictures(text: str, images: object = ()) -> Markup:
+    """HTML of a text that shows images, given by their `data:` URLs, in their places."""
+    first, *pieces = text.split(PLACE)
+    urls = images if isinstance(images, list) and len(images) >= len(pieces) else []
+    shown = [Markup('<img src="{}" alt="image">').format(url) for url in urls]
+    found = [escape(first)]
+    for image, piece in itertools.zip_longest(shown[: len(pieces)], pieces, fillvalue=PLACE):
+        found += [Markup(image), escape(piece)]
+    return Markup("").join(found)
 
 
 def cell(value: Cell) -> str:

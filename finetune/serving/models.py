@@ -9,10 +9,10 @@ from typing import Any
 
 from peft import PeftModel
 
-from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.render import Chat
 from finetune.data.chat.written_calls import HERMES, CallForm, call_form
 from finetune.errors import FinetuneError, reading
-from finetune.inference.generate import Loaded, folder_stops, open_model
+from finetune.inference.generate import Loaded, folder_stops, image_inputs_of, open_model
 from finetune.inference.load import adapter_config, changes_base, check_adapter, load_tokenizer
 
 BASE = "-base"
@@ -67,7 +67,7 @@ def open_models(
     """
     loaded = open_model(path)
     name = name or Path(path).resolve().name
-    chat = load_chat(loaded.tokenizer, None)
+    chat = loaded.chat()
     if not isinstance(loaded.model, PeftModel):
         if adapters:
             raise FinetuneError(f"--adapter: {path} is a complete model, not an adapter")
@@ -103,5 +103,6 @@ def _with_adapter(loaded: Loaded, name: str, folder: Path) -> Served:
     model.eval()
     tokenizer = load_tokenizer(folder)
     stops = folder_stops(loaded.stops, folder, tokenizer)
-    own = dataclasses.replace(loaded, tokenizer=tokenizer, stops=stops)
-    return Served(name, own, load_chat(tokenizer, None), adapter)
+    images = image_inputs_of(model.get_base_model(), tokenizer, folder if loaded.reads else None)
+    own = dataclasses.replace(loaded, tokenizer=tokenizer, stops=stops, images=images)
+    return Served(name, own, own.chat(), adapter)

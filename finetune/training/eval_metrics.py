@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 from finetune.checkpoints.stop_tokens import network_of
 from finetune.data.chat.render import Chat
+from finetune.data.chat.tokens import Row as Prompt
+from finetune.data.images.inputs import ImageInputs
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
@@ -24,12 +26,13 @@ class Answering:
     """The rows to answer at every evaluation, and the metrics of their answers."""
 
     asked: list[Asked]
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     metrics: Mapping[str, Metric]
     chat: Chat
     pad: int
     max_new_tokens: int
     micro_rows: int
+    images: ImageInputs | None
 
     def measure(self, engine: Engine) -> dict[str, float]:
         """All values of the metrics, on every rank."""
@@ -49,10 +52,14 @@ class Answering:
         stops, rows = self.chat.stop_ids, dict[int, Row]()
         for number in range(engine.data_rank, len(self.prompts), engine.data_world):
             prompt = self.prompts[number]
-            left = self.max_new_tokens if context is None else context - len(prompt)
-            rows[number] = Row(prompt, min(self.max_new_tokens, left), stops)
+            left = self.max_new_tokens if context is None else context - len(prompt.ids)
+            limit = min(self.max_new_tokens, left)
+            rows[number] = Row(prompt.ids, limit, stops, images=prompt.images)
         engine.model.eval()
-        decode(engine.module, list(rows.values()), self.pad, self.micro_rows, engine=engine)
+        decode(
+            engine.module, list(rows.values()), self.pad, self.micro_rows, engine=engine,
+            inputs=self.images,
+        )  # fmt: skip
         engine.reshard()
         return list(zip(rows, answers_of(self.chat, list(rows.values())), strict=True))
 
@@ -86,4 +93,5 @@ def answering(engine: Engine, data: Prepared, chat: Chat, pad: int) -> Answering
         pad,
         chosen.max_new_tokens,
         chosen.micro_rows or recipe.batch.micro_rows,
+        data.eval.image_inputs,
     )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 PLACE = "\ufffc"
 """Stands for an image in the text of a message: Unicode's object replacement character."""
+SHOWN = 96
+"""Maximum width and height of a thumbnail in pixels."""
 WRITTEN = re.compile(r"\n?<image>\n?")
 """How LLaVA, LLaMA-Factory and ms-swift write the place of an image into a text."""
 EIGHT_BITS = frozenset(("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK",
@@ -171,6 +173,20 @@ def as_parts(message: Mapping[str, Any]) -> dict[str, Any]:
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": piece}] if piece or len(pieces) == 1 else []
     return {**{key: value for key, value in message.items() if key != "images"}, "content": parts}
+
+
+def thumbnail(file: ImageFile) -> str:
+    """A `data:` URL of the image with at most `SHOWN` pixels a side, for pages of users.
+
+    Raises:
+        RowProblem: it cannot be decoded.
+    """
+    image, _ = decode(file.read(), file.name)
+    is_small = max(image.size) <= SHOWN
+    image.thumbnail((SHOWN, SHOWN))
+    kind, buffer = ("png" if is_small else "jpeg"), io.BytesIO()
+    image.save(buffer, kind)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def decode(data: bytes, name: str) -> tuple["Image.Image", frozenset[str]]:

@@ -12,6 +12,7 @@ Images are always resized by Pillow, so that a machine with torchvision computes
 
 import copy
 import importlib
+import importlib.util
 import json
 import re
 import threading
@@ -320,6 +321,14 @@ def processor_of(
             images = type(images)(**{**images.to_dict(), **settings})
     kept = {each: fields for each, fields in files.items() if fields}
     return ImageProcessor(kind, kept, images, tokenizer)
+
+
+def has_processor(name: str, revision: str | None = None) -> bool:
+    """Whether a folder or hub model has an image processor, and this machine has Pillow."""
+    if importlib.util.find_spec("PIL") is None:
+        return False
+    whole = _json(name, WHOLE_FILE, revision)
+    return "image_processor" in whole or bool(_json(name, IMAGE_FILE, revision))
 
 
 def copy_processor(source: Path, folder: Path) -> None:

@@ -179,7 +179,7 @@ class Encoder:
             tally.note(name, place)
         assert set(example.numbers) == set(self.recipe.columns)
         return [
-            (row, example.numbers, example.beside, _images_of(example, row))
+            (row, example.numbers, example.beside, images_of(example, row))
             for row in fit(example, batch, tally, place)
         ]
 
@@ -280,7 +280,7 @@ def _texts_of(sequence: Plain, answer: bool = False) -> list[tuple[str, str]]:
             return [("text", sequence.text)]
 
 
-def _images_of(example: Example, row: tuple[Columns, ...]) -> tuple[Images, ...]:
+def images_of(example: Example, row: tuple[Columns, ...]) -> tuple[Images, ...]:
     """The images of each document of a row, which `fit` cuts only in front of one."""
     return tuple(
         [image for image in sequence.images if image.end <= len(ids)]
