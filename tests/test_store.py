@@ -1,6 +1,7 @@
 """A run on an object store survives its machine, and is read from there."""
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ from conftest import (
     equal_state,
     losses,
     problems_of,
+    read,
     start,
     wait_for,
     write_recipe,
+    written,
 )
 
 import finetune as ft
@@ -31,6 +35,7 @@ from finetune import catalog
 from finetune.checkpoints.copies import Copier
 from finetune.checkpoints.store import Store
 from finetune.cli import main as cli
+from finetune.data.read.remote import fetched
 from finetune.runs.run import Run
 from finetune.training.run_options import Options
 
@@ -125,6 +130,53 @@ def test_a_store_that_cannot_be_written_is_found_before_training(tiny, tmp_path)
     (problem,) = problems_of(train_at, tiny, f"file://{tmp_path}/store/run")
     assert problem.startswith(f"file://{tmp_path}/store/run: .")
     assert "cannot be written" in problem
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """The address of a folder that a server of this test shows."""
+    folder = tmp_path / "web"
+    folder.mkdir()
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_rows_of_an_address_are_those_of_the_file(tiny, train: Train, web, address, tmp_path):
+    shutil.copy(tiny.data, tmp_path / "web/rows.jsonl")
+    local = train("local")
+    for name, source in {"web": f"{web}/rows.jsonl", "files": f"file://{tiny.data}"}.items():
+        run = train(f"of-{name}", data=[{"source": source, "format": "messages"}])
+        assert losses(run) == losses(local)
+        (about,) = read(run.data)["train"]["by_source"]
+        assert about["source"] == source
+        assert [size for _, size in about["revision"].values()] == [tiny.data.stat().st_size]
+
+
+def test_a_file_is_copied_again_only_if_it_has_changed(address, tmp_path):
+    folder = tmp_path / "there"
+    (folder / "deep").mkdir(parents=True)
+    written(folder / "a.jsonl", [{"text": "a"}])
+    written(folder / "deep/b.jsonl", [{"text": "b"}])
+    there = fetched(f"file://{folder}")
+    times = [(there / name).stat().st_mtime_ns for name in ("a.jsonl", "deep/b.jsonl")]
+    written(folder / "a.jsonl", [{"text": "another"}])
+    assert fetched(f"file://{folder}") == there
+    assert (there / "a.jsonl").read_text() == (folder / "a.jsonl").read_text()
+    assert (there / "deep/b.jsonl").stat().st_mtime_ns == times[1]
+    (folder / "deep/b.jsonl").unlink()
+    fetched(f"file://{folder}")
+    assert not (there / "deep/b.jsonl").exists()
+    pattern = fetched(f"file://{folder}/*.jsonl")
+    assert [path.name for path in pattern.glob("*.jsonl")] == ["a.jsonl"]
+
+
+def test_rows_that_are_not_there_are_named(tiny, web):
+    recipe = tiny.fields(data=[{"source": f"{web}/none.jsonl", "format": "messages"}])
+    (problem,) = problems_of(ft.train, catalog.from_fields(recipe), precision="fp32")
+    assert problem == f"data.source: '{web}/none.jsonl' has no files"
 
 
 # --- a real S3 server, behind a connection that is cut and slow -------------------------------

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from finetune.checkpoints.store import HERE, Store, is_address
+from finetune.checkpoints.store import HERE, Store
 from finetune.errors import FinetuneError, TrainingFailure, first_line
+from finetune.runs.addresses import is_address
 from finetune.runs.run import Run
 
 LOOK_SECONDS = 1.0

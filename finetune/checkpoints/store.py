@@ -21,9 +21,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finetune.cache import cache
-from finetune.errors import FinetuneError, TrainingFailure, first_line
-from finetune.runs.run import SCHEME, Run
-from finetune.version import install
+from finetune.errors import FinetuneError, TrainingFailure
+from finetune.runs.addresses import asking, file_system
+from finetune.runs.run import Run
 
 STALE_SECONDS = 75.0
 """A lock that has not changed for this long belongs to a process that has ended."""
@@ -32,13 +32,6 @@ HERE = ".store.json"
 """In the local directory: the address of its store."""
 LOCAL = {LOCK, HERE, "offload", "flight_records", "starting_adapter.json"}
 """Names of a run directory that mean something only on the machine that wrote them."""
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""The extra that has the library of an address."""
-
-
-def is_address(output: object) -> bool:
-    """Whether a word is the address of a store, such as s3://bucket/run, rather than a path."""
-    return isinstance(output, str) and SCHEME.match(output) is not None
 
 
 class Store:
@@ -50,18 +43,8 @@ class Store:
         Raises:
             FinetuneError: its library is missing, or it has no bucket and name.
         """
-        import fsspec
-
         self.address = address.rstrip("/")
-        scheme = self.address.partition(":")[0]
-        try:
-            found: Any = fsspec.url_to_fs(self.address, use_listings_cache=False)
-        except ImportError as error:
-            advice = install(EXTRAS[scheme]) if scheme in EXTRAS else first_line(error)
-            raise FinetuneError(f"{self.address}: its library is missing; {advice}") from None
-        except ValueError as error:
-            raise FinetuneError(f"{self.address}: {first_line(error)}") from None
-        self.files, root = found
+        self.files, root = file_system(self.address)
         self.root = root.rstrip("/")
         if "/" not in self.root.strip("/"):
             raise FinetuneError(f"{self.address}: give the run a name below it, such as .../my-run")
@@ -75,14 +58,14 @@ class Store:
     def read(self, name: str) -> bytes | None:
         """An object below the address; None if it is not there."""
         missing = FileNotFoundError
-        with contextlib.suppress(missing), self._asking(f"{name} cannot be read", missing):
+        with contextlib.suppress(missing), asking(self.address, f"{name} cannot be read", missing):
             return self.files.cat_file(f"{self.root}/{name}")
         return None
 
     def write(self, name: str, content: bytes, new: bool = False) -> bool:
         """Write an object; with `new`, only if it is not there. Returns whether it was written."""
         there = FileExistsError
-        with contextlib.suppress(there), self._asking(f"{name} cannot be written", there):
+        with contextlib.suppress(there), asking(self.address, f"{name} cannot be written", there):
             self._folder_of(name)
             mode = {"mode": "create"} if new else {}
             self.files.pipe_file(f"{self.root}/{name}", content, **mode)
@@ -92,14 +75,17 @@ class Store:
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             missing = FileNotFoundError
-            with contextlib.suppress(missing), self._asking(f"{name} cannot be removed", missing):
+            with (
+                contextlib.suppress(missing),
+                asking(self.address, f"{name} cannot be removed", missing),
+            ):
                 self.files.rm_file(f"{self.root}/{name}")
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each object below the address, by name."""
         found = dict[str, Any]()
         missing = FileNotFoundError
-        with contextlib.suppress(missing), self._asking("cannot be listed", missing):
+        with contextlib.suppress(missing), asking(self.address, "cannot be listed", missing):
             self.files.invalidate_cache()
             found = self.files.find(self.root, detail=True)
         start = len(self.files._strip_protocol(self.root)) + 1
@@ -181,7 +167,9 @@ class Store:
 
     def _push(self, file: Path) -> None:
         name = file.relative_to(self.local.root).as_posix()
-        with self._asking(f"{name} cannot be written"):  # or was removed for a newer checkpoint
+        with asking(
+            self.address, f"{name} cannot be written"
+        ):  # or was removed for a newer checkpoint
             about = file.stat()
             now = about.st_size, about.st_mtime_ns
             if self._copied.get(name) != now:
@@ -211,7 +199,7 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            with self._asking(f"{name} cannot be read"):
+            with asking(self.address, f"{name} cannot be read"):
                 self.files.get_file(f"{self.root}/{name}", str(scratch))
             if scratch.stat().st_size != size:
                 raise FinetuneError(f"{self.address}/{name}: changed while it was read; try again")
@@ -247,16 +235,6 @@ class Store:
     def _folder_of(self, name: str) -> None:
         if "file" in self.files.protocol:  # a bucket would be created if it is missing
             self.files.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
-
-    @contextlib.contextmanager
-    def _asking(self, problem: str, *known: type[OSError]) -> Iterator[None]:
-        """Turn what the store's library raises into a problem, but for `known` errors."""
-        try:
-            yield
-        except known:
-            raise
-        except Exception as error:  # of botocore, google.auth, aiohttp, huggingface_hub, ...
-            raise FinetuneError(f"{self.address}: {problem} ({first_line(error)})") from None
 
     # The lock.
 

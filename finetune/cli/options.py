@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.checkpoints.copies import opened
-from finetune.checkpoints.store import is_address
 from finetune.errors import FinetuneError
+from finetune.runs.addresses import is_address
 from finetune.runs.run import refuse_scheme
 
 if TYPE_CHECKING:

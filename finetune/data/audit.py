@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from finetune.data.formats import advice
+from finetune.data.read.remote import versions
 from finetune.data.rows.store import Rows, digest, documents_of_rows
 from finetune.data.tally import COUNTED, UNUSUAL, Tally
 from finetune.errors import one_of
 from finetune.recipe import Data, Recipe
+from finetune.runs.addresses import is_address
 
 EMPTY: dict[str, Any] = {"documents": 0}
 """Counts of an empty split."""
@@ -90,7 +92,7 @@ def count_rows(
         "by_source": [
             {
                 "source": data.source,
-                "revision": data.revision,
+                "revision": versions(data.source) if is_address(data.source) else data.revision,
                 "format": data.format,
                 "samples": tally.counts["samples"],
                 "rows": len(members) // each,

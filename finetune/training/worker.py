@@ -14,7 +14,6 @@ from finetune import backend as backends
 from finetune.checkpoints.copies import stored
 from finetune.checkpoints.lock import locked
 from finetune.checkpoints.resume import Resume, card, finished
-from finetune.checkpoints.store import is_address
 from finetune.checks.request import check_here
 from finetune.distributed.base import Engine
 from finetune.distributed.build import build
@@ -30,6 +29,7 @@ from finetune.process.error_report import report
 from finetune.process.loopback import listen_on_loopback
 from finetune.process.signals import Interruption
 from finetune.recipe import Recipe
+from finetune.runs.addresses import is_address
 from finetune.runs.run import Run
 from finetune.training.out_of_memory import out_of_memory
 from finetune.training.recorder import Recorder

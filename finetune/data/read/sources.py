@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from finetune.data.formats import FORMATS, find_format
 from finetune.data.read.columns import OF_TURNS, names_in, rewritten
 from finetune.data.read.files import kind_of_file, read_file, why_not_read
 from finetune.data.read.hub import hub_rows
+from finetune.data.read.remote import fetched
 from finetune.data.read.splits import choose, splits_of
 from finetune.data.samples import READ_AS
 from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError, did_you_mean, refuse
 from finetune.recipe import Data, Recipe
+from finetune.runs.addresses import is_address
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -183,6 +185,8 @@ def _check_columns(data: Data) -> None:
 
 
 def _found(data: Data) -> Source:
+    if is_address(data.source):
+        return replace(_found(replace(data, source=str(fetched(data.source)))), data=data)
     if glob.has_magic(data.source) and not os.path.exists(data.source):
         return _globbed(data)
     path = Path(os.path.expanduser(data.source))
