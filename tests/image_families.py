@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import transformers as tf
-from PIL import Image
 from pictured import drawn
+from PIL import Image
 from tiny_run import byte_tokenizer
 
 SPECIAL = ["<image>", "<pad2>", "<begin>", "<finish>", "<row>", "<video>"]
