@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from finetune.errors import FinetuneError
-from finetune.importers import axolotl_data, backends, preference_methods, trainer
+from finetune.importers import axolotl_data, backends, images, preference_methods, trainer
 from finetune.importers.translation import Translation, listed, mapping, shown, text
 from finetune.methods.sft import SFT
 from finetune.planner.shapes.config_files import model_fields
@@ -99,6 +99,7 @@ def translate(job: Translation, folder: Path) -> None:
     _method(job)
     _model(job)
     _adapter(job)
+    images.axolotl(job)
     axolotl_data.sources(job)
     _template(job)
     job.set("batch.max_length", 512)

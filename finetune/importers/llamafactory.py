@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError, did_you_mean, reading
-from finetune.importers import backends, preference_methods, trainer
+from finetune.importers import backends, images, preference_methods, trainer
 from finetune.importers.translation import Translation, mapping, shown, text
 from finetune.methods.sft import SFT
 from finetune.planner.shapes.config_files import fields_of
@@ -56,7 +56,7 @@ NOT_NEEDED = {
     "model.activation_checkpointing=offload keeps inputs in host memory": "use_unsloth_gc",
     "see `finetune inspect`": "print_param_status",
     "data sets never run code": "trust_remote_code_dataset",
-    "only text is trained": "media_dir image_max_pixels video_max_pixels",
+
     "training writes final/, which transformers loads": "export_hf_on_finish",
 }  # fmt: skip
 NOT_NEEDED_IF_OFF = {
@@ -84,6 +84,7 @@ def translate(job: Translation, folder: Path) -> None:
     _model(job)
     _adapter(job)
     _data(job, folder)
+    images.llamafactory(job)
     _template(job)
     job.set("batch.max_length", 2048)
     job.set("batch.overlong", "truncate")
@@ -384,6 +385,9 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
     elif job.fields["method"] == "kto":
         data["format"], names = "kto", names | {"kto_tag": "kto_tag"}
     job.say(f"{at}.formatting", "translated", f"format={data['format']}")
+    if "images" in columns:
+        names |= {"images": "images"}
+        job.set("model.reads", ["image"])
     moved = {column: names[name] for name, column in columns.items() if name in names}
     moved = {column: name for column, name in moved.items() if column != name} | keys
     if moved:

@@ -1,0 +1,49 @@
+"""Keys of other toolkits for models that read images."""
+
+from finetune.importers.translation import Translation, shown, text
+
+PARTS = ["language", "connector", "tower"]
+AUDIO = ("Voxtral", "Qwen2Audio")
+"""Starts of the names of processors for sounds."""
+FROZEN = {
+    "freeze_language_model": ("language", False),
+    "freeze_multi_modal_projector": ("connector", True),
+    "freeze_vision_tower": ("tower", True),
+}
+"""Part of a model and default by LLaMA-Factory's keys (`finetuning_args.py`)."""
+RESIZED = "the image processor resizes; set model.processor_kwargs to limit the pixels of an image"
+
+
+def axolotl(job: Translation) -> None:
+    """Translate `processor_type` and what belongs to it; without it, text alone is read."""
+    processor = text(job.get("processor_type"))
+    if not processor or processor.startswith(AUDIO):
+        return
+    _reads(job, "processor_type")
+    job.say("skip_prepare_dataset", "not needed", "prepared rows have no pixels")
+    for key in ("image_size", "image_resize_algorithm"):
+        job.say(key, "differs", RESIZED)
+    names = text(job.get("lora_target_modules"))
+    alone = job.get("freeze_mm_modules") or (job.get("adapter") and "language_model" in names)
+    parts = ["language"] if alone or job.get("lora_target_linear") else PARTS
+    job.set("model.trains", parts)
+    job.say("freeze_mm_modules", "translated", f"model.trains={shown(parts)}")
+
+
+def llamafactory(job: Translation) -> None:
+    """Translate keys of images, if there are some or a data set has them; else text is read."""
+    if "image_max_pixels" not in job.source and "reads" not in job.fields["model"]:
+        return
+    _reads(job, "image_max_pixels")
+    job.say("image_max_pixels", "differs", f"model.reads=[image]; {RESIZED}")
+    job.say("video_max_pixels", "not needed", "videos are refused")
+    job.say("media_dir", "differs", "paths of images begin at the folder of their file")
+    parts = [part for key, (part, usual) in FROZEN.items() if not job.get(key, usual)]
+    job.set("model.trains", parts)
+    for key in FROZEN:
+        job.say(key, "translated", f"model.trains={shown(parts)}")
+
+
+def _reads(job: Translation, key: str) -> None:
+    job.set("model.reads", ["image"])
+    job.say(key, "translated", "model.reads=[image]")
