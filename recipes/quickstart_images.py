@@ -14,7 +14,7 @@ recipe = (
         Data("quickstart/images/train.jsonl", "messages"),
         eval_data=Data("quickstart/images/held_out.jsonl", "messages"),
     )
-    .with_batch(rows=32, micro_rows=32, max_length=128)
+    .with_batch(rows=32, micro_rows=16, max_length=128)
     .with_optim(lr=3e-3, warmup=10, min_lr=0.1)
     .with_evaluation(every=25)
     .with_epochs(3)

@@ -308,8 +308,8 @@ PROBLEMS: list[tuple[str, Any, str]] = [
         "messages[0] has role 'asistant'; did you mean 'assistant'? (known: system, developer, "
         "user, assistant, tool)"),
     ("messages", messages({"role": "user"}), "messages[0].content is null, expected text"),
-    ("messages", messages(user([{"type": "image", "url": "x"}])),
-        "messages[0] has a part that is not text: image"),
+    ("messages", messages(user([{"type": "video", "url": "x"}])),
+        "messages[0] has a part that is neither text nor an image: video"),
     ("messages", messages(assistant("", tool_calls=[{"name": "f", "arguments": "{"}])),
         "messages[0].tool_calls[0].arguments is not JSON: Expecting property name enclosed in "
         "double quotes: line 1 column 2 (char 1)"),
@@ -372,15 +372,16 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("sharegpt", turns({"from": "gpt", "value": "Hi", "kto_tag": "false"}),
         "conversations[0] has kto_tag 'false', and an unwanted answer would be trained; use "
         "weight: 0 (context only), or format 'kto', which reads a label of each row"),
-    ("messages", messages(user([{"type": "image", "text": "", "url": "x"}])),
-        "messages[0] has a part that is not text: image"),
+    ("messages", messages(user([{"type": "audio", "text": "", "url": "x"}])),
+        "messages[0] has a part that is neither text nor an image: audio"),
     ("messages", messages(user(["Hi"])),
         'messages[0].content holds text among its parts, expected objects such as {"type": '
         '"text", "text": "..."}'),
     ("messages", messages(user([{"text": "a", "image": "x"}])),
-        "messages[0] has a part that is not text: image"),
+        "messages[0] has a part that is neither text nor an image: image"),
     ("messages", messages(user("<image>", images=["a.png"])),
-        "messages[0] has 'images', which is not read: only text is trained"),
+        "messages[0] has 'images', which is not read: write it as a part of the message's content, "
+        'such as {"type": "image", "path": "..."}; video and audio are not trained'),
     ("messages", messages(assistant("No", refusal="I cannot")),
         "messages[0] has 'refusal', which is not read: write what the assistant says into content"),
     ("messages", messages(assistant("4", reasoning="a", thinking="b")),
@@ -410,9 +411,9 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("messages", messages(user("Hi"), history=[["Hi", "Hello"]]),
         "column 'history' is not read by format 'messages': earlier turns would be lost; to "
         "leave it out: columns={\"history\": null}"),
-    ("sharegpt", turns(turn("human", "<image>"), images=["a.png"]),
-        "column 'images' is not read by format 'sharegpt': only text is trained; to leave it "
-        "out: columns={\"images\": null}"),
+    ("sharegpt", turns(turn("human", "<audio>"), audios=["a.wav"]),
+        "column 'audios' is not read by format 'sharegpt': only text is trained, and images of "
+        "conversations with model.reads; to leave it out: columns={\"audios\": null}"),
     ("alpaca", {"instruction": "Hi", "output": "Go", "label": "False"},
         "column 'label' is not read by format 'alpaca': unwanted answers would be trained too; to "
         "leave it out: columns={\"label\": null}; format 'kto' would fit"),

@@ -291,7 +291,10 @@ def test_columns_are_read_by_other_names(tmp_path, cache):
     assert prepared.counts["train"]["columns_unread"] == {}
 
 
-READS = "it reads question, answer, system, tools, functions, chat_template_kwargs, history"
+READS = (
+    "it reads question, answer, system, tools, functions, chat_template_kwargs, images, image, "
+    "history"
+)
 COLUMNS: dict[str, tuple[dict[str, str | None], str]] = {
     "a name that the format does not read": ({"a": "qestion"},
         "data.columns: format 'question_answer' does not read a column 'qestion'; did you mean "

@@ -115,7 +115,7 @@ def test_a_run_that_another_process_trains_is_refused(address, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("gs://bucket/run", "gs://bucket/run: its library is missing; pip install 'gcsfs"),
+        ("gs://bucket/run", "gs://bucket/run: its library is missing; Please install gcsfs"),
         ("nowhere://bucket/run", "nowhere://bucket/run: Protocol not known: nowhere"),
         ("file:///run", "file:///run: give the run a name below it, such as .../my-run"),
     ],

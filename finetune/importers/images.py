@@ -16,14 +16,14 @@ RESIZED = "the image processor resizes; set model.processor_kwargs to limit the 
 
 def axolotl(job: Translation) -> None:
     """Translate `processor_type` and what belongs to it; without it, text alone is read."""
-    processor = text(job.get("processor_type"))
+    processor = text(job.get("processor_type", ""))
     if not processor or processor.startswith(AUDIO):
         return
     _reads(job, "processor_type")
     job.say("skip_prepare_dataset", "not needed", "prepared rows have no pixels")
     for key in ("image_size", "image_resize_algorithm"):
         job.say(key, "differs", RESIZED)
-    names = text(job.get("lora_target_modules"))
+    names = text(job.get("lora_target_modules", ""))
     alone = job.get("freeze_mm_modules") or (job.get("adapter") and "language_model" in names)
     parts = ["language"] if alone or job.get("lora_target_linear") else PARTS
     job.set("model.trains", parts)

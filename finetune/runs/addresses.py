@@ -8,7 +8,7 @@ from finetune.errors import FinetuneError, first_line
 from finetune.runs.run import SCHEME
 from finetune.version import install
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+EXTRAS = {"s3": "s3", "s3a": "s3"}
 """The extra that has the library of an address."""
 
 
