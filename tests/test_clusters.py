@@ -65,7 +65,6 @@ def test_a_script_of_slurm_has_all_settings(finetune: Finetune, recipe, tmp_path
 #!/bin/bash
 #SBATCH --job-name=mine
 #SBATCH --nodes=1-2
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=h100:8
 #SBATCH --cpus-per-task=64
 #SBATCH --account=us

@@ -64,14 +64,15 @@ def script(job: Submission[Slurm]) -> str:
     interruption, or was killed, the job is queued again, unless `job/stop` in its run directory
     exists. SLURM itself queues it again if a node is lost.
     `srun` sends SIGTERM to its tasks; the first that ends must not end the others, which save.
-    `sbatch` does not hand its cores per task to `srun` (SLURM 22.05).
+    `sbatch` does not hand its cores per task to `srun`, and with a number of tasks on a node it
+    takes the fewest nodes of a range (SLURM 22.05).
     """
     cluster, stop = job.cluster, job.run.log.with_name("stop")
     gpus = cluster.gpus and ":".join([*([cluster.gpu_type] if cluster.gpu_type else []),
                                       str(cluster.gpus)])  # fmt: skip
     fewest = f"{job.min_machines}-" if job.min_machines else ""
     options = {
-        "job-name": job.name, "nodes": f"{fewest}{cluster.nodes}", "ntasks-per-node": 1,
+        "job-name": job.name, "nodes": f"{fewest}{cluster.nodes}",
         "gpus-per-node": gpus or None, "cpus-per-task": cluster.cores,
         "account": cluster.account, "partition": cluster.partition, "qos": cluster.qos,
         "time": cluster.hours and math.ceil(cluster.hours * 60),
