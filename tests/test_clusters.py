@@ -77,11 +77,12 @@ def test_a_script_of_slurm_has_all_settings(finetune: Finetune, recipe, tmp_path
 #SBATCH --exclusive
 module load cuda
 ulimit -n 9000
-end=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s)
+end=$(squeue -h -j "$SLURM_JOB_ID" -o %e)
+end=$(date -d "${{end:-none}}" +%s 2>/dev/null)
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --cpus-per-task=64 apptainer exec --nv --bind \
 /data:/data,{cwd_of(finetune)} a.sif finetune launch {run}/job/recipe.json --backend ddp \
 --processes auto --output {run} --resume auto --timeout 30.0 --no-plot --max-attempts 4 \
---join-timeout 5.0 --min-machines 1 --end-by "$end"
+--join-timeout 5.0 --min-machines 1 ${{end:+--end-by "$end"}}
 status=$?
 again=$(( status == 75 || status > 128 ))
 if [ $again = 1 ] && [ ! -e {run}/job/stop ]; then
