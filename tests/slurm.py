@@ -7,11 +7,13 @@ compares it bit for bit with one that was never stopped.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from conftest import ROOT, build_tiny, end_tree, environment, write_recipe
 
+from finetune.runs.attempts import cost
 from finetune.runs.run import Run, read_object
 
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -243,7 +246,7 @@ def main(times: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         tiny = build_tiny(folder / "tiny")
-        sections = {"max_steps": 40 * times, "saving": {"every": 50}, "evaluation": {"every": 200}}
+        sections = {"max_steps": 80 * times, "saving": {"every": 50}, "evaluation": {"every": 200}}
         recipe = write_recipe(folder / "r.json", tiny.fields(**sections))
         shared = ["--backend", "fsdp_full_shard", "--precision", "fp32", "--no-plot"]
 
@@ -258,10 +261,18 @@ def main(times: int) -> None:
             job = slurm.submit(finetune, recipe, *shared, "--output", run.root)
             moments = preempted(slurm, run, job, times, seed=times)
             slurm.wait(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 1200)
-        starts = [json.loads(line) for line in run.attempts.read_text().splitlines()]
+        events = [json.loads(line) for line in run.attempts.read_text().splitlines()]
+        begun = [each["time"] for each in events if each["event"] == "start"]
+        stepped = [each["time"] for each in run.read_metrics("train")]
+        first = [
+            min(taken) - start
+            for start, until in zip(begun, [*begun[1:], math.inf], strict=True)
+            if (taken := [each for each in stepped if start < each < until])
+        ]
         print(json.dumps({
-            "preempted": len(moments), "at": moments,
-            "starts": sum(each["event"] == "start" for each in starts),
+            "preempted": len(moments), "at": moments, "starts": len(begun),
+            "steps": len(stepped), "lost": cost(run).lost_steps,
+            "seconds from a start to its first step": round(statistics.median(first), 1),
             "equal": curve(run) == curve(straight) and files_of(run) == files_of(straight),
         }))  # fmt: skip
 

@@ -12,7 +12,7 @@ from conftest import Finetune, copy_of, problems_of, start, wait_for, write_reci
 from finetune import catalog
 from finetune.launchers import cluster, elastic, variables
 from finetune.launchers.slurm import Slurm
-from finetune.runs import attempts, standing
+from finetune.runs import attempts
 from finetune.runs.metrics import Saved, Trained
 from finetune.runs.run import Run, write_json
 from finetune.training.time_limit import TimeLimit
@@ -65,7 +65,6 @@ def test_a_script_of_slurm_has_all_settings(finetune: Finetune, recipe, tmp_path
 #!/bin/bash
 #SBATCH --job-name=mine
 #SBATCH --nodes=1-2
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=h100:8
 #SBATCH --cpus-per-task=64
 #SBATCH --account=us
@@ -78,11 +77,12 @@ def test_a_script_of_slurm_has_all_settings(finetune: Finetune, recipe, tmp_path
 #SBATCH --exclusive
 module load cuda
 ulimit -n 9000
-end=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s)
+end=$(squeue -h -j "$SLURM_JOB_ID" -o %e)
+end=$(date -d "${{end:-none}}" +%s 2>/dev/null)
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --cpus-per-task=64 apptainer exec --nv --bind \
 /data:/data,{cwd_of(finetune)} a.sif finetune launch {run}/job/recipe.json --backend ddp \
 --processes auto --output {run} --resume auto --timeout 30.0 --no-plot --max-attempts 4 \
---join-timeout 5.0 --min-machines 1 --end-by "$end"
+--join-timeout 5.0 --min-machines 1 ${{end:+--end-by "$end"}}
 status=$?
 again=$(( status == 75 || status > 128 ))
 if [ $again = 1 ] && [ ! -e {run}/job/stop ]; then
@@ -279,7 +279,6 @@ def test_a_run_here_is_listed_followed_and_stopped(
     shown, _ = watching.communicate(timeout=60)
     assert watching.returncode == 75
     assert f"saved step-{step:08d}" in shown
-    assert standing.standing(run).state == "interrupted"
     assert finetune("stop", run.root).refused() == (
         f"error: {run.root}: nothing trains in it; it is interrupted\n"
     )

@@ -148,8 +148,8 @@ def test_a_stopped_job_saves_and_is_continued_by_another(
     straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
     words = [recipe, *WORDS, "--output", run.root]
     job = slurm.submit(finetune, *words)
-    slurm.wait(lambda: any(run.read_metrics("train")))
     watching = start(["watch", str(run.root)], session_cache, **slurm.env)
+    slurm.wait(lambda: any(run.read_metrics("train")))
     told = finetune("stop", run.root, env=slurm.env).passed().stdout
     assert told == f"job {job} of SLURM was asked to save and end\n"
     assert ended(slurm, job) == "FAILED"

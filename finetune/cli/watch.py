@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from finetune.runs.standing import holder, run_at
 
     run, said = run_at(arguments.run), ""
-    follow = _log(run) if run.log.exists() else _records(run)
+    follow = _log(run) if run.job.exists() or run.log.exists() else _records(run)
     while True:
         held = holder(run) is not None
         state = "running" if held else state_of(run)[1]
@@ -40,11 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _log(run: "Run") -> Iterator[None]:
-    """Print what was added to the log of a job since the last turn."""
-    with run.log.open(errors="replace") as file:
-        while True:
-            print(file.read(), end="", flush=True)
-            yield
+    """Print what was added to the log of a job since the last turn; it may not exist yet."""
+    read = 0
+    while True:
+        if run.log.exists():
+            with run.log.open(errors="replace") as file:
+                file.seek(read)
+                print(file.read(), end="", flush=True)
+                read = file.tell()
+        yield
 
 
 def _records(run: "Run") -> Iterator[None]:

@@ -38,7 +38,8 @@ class Slurm(Cluster):
     partition: Text | None = None
     qos: Text | None = None
     hours: Above0 | None = None
-    """Time limit of one start; the job saves before it ends and is queued again."""
+    """Time limit of one start, by default the partition's; the job saves before it, and is queued
+    again."""
     signal_seconds: Positive = 120
     """Seconds before the limit at which SLURM sends SIGTERM, if no save was measured by then."""
     gpu_type: Text | None = None
@@ -64,18 +65,19 @@ def script(job: Submission[Slurm]) -> str:
     interruption, or was killed, the job is queued again, unless `job/stop` in its run directory
     exists. SLURM itself queues it again if a node is lost.
     `srun` sends SIGTERM to its tasks; the first that ends must not end the others, which save.
-    `sbatch` does not hand its cores per task to `srun` (SLURM 22.05).
+    `sbatch` does not hand its cores per task to `srun`, and with a number of tasks on a node it
+    takes the fewest nodes of a range (SLURM 22.05).
     """
     cluster, stop = job.cluster, job.run.log.with_name("stop")
     gpus = cluster.gpus and ":".join([*([cluster.gpu_type] if cluster.gpu_type else []),
                                       str(cluster.gpus)])  # fmt: skip
     fewest = f"{job.min_machines}-" if job.min_machines else ""
     options = {
-        "job-name": job.name, "nodes": f"{fewest}{cluster.nodes}", "ntasks-per-node": 1,
+        "job-name": job.name, "nodes": f"{fewest}{cluster.nodes}",
         "gpus-per-node": gpus or None, "cpus-per-task": cluster.cores,
         "account": cluster.account, "partition": cluster.partition, "qos": cluster.qos,
         "time": cluster.hours and math.ceil(cluster.hours * 60),
-        "signal": cluster.hours and f"TERM@{cluster.signal_seconds}",
+        "signal": f"TERM@{cluster.signal_seconds}",
         "output": job.run.log, "open-mode": "append",
     }  # fmt: skip
     lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -89,15 +91,15 @@ def script(job: Submission[Slurm]) -> str:
         inside = ["apptainer", "exec", *(["--nv"] if cluster.gpus else [])]
         inside += ["--bind", ",".join([*cluster.mounts, str(Path.cwd())]), cluster.container]
     srun = shlex.join(["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *cores, *inside])
-    end = ' --end-by "$end"' if cluster.hours else ""
-    until = 'end=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s)'
+    end = '${end:+--end-by "$end"}'
     return "\n".join([
         "#!/bin/bash",
         *(f"#SBATCH {line}" for line in (*lines, "--requeue", *cluster.options)),
         *([f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []),
         *cluster.setup,
-        *([until] if cluster.hours else []),
-        f"{srun} {job.command(contained=cluster.container is not None)}{end}",
+        'end=$(squeue -h -j "$SLURM_JOB_ID" -o %e)',
+        'end=$(date -d "${end:-none}" +%s 2>/dev/null)',
+        f"{srun} {job.command(contained=cluster.container is not None)} {end}",
         "status=$?",
         f"again=$(( status == {Interrupted.exit_status} || status > 128 ))",
         f"if [ $again = 1 ] && [ ! -e {shlex.quote(str(stop))} ]; then",
