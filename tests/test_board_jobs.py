@@ -109,6 +109,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hyperparameters": {"n_epoch": 3}}, "did you mean 'n_epochs'"),
     ({"hyperparameters": {"learning_rate_multiplier": -1}}, "learning_rate_multiplier"),
     ({"hyperparameters": {"beta": 0.1}}, "hyperparameters.beta"),
+    ({"hyperparameters": {"n_epochs": "many"}}, "valid number"),
+    ({"hyperparameters": {"adapter.r": 0}}, "adapter.r"),
     ({"extra_body": {"integration": []}}, "no such field"),
     ({"suffix": "../x"}, "suffix"),
     ({"method": {"type": "reinforcement"}}, "method"),
@@ -132,5 +134,5 @@ def test_a_file_that_is_no_data_fails_its_job_with_the_reason(client: openai.Ope
     file = client.files.create(file=("x.jsonl", b'{"a": \n'), purpose="fine-tune")
     job = client.fine_tuning.jobs.create(model=str(tiny.model), training_file=file.id)
     failed = until(client, job.id, "failed")
-    assert failed.error.code == "invalid_training_file"
+    assert failed.error.code == "invalid_file"
     assert "x.jsonl" in failed.error.message or file.id in failed.error.message
