@@ -279,9 +279,7 @@ def test_a_board_that_is_killed_changes_no_run(
     """A run goes on while its board is killed again and again, and ends as without one."""
     root, steps = tmp_path / "runs", 12
     sections = {**SHORT, "max_steps": steps, "model": {"name": str(tiny.model)}}
-    recipe = root / ".board" / "recipes" / "mine.json"
-    write_recipe(recipe, tiny.fields(**sections))
-    recipe.rename(recipe.with_suffix(".yaml"))
+    write_recipe(root / ".board" / "recipes" / "mine.yaml", tiny.fields(**sections))
     with boarding(root, session_cache, warm=True) as first:
         first.do("/start", **{"from": "file:mine", "output": "run", "f.seed": "3"})
         run = Run(root / "run")
@@ -305,6 +303,30 @@ def test_a_board_that_is_killed_changes_no_run(
         assert "finished" in last.page("/run", run="run")
     alone = train("alone", precision="bf16", **{**sections, "seed": 3})
     assert losses(run) == losses(alone)
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_stopped_and_resumed_by_its_buttons(
+    tiny: Tiny, train: Train, tmp_path: Path, session_cache: Path
+):
+    root = tmp_path / "runs"
+    sections = {**SHORT, "max_steps": 400}
+    fields = tiny.fields(**sections)
+    write_recipe(root / ".board" / "recipes" / "mine.yaml", fields)
+    with boarding(root, session_cache) as board:
+        board.do("/start", **{"from": "file:mine", "output": "run"})
+        run = Run(root / "run")
+        board.wait(lambda: Watch(run).read().step >= 2)
+        board.do("/do", run="run", verb="stop")
+        board.wait(lambda: Watch(run).read().state == "interrupted")
+        stopped = Watch(run).read().step
+        assert stopped < 400
+        board.wait(lambda: not any(task.is_open for task in Tasks(root).all()))
+        assert "Resume" in board.page("/run", run="run")
+        board.do("/do", run="run", verb="launch")
+        board.wait(lambda: Watch(run).read().state == "finished")
+    assert Watch(run).read().start["resumed_from"] == stopped
+    assert losses(run) == losses(train("alone", precision="bf16", fields=fields))
 
 
 def test_a_task_starts_once_when_several_boards_look(tmp_path: Path):
