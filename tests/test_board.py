@@ -279,9 +279,7 @@ def test_a_board_that_is_killed_changes_no_run(
     """A run goes on while its board is killed again and again, and ends as without one."""
     root, steps = tmp_path / "runs", 12
     sections = {**SHORT, "max_steps": steps, "model": {"name": str(tiny.model)}}
-    recipe = root / ".board" / "recipes" / "mine.json"
-    write_recipe(recipe, tiny.fields(**sections))
-    recipe.rename(recipe.with_suffix(".yaml"))
+    write_recipe(root / ".board" / "recipes" / "mine.yaml", tiny.fields(**sections))
     with boarding(root, session_cache, warm=True) as first:
         first.do("/start", **{"from": "file:mine", "output": "run", "f.seed": "3"})
         run = Run(root / "run")
@@ -305,6 +303,31 @@ def test_a_board_that_is_killed_changes_no_run(
         assert "finished" in last.page("/run", run="run")
     alone = train("alone", precision="bf16", **{**sections, "seed": 3})
     assert losses(run) == losses(alone)
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_stopped_and_resumed_by_its_buttons(
+    tiny: Tiny, train: Train, tmp_path: Path, session_cache: Path
+):
+    root = tmp_path / "runs"
+    steps = 600  # more than it makes while `finetune stop` starts
+    rarely = {"every": 200}
+    fields = tiny.fields(saving=rarely, evaluation=rarely, max_steps=steps)
+    write_recipe(root / ".board" / "recipes" / "mine.yaml", fields)
+    with boarding(root, session_cache) as board:
+        board.do("/start", **{"from": "file:mine", "output": "run"})
+        run = Run(root / "run")
+        board.wait(lambda: Watch(run).read().step >= 2)
+        board.do("/do", run="run", verb="stop")
+        board.wait(lambda: Watch(run).read().state == "interrupted")
+        stopped = Watch(run).read().step
+        assert stopped < steps
+        board.wait(lambda: not any(task.is_open for task in Tasks(root).all()))
+        assert "Resume" in board.page("/run", run="run")
+        board.do("/do", run="run", verb="launch")
+        board.wait(lambda: Watch(run).read().state == "finished", 600)
+    assert Watch(run).read().start["resumed_from"] == stopped
+    assert losses(run) == losses(train("alone", precision="bf16", fields=fields))
 
 
 def test_a_task_starts_once_when_several_boards_look(tmp_path: Path):
@@ -350,6 +373,52 @@ def test_a_board_is_small_and_imports_no_torch(tmp_path: Path, session_cache: Pa
         process = psutil.Process(board.process.pid)
         assert process.memory_info().rss < 80 << 20
         assert not any("torch" in each.path for each in process.memory_maps())
+
+
+@pytest.mark.slow
+def test_200_runs_and_a_million_steps_are_answered_at_once(
+    run_of: Train, tmp_path: Path, session_cache: Path
+):
+    """In processor time, which other work on the machine does not change."""
+    root = tmp_path / "runs"
+    run = run_of(adapter={"r": 4})
+    names = ("recipe.json", "plan.json", "environment.json", "data.json", "metrics.jsonl")
+    for number in range(200):
+        (root / f"run{number}").mkdir(parents=True)
+        for name in names:
+            shutil.copy(run.root / name, root / f"run{number}" / name)
+    long = Run(root / "run0")
+    (line,) = [each for each in long.metrics.read_text().splitlines() if '"step": 1,' in each]
+    low, high = 0.125, 77.5
+    record = json.loads(line)
+    with long.metrics.open("a") as file:
+        for step in range(7, 1_000_001):
+            record["step"] = step
+            record["loss"] = {400_000: low, 800_000: high}.get(step, 1 + step % 7)
+            file.write(json.dumps(record) + "\n")
+    with boarding(root, session_cache) as board:
+        process = psutil.Process(board.process.pid)
+        read: dict[str, Any] = {"whole": False}
+        while not read["whole"]:
+            read = board.user.get("/curves.json", params={"run": "run0"}).json()
+        assert read["rows"] == 1_000_000
+        losses_ = read["curves"]["loss"]
+        assert (min(losses_["low"]), max(losses_["high"])) == (low, high)
+        for path, query in (
+            ("/", {}),
+            ("/run", {"run": "run0"}),
+            ("/curves.json", {"run": "run0"}),
+        ):
+            assert board.user.get(path, params=query).status_code == 200  # warm
+            before = process.cpu_times()
+            for _ in range(5):
+                board.user.get(path, params=query)
+            after = process.cpu_times()
+            spent = (after.user + after.system - before.user - before.system) / 5
+            print(f"{path}: {1000 * spent:.0f} ms")
+            assert spent < 0.3
+        print(f"resident memory: {process.memory_info().rss / 2**20:.0f} MiB")
+        assert process.memory_info().rss < 80 << 20
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium is installed")

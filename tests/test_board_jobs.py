@@ -80,7 +80,14 @@ def test_the_code_of_the_page_makes_an_adapter_that_plain_peft_loads(
         client.files.retrieve(file.id)
 
 
-def test_a_job_is_paused_resumed_and_cancelled(board: Board, client: openai.OpenAI, tiny: Tiny):
+@pytest.mark.slow
+def test_a_job_is_paused_resumed_and_cancelled(tiny: Tiny, tmp_path: Path, session_cache: Path):
+    with boarding(tmp_path / "runs", session_cache) as board:
+        client = openai.OpenAI(base_url=f"{board.url}/v1", api_key=board.token, max_retries=0)
+        pause_resume_and_cancel(board, client, tiny)
+
+
+def pause_resume_and_cancel(board: Board, client: openai.OpenAI, tiny: Tiny) -> None:
     file = client.files.create(file=tiny.data.open("rb"), purpose="fine-tune")
     parameters: Any = {"n_epochs": 500, "batch_size": 4, "saving.every": 2}
     job = client.fine_tuning.jobs.create(
@@ -109,6 +116,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hyperparameters": {"n_epoch": 3}}, "did you mean 'n_epochs'"),
     ({"hyperparameters": {"learning_rate_multiplier": -1}}, "learning_rate_multiplier"),
     ({"hyperparameters": {"beta": 0.1}}, "hyperparameters.beta"),
+    ({"hyperparameters": {"n_epochs": "many"}}, "valid number"),
+    ({"hyperparameters": {"adapter.r": 0}}, "adapter.r"),
     ({"extra_body": {"integration": []}}, "no such field"),
     ({"suffix": "../x"}, "suffix"),
     ({"method": {"type": "reinforcement"}}, "method"),
@@ -132,5 +141,5 @@ def test_a_file_that_is_no_data_fails_its_job_with_the_reason(client: openai.Ope
     file = client.files.create(file=("x.jsonl", b'{"a": \n'), purpose="fine-tune")
     job = client.fine_tuning.jobs.create(model=str(tiny.model), training_file=file.id)
     failed = until(client, job.id, "failed")
-    assert failed.error.code == "invalid_training_file"
+    assert failed.error.code == "invalid_file"
     assert "x.jsonl" in failed.error.message or file.id in failed.error.message

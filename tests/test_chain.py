@@ -62,4 +62,6 @@ def test_a_chain_that_cannot_be_trained_is_refused_before_its_first_stage(
     refused = finetune("launch", a, b, "--chain", "two", cwd=tmp_path).refused()
     assert "quantization" in refused
     assert "two recipes" in finetune("launch", a, "--chain", "two", cwd=tmp_path).refused()
+    words = ["--chain", "two", "--launcher", "slurm"]
+    assert "does not wait" in finetune("launch", a, a, *words, cwd=tmp_path).refused()
     assert not (tmp_path / "runs").exists()

@@ -5,17 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import written
 from records import RECIPE, evaluated, trained, whole_run, write_run
 
 from finetune import Run
 from finetune.cli import main as cli
+from finetune.reports.comparison import compare, page
 from finetune.runs.metrics import Evaluated
 from finetune.runs.run import write_json
 
 
 def measures(exact: float) -> dict[str, Any]:
-    found = {"exact": {"after": exact, "unit": "share"}, "loss": {"after": 0.5, "unit": "nats"}}
-    return {"rows": {"digest": "same"}, "measures": found}
+    interval = [exact - 0.25, exact + 0.25]
+    found: dict[str, Any] = {
+        "exact": {"after": exact, "after_interval": interval, "unit": "share"},
+        "loss": {"after": 0.5, "after_interval": None, "unit": "nats"},
+    }
+    return {"rows": {"digest": "same"}, "measures": found, "primary": "exact"}
+
+
+def answer(prompt: str, right: bool) -> dict[str, Any]:
+    score = {"exact": {"after": float(right)}}
+    return {"prompt": prompt, "expected": "4", "after": "4" if right else "5", "scores": score}
 
 
 @pytest.fixture
@@ -48,7 +59,7 @@ def test_runs_are_compared_side_by_side_and_answers_to_other_rows_are_marked(
         ["optim.lr", "0.0002", "0.001"],
     ]
     assert next(r for r in table if r[:2] == ["best", "eval"])[-1] == "0.2500"
-    assert ["exact", "50.0%", "75.0%"] in table
+    assert "exact 50.0% (25.0% to 75.0%) 75.0% (50.0% to 100.0%)".split() in table
     assert lines[-1] == "page       comparison.html"
     page = (tmp_path / "comparison.html").read_text()
     for look in ("smooth colour-0", "smooth colour-1", "dots colour-0", "dots colour-1"):
@@ -58,6 +69,26 @@ def test_runs_are_compared_side_by_side_and_answers_to_other_rows_are_marked(
     write_json(path, json.loads(path.read_text()) | {"rows": {"digest": "another"}})
     assert cli.main(["compare", *(str(run.root) for run in runs)]) == 0
     assert "Evaluation held-out, on different rows" in capsys.readouterr().out
+
+
+def test_answers_stand_side_by_side_and_what_was_lost_comes_first(runs):
+    right = {"one": {"2+2", "1+3"}, "two": {"2+2", "3+1"}}
+    for run in runs:
+        rows = [answer(p, p in right[run.root.name]) for p in ("3+1", "2+2", "1+3")]
+        written(run.evaluations / "held-out" / "samples.jsonl", rows)
+    found = compare([run.root for run in runs])
+    assert [each["prompt"] for each in found["answers"]] == ["1+3", "2+2", "3+1"]
+    assert [each["right"] for each in found["answers"][0]["answers"]] == [True, False]
+    shown = page(found)
+    assert shown.index("1+3") < shown.index("3+1")
+
+
+def test_other_data_and_versions_are_named(runs):
+    for run, rows, torch in ((runs[0], 10, "2.13"), (runs[1], 12, "2.14")):
+        write_json(run.data, {"train": {"rows": rows, "tokens": 7}})
+        write_json(run.environment, {"python": "3.11", "versions": {"torch": torch}})
+    (table,) = [t for t in compare([run.root for run in runs])["tables"] if "Data" in t.heading]
+    assert table.rows == [["data.train.rows", "10", "12"], ["versions.torch", "2.13", "2.14"]]
 
 
 def test_rewards_of_online_runs_are_compared(tmp_path, monkeypatch, capsys):

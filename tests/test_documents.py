@@ -138,7 +138,12 @@ def as_a_plan(words: list[str], folder: Path, do: Do) -> None:
     launch_command_parser().parse_args([*flags, "script.py"])
     chosen = ["--backend", arguments.backend] if arguments.backend else []
     chosen += ["--processes", str(arguments.processes)] if arguments.processes else []
-    as_it_is(words[:1], folder, do, "plan", arguments.recipe, *arguments.overrides, *chosen)
+    stages = [arguments.recipe]
+    if getattr(arguments, "chain", None):
+        stages += [word for word in arguments.overrides if "=" not in word]
+    pairs = [word for word in arguments.overrides if word not in stages]
+    for stage in stages:
+        as_it_is(words[:1], folder, do, "plan", stage, *pairs, *chosen)
 
 
 def as_a_plan_of_accelerate(words: list[str], folder: Path, do: Do) -> None:

@@ -33,6 +33,7 @@ HYPERPARAMETERS = {"n_epochs": "epochs", "batch_size": "batch.rows", "beta": "be
 METHODS = {"supervised": "sft", "dpo": "dpo"}
 """Methods by their names in the API."""
 AUTO = "auto"
+ECHOED = ("model", "training_file", "validation_file", "metadata")
 MOST_STEPS = 50
 """Steps in the events of a job, evenly spaced."""
 
@@ -160,8 +161,10 @@ class Jobs:
                 continue
             if name == "learning_rate_multiplier":
                 words.append(f"optim.lr={recipe.optim.lr * value!r}")
-            else:
-                words.append(f"{HYPERPARAMETERS.get(name, name)}={text_of(value)}")
+                continue
+            if name == "batch_size" and isinstance(value, int):  # a step has whole micro-batches
+                words.append(f"batch.micro_rows={math.gcd(recipe.batch.micro_rows, value)}")
+            words.append(f"{HYPERPARAMETERS.get(name, name)}={text_of(value)}")
         if asked.get("validation_file"):
             first = catalog.to_fields(recipe)["data"][0]
             place = str(_file(files, asked["validation_file"]).resolve())
@@ -200,35 +203,24 @@ class Jobs:
         asked, status, task = job.asked, self.status(job), self.task(job)
         watch = self._watch(job)
         ended = {} if task is None else task.ended
-        over = status in ("succeeded", "failed", "cancelled")
         finished = ended.get("time") or job.error.get("time")
         left = math.nan if watch is None else watch.seconds_left
         method = asked["method"]
+        over = status in ("succeeded", "failed", "cancelled")
+        usual = ("n_epochs", "batch_size", "learning_rate_multiplier")
+        parameters = dict(asked["hyperparameters"])
         return {
-            "id": job.id,
-            "object": "fine_tuning.job",
-            "created_at": int(asked["created"]),
+            "id": job.id, "object": "fine_tuning.job", "organization_id": "local",
+            "created_at": int(asked["created"]), "status": status, "seed": asked.get("seed") or 0,
             "error": self._error(job, task) if status == "failed" else None,
             "fine_tuned_model": job.run if status == "succeeded" else None,
             "finished_at": int(finished) if over and finished else None,
-            "hyperparameters": {
-                name: asked["hyperparameters"].get(name, AUTO)
-                for name in ("n_epochs", "batch_size", "learning_rate_multiplier")
-            },
-            "model": asked["model"],
-            "organization_id": "local",
-            "result_files": [],
-            "status": status,
-            "trained_tokens": self._tokens(job) if status == "succeeded" else None,
-            "training_file": asked["training_file"],
-            "validation_file": asked.get("validation_file"),
-            "integrations": [],
-            "seed": asked.get("seed") or 0,
             "estimated_finish": int(time.time() + left) if math.isfinite(left) else None,
-            "metadata": asked.get("metadata"),
-            "method": {
-                "type": method, method: {"hyperparameters": dict(asked["hyperparameters"])}
-            },
+            "trained_tokens": self._tokens(job) if status == "succeeded" else None,
+            "hyperparameters": {name: parameters.get(name, AUTO) for name in usual},
+            "method": {"type": method, method: {"hyperparameters": parameters}},
+            "result_files": [], "integrations": [],
+            **{name: asked.get(name) for name in ECHOED},
         }  # fmt: skip
 
     def _watch(self, job: Job) -> Watch | None:
@@ -245,8 +237,9 @@ class Jobs:
         said = [line for line in (task.last_words() if task else ()) if line.strip()]
         wrong = [line for line in said if line.startswith("error:")] or said[-3:]
         text = job.error.get("message") or "\n".join(wrong) or "its process was killed"
-        code = "invalid_training_file" if job.error else "training_failed"
-        return {"code": code, "message": text, "param": "training_file" if job.error else None}
+        made = (job.folder / "recipe.json").exists()
+        code = "training_failed" if not job.error else "invalid_plan" if made else "invalid_file"
+        return {"code": code, "message": text, "param": None if made else "training_file"}
 
     def events(self, job: Job) -> list[dict[str, Any]]:
         """What happened to a job, the newest first."""

@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
+from finetune import catalog
 from finetune.board import form, new_run, uploads
-from finetune.board.jobs import HYPERPARAMETERS, METHODS, Job, Jobs
-from finetune.errors import did_you_mean
+from finetune.board.jobs import AUTO, HYPERPARAMETERS, METHODS, Job, Jobs, text_of
+from finetune.errors import FinetuneError, did_you_mean
 from finetune.methods import find_method
 from finetune.runs.run import read_object, write_json
 
@@ -182,18 +183,20 @@ def check(parameters: Parameters, method: str) -> None:
     Raises:
         HTTPException: status 400, with the name.
     """
-    kind = find_method(METHODS[method])
-    paths = {field.path for group in form.groups(kind()) for field in group.fields}
+    usual = find_method(METHODS[method])()
+    paths = {field.path for group in form.groups(usual) for field in group.fields}
     known = {*paths, *HYPERPARAMETERS, "learning_rate_multiplier"}
     for name, value in parameters.items():
-        field = HYPERPARAMETERS.get(name, name)
-        if name not in known or (name in HYPERPARAMETERS and field not in paths):
+        field = {**HYPERPARAMETERS, "learning_rate_multiplier": "optim.lr"}.get(name, name)
+        if name not in known or field not in paths:
             hint = did_you_mean(name, known)
             raise HTTPException(400, f"hyperparameters.{name}: there is no such field{hint}")
-        if name == "learning_rate_multiplier" and value != "auto":
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < 1e6:  # type: ignore[operator]
-                raise HTTPException(400, f"hyperparameters.{name}: got {value!r}, expected above 0")
+        if value != AUTO:
+            try:
+                catalog.override(usual, [f"{field}={text_of(value)}"])
+            except FinetuneError as error:
+                said = str(error).removeprefix("override: ")
+                raise HTTPException(400, f"hyperparameters.{name}: {said}") from None
 
 
 def page(items: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.launchers import QUEUES
 from finetune.planner.plan import plan
 from finetune.recipe import Recipe
 from finetune.runs.run import Run, read_object, refuse_scheme, write_json
@@ -66,6 +67,8 @@ def run(arguments: argparse.Namespace, launch: Callable[[argparse.Namespace], in
     """
     words = [arguments.recipe, *(word for word in arguments.overrides if "=" not in word)]
     overrides = [word for word in arguments.overrides if "=" in word]
+    if arguments.launcher in QUEUES:
+        raise FinetuneError(f"--chain: --launcher {arguments.launcher} does not wait for a stage")
     root = refuse_scheme(arguments.output or Path("runs") / arguments.chain)
     found = stages(root, words, overrides)
     model = found[0].recipe.model
@@ -73,7 +76,8 @@ def run(arguments: argparse.Namespace, launch: Callable[[argparse.Namespace], in
         same = {name: getattr(model, name) for name in ("name", *OWN)}
         mine = dataclasses.replace(stage.recipe.model, **same)
         recipe = dataclasses.replace(stage.recipe, model=mine)
-        plan(recipe, arguments.backend, arguments.processes, arguments.precision)
+        processes = None if arguments.processes == "auto" else arguments.processes
+        plan(recipe, arguments.backend, processes, arguments.precision)
     record = {"stages": [{"recipe": each.word, "run": each.run.root.name} for each in found]}
     known = read_object(root / "chain.json")
     if known and (known != record or arguments.resume is None):

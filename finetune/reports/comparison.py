@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.reports.drawings import Chart, Curve, Point, chart, finite, smooth
-from finetune.reports.evaluation_page import shown
+from finetune.reports.evaluation_page import between, shown
 from finetune.reports.tables import Table, aligned, templates
 from finetune.runs import units
 from finetune.runs.environment import public
@@ -18,6 +18,7 @@ from finetune.runs.summary import throughput
 
 MOST = 8
 """Maximum number of runs, which is the number of colors."""
+MOST_ANSWERS = 20
 ABSENT = "-"
 
 
@@ -49,11 +50,12 @@ def compared(runs: Sequence[Run], histories: Sequence[History]) -> dict[str, Any
         ["", *names], "Recipes: differences",
     )]  # fmt: skip
     tables.append(Table(list(_result_rows(histories)), ["", *names], "Training"))
-    tables += _evaluations(runs, names)
+    tables += [*_evaluations(runs, names), _surroundings(runs, names)]
     return {
         "names": names,
         "tables": [table for table in tables if table.rows],
         "same_recipe": not differing,
+        "answers": _answers(runs, names)[:MOST_ANSWERS],
     }
 
 
@@ -155,7 +157,54 @@ def _evaluations(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Table]:
 
 def _value(results: Mapping[str, Any] | None, measure: str) -> str:
     measured = None if results is None else results["measures"].get(measure)
-    return ABSENT if measured is None else shown(measured["after"], measured["unit"]) or ABSENT
+    if measured is None:
+        return ABSENT
+    interval = between(measured.get("after_interval"), measured["unit"])
+    value = shown(measured["after"], measured["unit"]) or ABSENT
+    return f"{value} ({interval})" if interval else value
+
+
+def _surroundings(runs: Sequence[Run], names: Sequence[str]) -> Table:
+    """Where the data and the environments of the runs differ."""
+    found = list[dict[str, Any]]()
+    for run in runs:
+        known = read_object(run.environment)
+        data = {
+            f"data.{split}": {key: counts.get(key) for key in ("sha256", "rows", "tokens")}
+            for split, counts in read_object(run.data).items() if isinstance(counts, Mapping)
+        }  # fmt: skip
+        kept = {key: known.get(key) for key in ("versions", "python", "devices", "commit")}
+        found.append(dict(flat(data | kept)))
+    keys = dict.fromkeys(key for each in found for key in each)
+    cells = [[key, *(_short(_cell_text(each.get(key))) for each in found)] for key in keys]
+    differing = [row for row in cells if len(set(row[1:])) > 1]
+    return Table(differing, ["", *names], "Data and environment: differences")
+
+
+def _answers(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Answers to the same rows, those first of which the last run lost most against the first."""
+    found = list[dict[str, Any]]()
+    for path in sorted(runs[0].evaluations.glob("*/results.json")):
+        folders = [run.evaluations / path.parent.name for run in runs]
+        results = [read_object(folder / path.name) for folder in folders]
+        with of_record(path):
+            same_rows = len({each["rows"]["digest"] if each else None for each in results}) == 1
+            if not same_rows or not all((each / "samples.jsonl").is_file() for each in folders):
+                continue
+            files = [(folder / "samples.jsonl").read_text(encoding="utf-8") for folder in folders]
+            rows = [[json.loads(line) for line in file.splitlines()] for file in files]
+            for same in zip(*rows, strict=True):
+                scores = [
+                    each["scores"].get(results[0]["primary"], {}).get("after") for each in same
+                ]
+                known = [score or 0.0 for score in scores]
+                answers = [
+                    {"name": name, "text": each.get("after", ""), "right": score == 1.0}
+                    for name, each, score in zip(names, same, scores, strict=True)
+                ]
+                asked = {"prompt": same[0]["prompt"], "expected": same[0]["expected"]}
+                found.append({**asked, "answers": answers, "lost": known[0] - known[-1]})
+    return sorted(found, key=lambda each: -each["lost"])
 
 
 def _charts(names: Sequence[str], histories: Sequence[History]) -> list[Chart]:

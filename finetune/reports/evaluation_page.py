@@ -102,7 +102,7 @@ def _line(name: str, measured: Mapping[str, Any]) -> Line:
     if change and measured["better"] and (change[0] > 0 or change[1] < 0):
         look = "good" if (change[0] > 0) == (measured["better"] == "higher") else "bad"
     about = "; ".join(
-        f"{side} {_between(measured[f'{side}_interval'], unit)}"
+        f"{side} {between(measured[f'{side}_interval'], unit)}"
         for side in ("before", "after")
         if measured[f"{side}_interval"]
     )
@@ -111,7 +111,7 @@ def _line(name: str, measured: Mapping[str, Any]) -> Line:
         before=shown(measured["before"], unit),
         after=shown(measured["after"], unit),
         difference=shown(measured["difference"], unit, signed=True),
-        interval=_between(interval, unit, signed=change is not None),
+        interval=between(interval, unit, signed=change is not None),
         look=look,
         about=about,
     )
@@ -131,7 +131,8 @@ def shown(value: float | None, unit: str, signed: bool = False) -> str:
             return f"{value:{sign}.4g}" if abs(value) < 1000 else f"{value:{sign},.0f}"
 
 
-def _between(interval: Sequence[float] | None, unit: str, signed: bool = False) -> str:
+def between(interval: Sequence[float] | None, unit: str, signed: bool = False) -> str:
+    """An interval as text; empty without one."""
     if interval is None:
         return ""
     low, high = (shown(each, unit, signed) for each in interval)
