@@ -121,8 +121,10 @@ def translate(job: Translation, folder: Path) -> None:
     loss = text(job.get("loss_scale", "default")).removesuffix("+ignore_empty_think")
     if loss in TRAINED and job.fields["method"] == "sft":
         job.set("train_on", TRAINED[loss])
-        outcome = "translated" if loss == job.get("loss_scale") else "differs"
-        job.say("loss_scale", outcome, f"train_on={TRAINED[loss]}; empty thoughts are trained")
+        told = "" if loss == job.get("loss_scale") else "; empty thoughts are trained"
+        job.say(
+            "loss_scale", "differs" if told else "translated", f"train_on={TRAINED[loss]}{told}"
+        )
     job.say("streaming", "differs", "all rows are prepared before the first step")
     name = text(job.get("template"))
     job.say("template", "differs", f"{name}: the tokenizer's own template, or model.chat_template")
@@ -171,7 +173,7 @@ def _distillation(job: Translation) -> None:
     if "teacher_model" not in job.source:
         raise FinetuneError("teacher_model: none; a teacher runs here, not on a server: name it")
     job.move("teacher_model", "teacher.name", text)
-    beta = job.get("beta", 0.5)
+    beta = job.number("beta", 0.5)
     loss = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd")
     job.set("loss_type", loss)
     if loss == "jsd":
@@ -193,13 +195,8 @@ def _adapter(job: Translation, full: bool) -> None:
     job.set("model.quantization", bits)
     usual = text(job.get("quant_method", "bnb")) == "bnb"
     if usual:
-        for key in (
-            "quant_bits",
-            "quant_method",
-            "bnb_4bit_quant_type",
-            "bnb_4bit_use_double_quant",
-        ):
-            job.say(key, "translated", f"model.quantization={bits}")
+        kinds = "quant_bits quant_method bnb_4bit_quant_type bnb_4bit_use_double_quant"
+        job.say_all("translated", {f"model.quantization={bits}": kinds})
         job.say("bnb_4bit_compute_dtype", "not needed", "backends compute in bf16 by default")
     if full:
         job.set("adapter", None)
@@ -238,11 +235,13 @@ def _data(job: Translation) -> None:
 def _system(job: Translation) -> str:
     """The system prompt of rows without one: a text, or a file with it."""
     given = text(job.source["system"])
-    path = Path(given)
-    lost = "$" in given or (path.suffix == ".txt" and not path.is_file())
-    reason = f"{given}: not known here; set `system` of data" if lost else "system of each source"
-    job.say("system", "no counterpart" if lost else "translated", reason)
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else given
+    named = given.endswith(".txt")
+    if "$" in given or (named and not Path(given).is_file()):
+        reason = f"{given}: not known here; set `system` of data"
+        job.say("system", "no counterpart", reason)
+        return given
+    job.say("system", "translated", "system of each source")
+    return Path(given).read_text(encoding="utf-8").strip() if named else given
 
 
 def _fill(job: Translation, source: dict[str, Any]) -> None:

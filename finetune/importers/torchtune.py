@@ -134,7 +134,7 @@ KD_LOSSES = {
 
 def _distillation(job: Translation) -> None:
     """Translate (1 - r) x cross-entropy + r x divergence, divided by r."""
-    loss, share = _name(job, "kd_loss._component_"), job.get("kd_ratio", 0.5)
+    loss, share = _name(job, "kd_loss._component_"), job.number("kd_ratio", 0.5)
     if loss not in KD_LOSSES or not share:
         raise FinetuneError(f"kd_loss: {loss}, kd_ratio {share}: expected a divergence with weight")
     job.set("loss_type", KD_LOSSES[loss])

@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
+from finetune.errors import FinetuneError
+
 Outcome = Literal["translated", "differs", "no counterpart", "not needed"]
 
 
@@ -25,6 +27,17 @@ class Translation:
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.source.get(key, default)
+
+    def number(self, key: str, usual: float) -> Any:
+        """A number, or `usual` if the key is not given.
+
+        Raises:
+            FinetuneError: it is no number.
+        """
+        value = self.source.get(key, usual)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise FinetuneError(f"{key}: expected a number, got {shown(value)}")
+        return value
 
     @property
     def shards(self) -> bool:
