@@ -52,7 +52,7 @@ def translate(job: Translation, method: str, usual: Mapping[str, Any]) -> None:
     job.say("max_prompt_length", "translated", "batch.max_length, with the completion")
     job.set("batch.overlong", "drop")
     job.assumed.append("batch.max_length: of a prompt and its completion; longer prompts are left")
-    accumulated = job.number("gradient_accumulation_steps", 1)
+    accumulated = max(1, job.number("gradient_accumulation_steps", 1))
     times = job.number("steps_per_generation", accumulated) / accumulated
     if "generation_batch_size" in job.source:
         times = job.number("generation_batch_size", 1) / job.fields["batch"]["rows"]

@@ -19,6 +19,7 @@ FORMATS |= {"distill": "messages", "classifier": "labelled"}
 GRPO = {"num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "epsilon": 0.2}
 GRPO |= {"beta": 0.04, "loss_type": "grpo"}
 """ms-swift's defaults."""
+MOST_LABELS = 100_000
 SELF_COGNITION = {"model_name": "{{NAME}}", "model_author": "{{AUTHOR}}"}
 """Keys of the texts that the rows of modelscope/self-cognition leave open."""
 OVERLONG = {"delete": "drop", "left": "truncate", "right": "truncate", "raise": "error"}
@@ -153,11 +154,11 @@ def _method(job: Translation, kind: str) -> None:
             job.set("token_weight", "dft")
         job.say("enable_dft_loss", "translated", "token_weight")
     elif kind == "seq_cls":
-        count = job.get("num_labels", 1)
+        count = job.number("num_labels", 1)
         problem = "regression" if count == 1 else "single_label_classification"
         job.set("problem_type", job.get("problem_type", problem))
-        if job.fields["problem_type"] != "regression" and isinstance(count, int):
-            job.set("labels", [str(number) for number in range(count)])
+        if job.fields["problem_type"] != "regression":
+            job.set("labels", [str(number) for number in range(min(int(count), MOST_LABELS))])
         for key in ("num_labels", "problem_type"):
             job.say(key, "translated", f"problem_type={job.fields['problem_type']}, labels")
         templated = job.get("use_chat_template", True)
@@ -249,9 +250,9 @@ def _fill(job: Translation, source: dict[str, Any]) -> None:
     source |= {"source": "modelscope/self-cognition", "format": "question_answer"}
     source["columns"] = {"query": "question", "response": "answer", "tag": None}
     for key, place in SELF_COGNITION.items():
-        names = listed(job.get(key, []))
+        names = [text(name) for name in listed(job.get(key, []))]
         if len(set(names)) == 1:
-            source.setdefault("replace", {})[place] = text(names[0])
+            source.setdefault("replace", {})[place] = names[0]
             job.say(key, "translated", f"replace={place}")
         elif names:
             job.say(key, "no counterpart", "one name for rows of each language: name one")

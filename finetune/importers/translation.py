@@ -54,7 +54,8 @@ class Translation:
         *sections, last = path.split(".")
         place = self.fields
         for section in sections:
-            place = place.setdefault(section, {})
+            place[section] = place.get(section) or {}
+            place = place[section]
         place[last] = value
 
     def move(self, key: str, path: str, change: Callable[[Any], Any] | None = None) -> None:
