@@ -1,6 +1,10 @@
 """Configurations and commands of TRL, ms-swift, torchtune and Trainer become recipes."""
 
+import copy
+import functools
 import json
+import operator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ from conftest import problems_of, written
 
 from finetune import catalog, importers
 from finetune.cli import main as cli
+from finetune.errors import FinetuneError
+from finetune.importers import command_line
 from finetune.methods.distill import Distill
 from finetune.rewards import Reward
 
@@ -236,3 +242,33 @@ def test_distillation_of_torchtune_is_translated(tmp_path):
     assert recipe.teacher is not None
     assert (recipe.teacher.name, recipe.ce_weight) == ("models/teacher", 3.0)
     assert (recipe.loss_type, recipe.train_on) == ("forward_kl", "all")
+
+
+ODD = (None, True, -1, 0, 2.5, "x", [], [1], ["a", "b"], {"a": 1}, 10**20)
+
+
+def paths(values: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        yield (*at, key)
+        yield from paths(value, (*at, key)) if isinstance(value, dict) else ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [*COMMANDS, TRL, SWIFT, ""])
+def test_any_value_is_imported_or_refused_with_a_sentence(words, monkeypatch):
+    given = command_line.options_of(words) if words else TUNE
+    refused, accepted = list[str](), 0
+    for path in paths(given):
+        for value in ODD:
+            changed = copy.deepcopy(given)
+            place = functools.reduce(operator.getitem, path[:-1], changed)
+            place[path[-1]] = value
+            monkeypatch.setattr(importers, "_read", lambda _, changed=changed: changed)
+            try:
+                importers.import_recipe("a command")
+            except FinetuneError as error:
+                refused += error.problems
+            else:
+                accepted += 1
+    assert {each[:11] for each in refused} == {"a command: "}
+    assert accepted

@@ -15,7 +15,6 @@ ATTENTION = {
     "flash_attention": "flash_attention_2", "flex_attention": "flex_attention",
     "sdp_attention": "sdpa", "eager_attention": "eager",
 }  # fmt: skip
-HUB_KERNELS = ("kernels-community/vllm-flash-attn3", "kernels-community/flash-attn2")
 OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
 MOVED = {
@@ -185,14 +184,9 @@ def _model(job: Translation) -> None:
             job.say(key, "translated", f"model.attention={attention}")
         else:
             job.say(key, "not needed", "it is off")
-    named = text(job.get("attn_implementation", job.get("attn_impl")))
     for key in ("attn_implementation", "attn_impl"):
-        if named in ATTENTION.values():
-            job.move(key, "model.attention")
-        elif named in ("xformers", *HUB_KERNELS):
-            ours = "sdpa" if named == "xformers" else "flash_attention_2"
-            job.set("model.attention", ours)
-            job.say(key, "differs", f"model.attention={ours} computes the same")
+        if key in job.source:
+            trainer.attention(job, key)
     if job.get("xformers_attention"):
         job.say("xformers_attention", "differs", "model.attention=sdpa computes the same")
 

@@ -11,7 +11,7 @@ SAME = (
     "use_bias_correction_kl", "vllm_importance_sampling_clip_max",
 )  # fmt: skip
 """Fields with the same name and meaning."""
-LOSSES = ("grpo", "dapo", "dr_grpo", "cispo")
+LOSSES, LEVEL = ("grpo", "dapo", "dr_grpo", "cispo", "gspo"), "importance_sampling_level"
 SCALES = {"true": "group", "false": "none"}
 THOUGHT = r"<think>(?!.*<think>)(.*?)</think>.*"
 ANSWERED = r"<think>.*?</think>\s*<answer>.*?</answer>"
@@ -23,6 +23,10 @@ REWARDS: dict[str, Any] = {
     "reasoning_accuracy_reward": {"function": "trl.rewards:reasoning_accuracy_reward"},
 }
 """Rewards by their names in TRL and ms-swift; those of math need TRL and math-verify."""
+TOLD = {
+    "mask_truncated_completions": "overlong_filter",
+    "max_resample_times": "dynamic_sample max_resample_times",
+}
 NOT_NEEDED = {
     "answers are sampled by the model that is trained; vllm_server_base_url names a `vllm serve`":
         "use_vllm move_model_batches sleep_level offload_model offload_optimizer gc_collect_after"
@@ -43,72 +47,68 @@ def translate(job: Translation, method: str, usual: Mapping[str, Any]) -> None:
             job.move_or_assume(field, field, usual[field])
         elif method == "grpo" or field != "use_bias_correction_kl":
             job.move(field, field)
-    length = job.get("max_completion_length", usual["max_completion_length"])
-    if isinstance(length, int):
-        job.set("batch.max_length", length + job.get("max_prompt_length", 1024))
-        job.say("max_prompt_length", "translated", "batch.max_length, with the completion")
+    length = job.number("max_completion_length", usual["max_completion_length"])
+    job.set("batch.max_length", length + job.number("max_prompt_length", 1024))
+    job.say("max_prompt_length", "translated", "batch.max_length, with the completion")
     job.set("batch.overlong", "drop")
     job.assumed.append("batch.max_length: of a prompt and its completion; longer prompts are left")
-    sampled = job.get("generation_batch_size"), job.get("steps_per_generation")
-    step, accumulated = job.fields["batch"]["rows"], job.get("gradient_accumulation_steps", 1)
-    times = sampled[0] / step if sampled[0] else (sampled[1] or accumulated) / accumulated
+    accumulated = max(1, job.number("gradient_accumulation_steps", 1))
+    times = job.number("steps_per_generation", accumulated) / accumulated
+    if "generation_batch_size" in job.source:
+        times = job.number("generation_batch_size", 1) / job.fields["batch"]["rows"]
     # Several samplings of one optimizer step are by the same policy, as one is.
-    times = max(1, int(times) if times == int(times) else times)
-    job.set("steps_per_generation", times)
+    job.set("steps_per_generation", max(1, int(times) if times == int(times) else times))
     for key in ("generation_batch_size", "steps_per_generation"):
         job.say(key, "translated", f"steps_per_generation={times:g}, in optimizer steps")
     if method == "grpo":
         _loss(job, usual)
     if job.get("overlong_filter"):
         job.set("mask_truncated_completions", True)
-    job.say("overlong_filter", "translated", "mask_truncated_completions")
     if job.get("dynamic_sample"):
         job.set("max_resample_times", job.get("max_resample_times", 3))
-    for key in ("dynamic_sample", "max_resample_times"):
-        job.say(key, "translated", "max_resample_times")
+    job.say_all("translated", TOLD)
     _rewards(job)
-    job.say_all("not needed", NOT_NEEDED)
-    reason = next(iter(NOT_NEEDED))
-    for key in [key for key in job.source if key.startswith("vllm_") and key not in job.outcomes]:
-        job.say(key, "not needed", reason)
+    own = {next(iter(NOT_NEEDED)): " ".join(k for k in job.source if k.startswith("vllm_"))}
+    for reasons in (own, NOT_NEEDED):
+        job.say_all("not needed", reasons)
 
 
 def _loss(job: Translation, usual: Mapping[str, Any]) -> None:
     """Translate the loss with its range: both sides are those of `epsilon`, unless it says so."""
-    loss = text(job.get("loss_type", usual["loss_type"]))
-    whole = job.get("importance_sampling_level") == "sequence" and loss == "grpo"
-    job.set("loss_type", "gspo" if whole else loss if loss in LOSSES else "dapo")
-    known = loss in LOSSES
-    reason = f"loss_type={job.fields['loss_type']}" if known else f"{loss}: replaced by dapo"
-    job.say("loss_type", "translated" if known else "no counterpart", reason)
-    if whole or job.get("importance_sampling_level") == "token":
-        job.say("importance_sampling_level", "translated", reason)
+    loss, level = text(job.get("loss_type", usual["loss_type"])), job.get(LEVEL, "token")
+    if (loss, level) == ("grpo", "sequence"):
+        loss = level = "gspo"
+    if loss in LOSSES:
+        job.set("loss_type", loss)
+        job.say("loss_type", "translated", f"loss_type={loss}")
+    if level in ("token", "gspo"):
+        job.say(LEVEL, "translated", f"loss_type={loss}")
     job.set("epsilon_high", job.get("epsilon_high", job.fields["epsilon"]))
     job.say("epsilon_high", "translated", f"epsilon_high={job.fields['epsilon_high']}")
     scale = text(job.get("scale_rewards", "group"))
     if SCALES.get(scale, scale) in ("group", "batch", "none"):
-        job.set("scale_rewards", SCALES.get(scale, scale))
-        job.say("scale_rewards", "translated", f"scale_rewards={SCALES.get(scale, scale)}")
+        job.move("scale_rewards", "scale_rewards", lambda _: SCALES.get(scale, scale))
 
 
 def _rewards(job: Translation) -> None:
-    given = [text(name) for name in listed(job.get("reward_funcs", [])) if name]
+    given = [text(name) for name in listed(job.get("reward_funcs", []))]
     weights = listed(job.get("reward_weights", [1.0] * len(given)))
-    lost, rewards = list[str](), list[dict[str, Any]]()
+    rewards, lost = list[dict[str, Any]](), list[str]()
     for name, weight in zip(given, weights, strict=False):
         module, _, function = name.rpartition(".")
-        own = {"function": f"{module}:{function}"} if module else None
-        reward = REWARDS.get(name, own)
-        lost += [] if reward else [name]
-        rewards += [reward | {"weight": weight}] if reward else []
-    models = [text(each) for each in listed(job.get("reward_model", [])) if each]
-    models += [text(each) for each in listed(job.get("reward_model_name_or_path", []))]
-    rewards += [{"function": model} for model in models]
+        found = REWARDS.get(name, {"function": f"{module}:{function}"} if module else None)
+        if found is None:
+            lost.append(name)
+        else:
+            rewards.append(found | {"weight": weight})
+    for key in ("reward_model", "reward_model_name_or_path"):
+        rewards += [{"function": text(model)} for model in listed(job.get(key, []))]
     job.set("reward_funcs", rewards)
-    reason = f"{', '.join(lost)}: name a function of yours as module:function in reward_funcs"
-    shown_rewards = shown([reward["function"] for reward in rewards])
-    for key in ("reward_funcs", "reward_weights", "reward_model", "reward_model_name_or_path"):
-        kept = not lost or key != "reward_funcs"
-        job.say(key, "translated" if kept else "no counterpart", shown_rewards if kept else reason)
-    if "accuracy" in given and not lost:
-        job.say("reward_funcs", "differs", f"{shown_rewards}: of TRL, which also uses math-verify")
+    told = shown([reward["function"] for reward in rewards])
+    for key in ("reward_weights", "reward_model", "reward_model_name_or_path", "reward_funcs"):
+        job.say(key, "translated", told)
+    if lost:
+        reason = f"{', '.join(lost)}: name a function of yours as module:function in reward_funcs"
+        job.say("reward_funcs", "no counterpart", reason)
+    elif "accuracy" in given:
+        job.say("reward_funcs", "differs", f"{told}: of TRL, which also uses math-verify")

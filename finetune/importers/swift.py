@@ -19,6 +19,7 @@ FORMATS |= {"distill": "messages", "classifier": "labelled"}
 GRPO = {"num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "epsilon": 0.2}
 GRPO |= {"beta": 0.04, "loss_type": "grpo"}
 """ms-swift's defaults."""
+MOST_LABELS = 100_000
 SELF_COGNITION = {"model_name": "{{NAME}}", "model_author": "{{AUTHOR}}"}
 """Keys of the texts that the rows of modelscope/self-cognition leave open."""
 OVERLONG = {"delete": "drop", "left": "truncate", "right": "truncate", "raise": "error"}
@@ -121,8 +122,10 @@ def translate(job: Translation, folder: Path) -> None:
     loss = text(job.get("loss_scale", "default")).removesuffix("+ignore_empty_think")
     if loss in TRAINED and job.fields["method"] == "sft":
         job.set("train_on", TRAINED[loss])
-        outcome = "translated" if loss == job.get("loss_scale") else "differs"
-        job.say("loss_scale", outcome, f"train_on={TRAINED[loss]}; empty thoughts are trained")
+        told = "" if loss == job.get("loss_scale") else "; empty thoughts are trained"
+        job.say(
+            "loss_scale", "differs" if told else "translated", f"train_on={TRAINED[loss]}{told}"
+        )
     job.say("streaming", "differs", "all rows are prepared before the first step")
     name = text(job.get("template"))
     job.say("template", "differs", f"{name}: the tokenizer's own template, or model.chat_template")
@@ -151,11 +154,11 @@ def _method(job: Translation, kind: str) -> None:
             job.set("token_weight", "dft")
         job.say("enable_dft_loss", "translated", "token_weight")
     elif kind == "seq_cls":
-        count = job.get("num_labels", 1)
+        count = job.number("num_labels", 1)
         problem = "regression" if count == 1 else "single_label_classification"
         job.set("problem_type", job.get("problem_type", problem))
-        if job.fields["problem_type"] != "regression" and isinstance(count, int):
-            job.set("labels", [str(number) for number in range(count)])
+        if job.fields["problem_type"] != "regression":
+            job.set("labels", [str(number) for number in range(min(int(count), MOST_LABELS))])
         for key in ("num_labels", "problem_type"):
             job.say(key, "translated", f"problem_type={job.fields['problem_type']}, labels")
         templated = job.get("use_chat_template", True)
@@ -171,7 +174,7 @@ def _distillation(job: Translation) -> None:
     if "teacher_model" not in job.source:
         raise FinetuneError("teacher_model: none; a teacher runs here, not on a server: name it")
     job.move("teacher_model", "teacher.name", text)
-    beta = job.get("beta", 0.5)
+    beta = job.number("beta", 0.5)
     loss = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd")
     job.set("loss_type", loss)
     if loss == "jsd":
@@ -193,13 +196,8 @@ def _adapter(job: Translation, full: bool) -> None:
     job.set("model.quantization", bits)
     usual = text(job.get("quant_method", "bnb")) == "bnb"
     if usual:
-        for key in (
-            "quant_bits",
-            "quant_method",
-            "bnb_4bit_quant_type",
-            "bnb_4bit_use_double_quant",
-        ):
-            job.say(key, "translated", f"model.quantization={bits}")
+        kinds = "quant_bits quant_method bnb_4bit_quant_type bnb_4bit_use_double_quant"
+        job.say_all("translated", {f"model.quantization={bits}": kinds})
         job.say("bnb_4bit_compute_dtype", "not needed", "backends compute in bf16 by default")
     if full:
         job.set("adapter", None)
@@ -238,11 +236,13 @@ def _data(job: Translation) -> None:
 def _system(job: Translation) -> str:
     """The system prompt of rows without one: a text, or a file with it."""
     given = text(job.source["system"])
-    path = Path(given)
-    lost = "$" in given or (path.suffix == ".txt" and not path.is_file())
-    reason = f"{given}: not known here; set `system` of data" if lost else "system of each source"
-    job.say("system", "no counterpart" if lost else "translated", reason)
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else given
+    named = given.endswith(".txt")
+    if "$" in given or (named and not Path(given).is_file()):
+        reason = f"{given}: not known here; set `system` of data"
+        job.say("system", "no counterpart", reason)
+        return given
+    job.say("system", "translated", "system of each source")
+    return Path(given).read_text(encoding="utf-8").strip() if named else given
 
 
 def _fill(job: Translation, source: dict[str, Any]) -> None:
@@ -250,9 +250,9 @@ def _fill(job: Translation, source: dict[str, Any]) -> None:
     source |= {"source": "modelscope/self-cognition", "format": "question_answer"}
     source["columns"] = {"query": "question", "response": "answer", "tag": None}
     for key, place in SELF_COGNITION.items():
-        names = listed(job.get(key, []))
+        names = [text(name) for name in listed(job.get(key, []))]
         if len(set(names)) == 1:
-            source.setdefault("replace", {})[place] = text(names[0])
+            source.setdefault("replace", {})[place] = names[0]
             job.say(key, "translated", f"replace={place}")
         elif names:
             job.say(key, "no counterpart", "one name for rows of each language: name one")

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.importers import backends, trainer
-from finetune.importers.translation import Translation, text
+from finetune.importers.translation import Translation, listed, text
 
 DATA = {
     "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", True),
@@ -134,7 +134,7 @@ KD_LOSSES = {
 
 def _distillation(job: Translation) -> None:
     """Translate (1 - r) x cross-entropy + r x divergence, divided by r."""
-    loss, share = _name(job, "kd_loss._component_"), job.get("kd_ratio", 0.5)
+    loss, share = _name(job, "kd_loss._component_"), job.number("kd_ratio", 0.5)
     if loss not in KD_LOSSES or not share:
         raise FinetuneError(f"kd_loss: {loss}, kd_ratio {share}: expected a divergence with weight")
     job.set("loss_type", KD_LOSSES[loss])
@@ -177,7 +177,7 @@ def _adapter(job: Translation) -> None:
     kind = "LoRA on a base in NF4" if packed else "LoRA"
     job.say("model._component_", "translated", f"{kind} of the model in its folder")
     job.say("model.quantize_base", "translated", "model.quantization=nf4")
-    targets = [RENAMED.get(each, each) for each in attention]
+    targets = [RENAMED.get(each, each) for each in map(text, listed(attention))]
     targets += ["gate_proj", "up_proj", "down_proj"] if job.get("model.apply_lora_to_mlp") else []
     targets += ["lm_head"] if job.get("model.apply_lora_to_output") else []
     job.set("adapter.targets", targets)

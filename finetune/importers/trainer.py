@@ -157,7 +157,7 @@ def schedule(job: Translation, scheduler: str, usual: str, warmup: float) -> Non
         job.say(scheduler, "no counterpart", f"{name}: replaced by optim.schedule=cosine")
     if scheduler not in job.source:
         job.assumed.append(f"optim.schedule={usual}: the other toolkit's default")
-    if job.get("cosine_min_lr_ratio", 0) >= 1:
+    if job.number("cosine_min_lr_ratio", 0) >= 1:
         job.set("optim.schedule", "constant")
         job.source["cosine_min_lr_ratio"] = 0
     _warmup(job, warmup)

@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
+from finetune.errors import FinetuneError
+
 Outcome = Literal["translated", "differs", "no counterpart", "not needed"]
 
 
@@ -26,6 +28,17 @@ class Translation:
     def get(self, key: str, default: Any = None) -> Any:
         return self.source.get(key, default)
 
+    def number(self, key: str, usual: float) -> Any:
+        """A number, or `usual` if the key is not given.
+
+        Raises:
+            FinetuneError: it is no number.
+        """
+        value = self.source.get(key, usual)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise FinetuneError(f"{key}: expected a number, got {shown(value)}")
+        return value
+
     @property
     def shards(self) -> bool:
         """Whether the backend shards the state of the optimizer."""
@@ -41,7 +54,8 @@ class Translation:
         *sections, last = path.split(".")
         place = self.fields
         for section in sections:
-            place = place.setdefault(section, {})
+            place[section] = place.get(section) or {}
+            place = place[section]
         place[last] = value
 
     def move(self, key: str, path: str, change: Callable[[Any], Any] | None = None) -> None:
