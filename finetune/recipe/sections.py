@@ -1,6 +1,7 @@
 """The sections of a recipe, as frozen, validated dataclasses."""
 
 import re
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -141,10 +142,20 @@ class Model(metaclass=Checked):
         return "full" if self.activation_checkpointing else "none"
 
 
+OF_ANY_TUNER = {
+    "kind", "arguments", "targets", "modules_to_save", "exclude_modules", "layers_to_transform",
+}  # fmt: skip
+"""Fields of an adapter that tuners other than LoRA have too."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class LoRA(metaclass=Checked):
     """A low-rank adapter (Hu et al. 2021, arXiv:2106.09685); the rest of the model is frozen."""
 
+    kind: Text = "lora"
+    """PEFT's name of another tuner, such as `ia3`, `oft`, `boft`, `vera`, `loha`, `ln_tuning`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of another tuner's config, by their names in PEFT, such as `oft_block_size`."""
     r: Positive = 16
     """Rank of the update."""
     alpha: Annotated[float, Field(gt=0)] | None = None
@@ -173,6 +184,22 @@ class LoRA(metaclass=Checked):
     """Ranks that differ from `r`, by module name or regular expression."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
     """Alphas that differ from `alpha`, by module name or regular expression."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "lora" and self.arguments:
+            raise ValueError("`arguments`: a LoRA has fields of its own; use them")
+        own = set() if self.kind == "lora" else {each.name for each in fields(self)} - OF_ANY_TUNER
+        default = {each.name: each for each in fields(self)}
+        for name in own:
+            usual = default[name].default
+            given = getattr(self, name)
+            if given not in (usual, {}, ()):
+                raise ValueError(f"`{name}`: {self.kind} takes it in `arguments`, if it has it")
+
+    @property
+    def drawn(self) -> bool:
+        """Whether each A of a LoRA is drawn by the name of its parameter."""
+        return self.kind == "lora" and self.init_lora_weights in (True, "gaussian")
 
     @property
     def scale_alpha(self) -> float:
@@ -274,7 +301,7 @@ class Optim(metaclass=Checked):
     """Multiply `lr` by the number of processes (`linear`), by its square root, or not at all."""
     schedule: Literal[
         "constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
-        "inverse_sqrt", "warmup_stable_decay",
+        "inverse_sqrt", "warmup_stable_decay", "reduce_lr_on_plateau",
     ] = "cosine"  # fmt: skip
     """Learning rate schedule after warmup, by its name in transformers."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
@@ -380,6 +407,12 @@ class Saving(metaclass=Checked):
     """Write checkpoints while training continues; needs a copy of the state in host memory."""
     rehearse: bool = False
     """Before the first step, write a checkpoint of the actual state and read it back."""
+    average: Positive = 1
+    """Number of newest checkpoints whose mean is the result, `final/`; with 1, the best or last."""
+
+    def __post_init__(self) -> None:
+        if self.average > self.keep:
+            raise ValueError(f"`keep`: {self.keep}, but `average` needs {self.average} checkpoints")
 
 
 @dataclass(frozen=True, config=STRICT)
