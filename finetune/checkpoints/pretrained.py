@@ -77,7 +77,7 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
     module, optim = engine.module, engine.plan.recipe.optim
     kept = reader.kept()
     saved = {
-        key: kept[name] if name in kept else _trained(reader, name, shapes, optim)
+        key: kept[name].clone() if name in kept else _trained(reader, name, shapes, optim)
         for key, name in adapter_keys(module, [*shapes, *kept]).items()
     }
     empty = [key for key, tensor in saved.items() if not tensor.numel()]

@@ -321,7 +321,11 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> PeftConfig:
     grow(base, rows_of_adapter(base, config, stored))
     does_not_fit = f"{adapter}: PEFT cannot attach it to its base"
     with reading(does_not_fit), torch.device("meta"):  # names and shapes without values
-        twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
+        twin = type(base)(copy.deepcopy(base.config))
+    # Other tuners compute with what they draw.
+    place = torch.device("meta" if isinstance(config, LoraConfig) else "cpu")
+    with reading(does_not_fit), place:
+        twin = get_peft_model(twin, plain_lora(config))
     wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     for name, shape in stored.items():

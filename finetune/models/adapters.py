@@ -120,6 +120,8 @@ def attach_tuner(model: PreTrainedModel, adapter: LoRA, seed: int) -> PeftModel:
         torch.manual_seed(seed)  # the same on every rank and engine, which have complete layers
         try:
             adapted = get_peft_model(model, config)
+            # As read from its file: PEFT 0.21 cannot read each config that it writes.
+            PeftConfig.from_peft_type(**adapted.peft_config["default"].to_dict())
         except (TypeError, ValueError, NotImplementedError) as error:
             raise FinetuneError(f"adapter: {adapter.kind}: {first_line(error)}") from None
     names: dict[int, str] = {}

@@ -225,19 +225,6 @@ def _reads_base(recipe: Recipe) -> bool:
     return isinstance(init, str) and init != "gaussian"
 
 
-def tuner(request: Request) -> Iterator[str]:
-    """adapter.kind: only LoRA knows where layers are divided; use lora, ddp or fsdp_full_shard."""
-    adapter, backend = request.recipe.adapter, request.backend
-    if adapter is None or adapter.kind == "lora":
-        return
-    if backend.axes.any or request.gathers_by_module:
-        how = "divides layers" if backend.axes.any else "gathers weights for their own module only"
-        yield (
-            f"adapter.kind: {adapter.kind} reads complete weights of a layer, and {backend.name} "
-            f"{how}; use lora, ddp or fsdp_full_shard"
-        )
-
-
 def gathered_by_module(request: Request) -> Iterator[str]:
     """adapter.use_dora, adapter.trainable_token_indices: ZeRO-3 gathers by module; use zero2."""
     adapter = request.recipe.adapter
@@ -447,7 +434,7 @@ OF_CONFIG: tuple[Rule, ...] = (*library_limits.RULES, mesh_rules.of_config)
 RULES: tuple[Rule, ...] = (
     completeness, *library_limits.RULES, of_data, second_heads, token_loss, noise, trained_weights,
     second_model, batch_rows, *LAYOUT, precision, quantization, patterns, initial_adapter,
-    tuner, gathered_by_module, added_tokens, attention, compiled_blocks, rounded_on_disk, optimizer,
+    gathered_by_module, added_tokens, attention, compiled_blocks, rounded_on_disk, optimizer,
     evaluation, plateau, best_metric, processes, divided,
 )  # fmt: skip
 """Every rule. Those that only collect others have no field in their docstring."""

@@ -152,10 +152,6 @@ OF_ANY_TUNER = {
 class LoRA(metaclass=Checked):
     """A low-rank adapter (Hu et al. 2021, arXiv:2106.09685); the rest of the model is frozen."""
 
-    kind: Text = "lora"
-    """PEFT's name of another tuner, such as `ia3`, `oft`, `boft`, `vera`, `loha`, `ln_tuning`."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of another tuner's config, by their names in PEFT, such as `oft_block_size`."""
     r: Positive = 16
     """Rank of the update."""
     alpha: Annotated[float, Field(gt=0)] | None = None
@@ -184,17 +180,23 @@ class LoRA(metaclass=Checked):
     """Ranks that differ from `r`, by module name or regular expression."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
     """Alphas that differ from `alpha`, by module name or regular expression."""
+    kind: Text = "lora"
+    """PEFT's name of another tuner, such as `ia3`, `oft`, `boft`, `vera`, `loha`, `ln_tuning`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of another tuner's config, by their names in PEFT, such as `oft_block_size`."""
 
     def __post_init__(self) -> None:
         if self.kind == "lora" and self.arguments:
             raise ValueError("`arguments`: a LoRA has fields of its own; use them")
-        own = set() if self.kind == "lora" else {each.name for each in fields(self)} - OF_ANY_TUNER
-        default = {each.name: each for each in fields(self)}
-        for name in own:
-            usual = default[name].default
-            given = getattr(self, name)
-            if given not in (usual, {}, ()):
-                raise ValueError(f"`{name}`: {self.kind} takes it in `arguments`, if it has it")
+        for each in fields(self) if self.kind != "lora" else ():
+            given = getattr(self, each.name)
+            if each.name not in OF_ANY_TUNER and given not in (each.default, {}):
+                raise ValueError(f"`{each.name}`: give {self.kind} its own in `arguments`")
+
+    @property
+    def title(self) -> str:
+        """What is trained, in a few words."""
+        return f"LoRA r={self.r}" if self.kind == "lora" else self.kind
 
     @property
     def drawn(self) -> bool:
@@ -429,40 +431,6 @@ class Teacher(metaclass=Checked):
     """Run the code in the teacher's repository. Only this field enables it."""
     pickle: bool = False
     """Load weights from a pickle (`pytorch_model.bin`) if there are no safetensors files."""
-
-
-@dataclass(frozen=True, config=STRICT)
-class Head:
-    """What a model computes from its hidden states: next-token logits, or scores of a sequence."""
-
-    names: tuple[str, ...] = ()
-    """Names of the scores read at the last token, the values of `id2label` in the exported
-    config.json; none for a language model."""
-    problem_type: str | None = None
-    """`problem_type` of the config, as defined by transformers."""
-
-    @property
-    def scored(self) -> bool:
-        """Whether it scores sequences."""
-        return bool(self.names)
-
-    @property
-    def task_type(self) -> str:
-        """PEFT's name of the task."""
-        return "SEQ_CLS" if self.scored else "CAUSAL_LM"
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Fields for the model's config.json, in addition to its own."""
-        if not self.scored:
-            return {}
-        named = dict(enumerate(self.names))
-        numbers = {name: number for number, name in named.items()}
-        return {"id2label": named, "label2id": numbers, "problem_type": self.problem_type}
-
-
-LANGUAGE = Head()
-"""The head of a language model."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -71,6 +71,7 @@ def plateau(
     vars(made).update({name: value for name, value in before.items() if name != "lr"})
     made.step(loss)
     kept = {name: vars(made)[name] for name in ("best", "num_bad_epochs", "cooldown_counter")}
+    kept = {name: value for name, value in kept.items() if math.isfinite(value)}
     return kept | {"lr": nothing.param_groups[0]["lr"]}
 
 
