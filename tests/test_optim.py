@@ -647,3 +647,5 @@ def test_the_mean_of_the_newest_checkpoints_is_published(adapter: Any, train: Tr
     for key, value in found.items():
         mean = sum(part[key].double() for part in parts) / 3
         torch.testing.assert_close(value, mean.float(), atol=0, rtol=0)
+    card = (run.final / "README.md").read_text()
+    assert "The weights are the mean of those of steps 2, 4, 6.\n" in card

@@ -67,18 +67,18 @@ class _Tensor:
         self.factored = len(self.shape) > 1 and min(self.shape[-2:]) > 1  # else exact as it is
         if not state:
             state["step"] = 0.0
-            if not self.factored:
-                state["variance"] = torch.zeros_like(parameter.data)
-            else:
-                inner = *self.shape[1:-1], 1
-                state["row_var"] = row_state(parameter, *inner)
-                wide = (1, self.shape[-1])
-                outer = len(self.shape) > 2  # a stack is cut between its matrices
+            if self.factored:
+                state["row_var"] = row_state(parameter, *self.shape[1:-1], 1)
+                wide = *self.shape[1:-2], 1, self.shape[-1]
+                # A stack is cut between its matrices; of a matrix, each process has all columns.
+                stacked = len(self.shape) > 2
                 state["col_var"] = (
-                    row_state(parameter, *self.shape[1:-2], *wide)
-                    if outer
-                    else local(parameter.data).new_zeros(wide, dtype=torch.float32)
+                    row_state(parameter, *wide)
+                    if stacked
+                    else torch.zeros(wide, device=local(parameter.data).device)
                 )
+            else:
+                state["variance"] = torch.zeros_like(parameter.data)
         state["step"] = self.step = float(state["step"]) + 1
         self.weight, self.gradient = local(parameter.data), local_gradient(parameter).float()
         self.state = {key: local(each) for key, each in state.items() if key != "step"}
@@ -102,8 +102,7 @@ class _Tensor:
 
     def update(self, square: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
         """The update before it is clipped, from the sums over all processes."""
-        size = max(self.group["eps"][1], 0.0)
-        self.alpha = (square / self.numel).sqrt_().clamp_(min=size)
+        self.alpha = (square / self.numel).sqrt_().clamp_(min=self.group["eps"][1])
         self.alpha *= min(self.group["lr"], 1 / math.sqrt(self.step))
         if self.factored:
             columns, rows = sums or (self.columns, self.rows)
