@@ -87,7 +87,7 @@ $ show quickstart data.0.fromat=text
 override: data.0.fromat: unknown key; did you mean 'format'?
 $ show quickstart saving.zzz=1
 override: saving.zzz: unknown key; known are every, keep, background, rehearse,
-    push_to
+    push_to, average
 $ show quickstart optim.name=adamv
 override: optim.name: got 'adamv', expected one of adamw, adamw_8bit, adamw_4bit,
     paged_adamw_8bit, schedule_free_adamw, adafactor, muon, lion, sgd, or module:Class of a

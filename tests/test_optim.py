@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Finetune, Tiny, Train, apart, cut_off, losses, problems_of, slow, together
+from conftest import (
+    Finetune,
+    Tiny,
+    Train,
+    apart,
+    cut_off,
+    losses,
+    problems_of,
+    slow,
+    together,
+    write_recipe,
+)
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -19,10 +30,10 @@ from finetune.data.chat.render import load_chat
 from finetune.data.prepare import prepare
 from finetune.data.rows.collate import collate
 from finetune.data.rows.order import rows_of_step
+from finetune.distributed.adafactor import Adafactor
 from finetune.distributed.averages import result
 from finetune.distributed.muon import Muon
 from finetune.distributed.reader import Reader
-from finetune.errors import FinetuneError
 from finetune.models.model import load_tokenizer
 from finetune.planner.estimate.workload import adam_moments
 from finetune.recipe import Optim
@@ -313,7 +324,8 @@ def steps_of(rule: Any, start: torch.Tensor, cut: int = 1, **given: Any) -> torc
     made = rule(parts, lr=0.01, **given)
     rng = torch.Generator().manual_seed(3)
     for _ in range(4):
-        gradient = torch.randn(start.shape, generator=rng) * torch.linspace(0.01, 1, start.shape[1])
+        gradient = torch.randn(start.shape, generator=rng)
+        gradient *= torch.linspace(0.01, 1, start.shape[-1])
         for part, grad in zip(parts, gradient.split(len(parts[0])), strict=True):
             part.grad = grad.clone()
         made.step()
@@ -354,6 +366,15 @@ def test_narrow_moments_do_not_depend_on_the_cut_and_have_the_planned_size(rule,
     assert adam_moments(1 if rule is AdamW8bit else 0.5, True) == size
 
 
+@pytest.mark.parametrize("start", [START, START[:1], START[:, :1], START[3]])
+def test_adafactor_is_that_of_torch(start: torch.Tensor) -> None:
+    """But for the seventh digit; a matrix of one row is a vector, whose moments are the same."""
+    given = {"weight_decay": 0.1}
+    wanted = steps_of(torch.optim.Adafactor, start, **given)
+    found = steps_of(Adafactor, start, **given)
+    assert (found - wanted).norm() < 5e-6 * (wanted - start).norm()
+
+
 def test_muon_is_that_of_torch() -> None:
     """Bit for bit where it iterates in bf16; an expert of a stack is a matrix of its own."""
     given = {"weight_decay": 0.1}
@@ -374,9 +395,11 @@ import json, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from finetune.distributed.adafactor import Adafactor
 from finetune.distributed.muon import Muon
 from finetune.distributed.parameters import local
 from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit
+from finetune.training.schedule_free import ScheduleFreeAdamW
 
 SHAPES = (130, 64), (1, 64), (33, 16, 32), (64, 192), (7, 5)
 dist.init_process_group("gloo")
@@ -407,7 +430,8 @@ def trained(mesh, rule):
 
 meshes = {"fsdp": init_device_mesh("cpu", (4,))}
 meshes["hsdp"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-rules = {"8": AdamW8bit, "4": AdamW4bit}
+rules = {"8": AdamW8bit, "4": AdamW4bit, "free": ScheduleFreeAdamW}
+rules["adafactor"] = lambda given: Adafactor(given, 0.1, weight_decay=0.1)
 for dtype in (torch.float32, torch.bfloat16):
     rules[f"muon {dtype}"] = lambda given, dtype=dtype: Muon(given, 0.1, dtype=dtype)
 different = []
@@ -416,6 +440,9 @@ for name, rule in rules.items():
     for kind, mesh in meshes.items():
         found, part = trained(mesh, rule)
         same = all(map(torch.equal, found, wanted))
+        if name == "adafactor":  # sums over rows have another order, and columns are on each rank
+            same = all(map(torch.allclose, found, wanted))
+            part /= mesh.size(-1)
         if not same or part * mesh.size(-1) > 1.1 * size:  # 130 and 33 rows are cut unevenly
             different.append((name, kind, same, part, size))
 if dist.get_rank() == 0:
@@ -495,6 +522,7 @@ def test_a_group_with_a_rate_of_zero_stays(backend: str, run_of: Train, tiny: Ti
         slow({"name": "adamw_4bit", "lr": 1e-2}),
         {"name": "muon", "lr": 1e-2, "groups": [{"match": "down_proj", "lr": 3e-2}]},
         FREE,
+        {"name": "adafactor", "lr": 1e-2},
         slow({"ema_decay": 0.6}),
     ],
     ids=lambda optim: optim.get("name", "average").rpartition(":")[2],
@@ -522,10 +550,47 @@ def test_any_state_of_elements_is_saved_by_every_engine(
     resumes(optim, backend, run_of, finetune, tmp_path)
 
 
-def resumes(
-    optim: dict[str, Any], backend: str, run_of: Train, finetune: Finetune, tmp_path: Path
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("pp", "adamw_8bit"), ("pp", "muon"), ("pp", "adafactor"),
+        ("tp", "adamw_4bit"), ("tp", "adamw_8bit"), ("tp", "muon"),
+    ],
+)  # fmt: skip
+def test_state_of_rows_is_saved_where_a_model_is_divided(
+    backend: str, name: str, tiny: Tiny, run_of: Train, finetune: Finetune, tmp_path: Path
 ) -> None:
-    sections = {"optim": optim, "saving": {"every": 0.5, "keep": 3}, "evaluation": {"every": 0.5}}
+    """With rows that two processes divide into whole blocks."""
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512, tie_word_embeddings=False,
+    ).to_diff_dict()  # fmt: skip
+    model = {"name": None, "config": config, "tokenizer": str(tiny.model)}
+    optim = {"name": name, "lr": 1e-3}
+    resumes(optim, backend, run_of, finetune, tmp_path, model=model)
+
+
+def test_a_cut_inside_of_a_block_is_refused_before_a_step(
+    tiny: Tiny, finetune: Finetune, tmp_path: Path
+) -> None:
+    """The rows of `o_proj` have 64 elements, a block, and each process has 32 of them."""
+    recipe = write_recipe(tmp_path / "r.json", tiny.fields(optim={"name": "adamw_8bit"}))
+    words = ("--backend", "tp", "--processes", "2", "--output", tmp_path / "run")
+    output = finetune("launch", recipe, *words).refused()
+    assert "tensor parallelism cuts (64, 64) into (64, 32), inside of a block" in output
+
+
+def resumes(
+    optim: dict[str, Any],
+    backend: str,
+    run_of: Train,
+    finetune: Finetune,
+    tmp_path: Path,
+    **more: Any,
+) -> None:
+    saving = {"every": 0.5, "keep": 3}
+    sections = {"optim": optim, "saving": saving, "evaluation": {"every": 0.5}, **more}
     whole = run_of("single", **sections)
     cut = cut_off(run_of(backend, **sections), tmp_path / "cut", 3)
     words = ("train", cut.recipe, "--resume", "--precision", "fp32", "--output", cut.root)
@@ -535,12 +600,57 @@ def resumes(
     assert apart(whole, cut, "eval") < 1e-5
 
 
-def test_moments_in_blocks_of_bitsandbytes_are_not_taken_for_our_own():
-    """As a checkpoint of an earlier version holds them."""
-    weight = torch.nn.Parameter(torch.ones(64, 64))
-    optimizer = AdamW8bit([weight])
-    optimizer.state[weight] = {"step": 3, "state1": torch.zeros(64, 64, dtype=torch.uint8)}
-    weight.grad = torch.ones_like(weight)
-    with pytest.raises(FinetuneError, match=r"optim\.name: .* blocks of bitsandbytes"):
-        optimizer.step()
-    assert torch.equal(weight, torch.ones(64, 64))
+def test_a_state_of_bitsandbytes_continues_in_our_own_codes() -> None:
+    """As a checkpoint of an earlier version holds it: the next steps are as near as ever."""
+    from bitsandbytes.optim import AdamW8bit as Theirs
+
+    weights = [torch.nn.Parameter(START.clone()) for _ in range(2)]
+    theirs, ours, rng = Theirs(weights[:1]), AdamW8bit(weights[1:]), torch.Generator()
+    for step in range(6):
+        if step == 3:
+            weights[1].data.copy_(weights[0].data)
+            ours.state[weights[1]] = dict(theirs.state[weights[0]])
+            ours.take_over(weights[1], ours.state[weights[1]])
+            before = weights[1].detach().clone()
+        for weight in weights:
+            weight.grad = torch.randn(START.shape, generator=rng.manual_seed(step))
+        theirs.step()
+        ours.step()
+    assert ours.state[weights[1]].keys() == {
+        "step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"
+    }  # fmt: skip
+    first, second = (each.detach() - before for each in weights)
+    assert (second - first).norm() < 0.02 * first.norm()
+
+
+def test_a_plateau_lowers_the_rate_from_the_evaluations_and_a_resumed_run_knows_it(
+    train: Train,
+) -> None:
+    """A loss that never falls by half lowers the rate at the third and fifth evaluation."""
+    arguments = {"factor": 0.5, "patience": 1, "threshold": 0.5}
+    given = {
+        "optim": of("reduce_lr_on_plateau", **arguments) | {"warmup": 0}, "evaluation": {"every": 1}
+    }  # fmt: skip
+    rates = [step["lr"] for step in train("straight", **given).read_metrics("train")]
+    assert rates == pytest.approx([1e-3] * 3 + [5e-4] * 2 + [2.5e-4])
+    train("cut", **given, max_steps=4)
+    resumed = train("cut", **given, resume=True)
+    assert [step["lr"] for step in resumed.read_metrics("train")] == rates
+    with pytest.raises(ft.FinetuneError, match=r"optim\.schedule_arguments: .* 'factr'"):
+        train("wrong", optim=of("reduce_lr_on_plateau", factr=0.5), evaluation={"every": 1})
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4}], ids=["all", "adapter"])
+def test_the_mean_of_the_newest_checkpoints_is_published(adapter: Any, train: Train) -> None:
+    saving = {"every": 2, "keep": 3, "average": 3}
+    run = train(adapter=adapter, saving=saving, evaluation={"every": 2})
+    name = "adapter_model" if adapter else "model"
+    folder = "adapter" if adapter else "model"
+    parts = [load_file(run.checkpoint(step) / folder / f"{name}.safetensors") for step in (2, 4, 6)]
+    found = load_file(run.final / f"{name}.safetensors")
+    assert found.keys() == parts[0].keys()
+    for key, value in found.items():
+        mean = sum(part[key].double() for part in parts) / 3
+        torch.testing.assert_close(value, mean.float(), atol=0, rtol=0)
+    card = (run.final / "README.md").read_text()
+    assert "The weights are the mean of those of steps 2, 4, 6.\n" in card

@@ -68,6 +68,8 @@ class Progress:
     """Identity of the rows that the steps refer to: see `finetune.data.audit.identity`."""
     base: str | None = None
     """Identity of the adapter's base: see `finetune.checkpoints.base_weights.fingerprint`."""
+    plateau: dict[str, float] | None = None
+    """State of the schedule `reduce_lr_on_plateau`: see `finetune.training.optim.plateau`."""
     scale: dict[str, float] | None = None
     """State of the fp16 loss scale: see `finetune.distributed.loss_scale`."""
 

@@ -22,6 +22,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from finetune.checkpoints.stop_tokens import base_reference, network_of, saved_config
 from finetune.distributed.averages import result
 from finetune.distributed.base import Engine
+from finetune.distributed.complete import tensors
 from finetune.distributed.layers import complete
 from finetune.distributed.parameters import to_host, unsharded_values
 from finetune.distributed.reader import Reader
@@ -53,11 +54,13 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def kept_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """Copies of the tensors that a result needs in addition to trained parameters; collective.
 
-    With an adapter, only the buffers of `modules_to_save`: the others are in the base's own files.
+    With an adapter, only its own buffers and those of `modules_to_save`: the others are in the
+    base's own files.
     """
     is_full = engine.plan.recipe.adapter is None
     for name, buffer in persistent_buffers(engine.module):
-        if engine.writes_unsharded and (is_full or ".modules_to_save." in name):
+        own = ".modules_to_save." in name or name.endswith(".default")
+        if engine.writes_unsharded and (is_full or own):
             yield name, to_host(buffer)
     if not is_full:
         return
@@ -73,14 +76,14 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
     folder.mkdir()
     module, optim = engine.module, engine.plan.recipe.optim
     kept = reader.kept()
-    tensors = {
-        key: kept[name] if name in kept else _trained(reader, name, shapes, optim)
+    saved = {
+        key: kept[name].clone() if name in kept else _trained(reader, name, shapes, optim)
         for key, name in adapter_keys(module, [*shapes, *kept]).items()
     }
-    empty = [key for key, tensor in tensors.items() if not tensor.numel()]
-    if empty or not tensors:
+    empty = [key for key, tensor in saved.items() if not tensor.numel()]
+    if empty or not saved:
         raise TrainingFailure(f"{folder}: refused to write an empty adapter ({empty[:3]})")
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.copy(complete(module).peft_config["default"])
     if engine.plan.recipe.model.name is not None:
         config.base_model_name_or_path, config.revision = base_reference(engine.plan.recipe.model)
@@ -96,15 +99,15 @@ def write_adapter(engine: Engine, folder: Path, reader: Reader, shapes: Shapes) 
 def adapter_keys(module: nn.Module, names: list[str]) -> dict[str, str]:
     """Map keys of PEFT's file to names of tensors, by letting PEFT rename numbered tags.
 
-    A parameter with two names, such as tied embeddings in `modules_to_save`, has two keys.
+    A tensor with two names, such as tied embeddings in `modules_to_save`, has two keys.
     """
     module = complete(module)  # PEFT would not see the layers of other stages
     tags = {name: torch.tensor(float(index)) for index, name in enumerate(names)}
-    parameters = dict(module.named_parameters())
-    numbers = {id(parameters[name]): tag for name, tag in tags.items() if name in parameters}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in numbers:
-            tags.setdefault(name, numbers[id(parameter)])
+    held = tensors(module)
+    numbers = {id(held[name]): tag for name, tag in tags.items() if name in held}
+    for name, tensor in held.items():
+        if id(tensor) in numbers:
+            tags.setdefault(name, numbers[id(tensor)])
     renamed = get_peft_model_state_dict(module, state_dict=dict(tags), save_embedding_layers=False)
     return {key: names[int(tag.item())] for key, tag in renamed.items()}
 

@@ -221,8 +221,7 @@ class Engine(Ranks):
             FinetuneError: the wrapper of the model differs from the plan.
         """
         self.wrap(model, optimizers)
-        differences: list[str] = []
-        compare = comparing(differences)
+        compare = comparing(differences := list[str]())
         compare("engine", self.plan.backend.engine, wrapped_by(self.model))
         # Reads attributes of this engine's wrapper, which another wrapper lacks.
         if not differences:

@@ -26,7 +26,7 @@ from finetune.distributed.boxes import Box
 from finetune.distributed.filling import padded
 from finetune.distributed.fragments import Fragment, scalar_state
 from finetune.distributed.layers import NAMED
-from finetune.distributed.parameters import local
+from finetune.distributed.parameters import local, row_state
 from finetune.distributed.plan_differences import DIVIDED, Compare
 from finetune.distributed.reader import Reader
 from finetune.distributed.unsharded import Native, scalar_values
@@ -281,15 +281,22 @@ class MeshEngine(Native):
         for name, parameter in self.trained():
             writes, offsets = self.block(parameter)
             values = {"weight": local(parameter.data).detach()} if writes else {}
-            scalars: dict[str, float] = {}
+            whole, scalars = dict[str, torch.Tensor](), dict[str, float]()
             for key, value in states.get(id(parameter), {}).items():
                 if not isinstance(value, torch.Tensor):
                     scalars[key] = value
                 elif value.dim() == 0:
                     scalars[key] = numbers[id(value)]
-                elif writes:
-                    values[key] = local(value).detach()
-            yield Fragment(name, 0, values, scalars=scalars, offsets=offsets)
+                elif value.shape == parameter.shape:
+                    values |= {key: local(value).detach()} if writes else {}
+                elif value.shape[0] == parameter.shape[0]:
+                    writes_rows, at = self.block(value)
+                    if writes_rows:
+                        rows = {key: local(value).detach()}
+                        yield Fragment(name, 0, rows, shape=tuple(value.shape), offsets=at)
+                elif self.writes_unsharded:
+                    whole[key] = value
+            yield Fragment(name, 0, values, whole, scalars, offsets)
 
     def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         owners = self.owners()
@@ -297,23 +304,27 @@ class MeshEngine(Native):
             extra, part = extras(name), local(parameter.data)
             box = Box(self.block(parameter)[1], tuple(part.shape))
             part.copy_(reader.box(name, "weight", box))
-            if not (extra.values or extra.scalars):
+            if not (extra.values or extra.whole or extra.scalars):
                 continue  # saved before the optimizer's first step
-            state: dict[str, Any] = {}
+            state: dict[str, Any] = {key: each.to(part.device) for key, each in extra.whole.items()}
             for key in extra.values:
-                values = reader.box(name, key, box)
+                shape = reader.shape(name, key)
                 # With the placements of the parameter: the optimizer updates both together.
-                state[key] = torch.empty_like(parameter.data, dtype=values.dtype)
+                rows = shape != parameter.shape
+                made = row_state(parameter, *shape[1:]) if rows else parameter.data
+                box = Box(self.block(made)[1], tuple(local(made).shape))
+                values = reader.box(name, key, box)
+                state[key] = torch.empty_like(made, dtype=values.dtype)
                 local(state[key]).copy_(values)
             state |= scalar_state(extra.scalars, part.device)
             owners[id(parameter)].state[parameter] = state
 
-    def block(self, parameter: nn.Parameter) -> Block:
-        """Whether this process writes its part of a parameter, and the offsets of the part.
+    def block(self, tensor: torch.Tensor) -> Block:
+        """Whether this process writes its part of a tensor, and the offsets of the part.
 
         Among processes with the same part, the first along the replicated axes writes it.
         """
-        data = parameter.data
+        data = tensor.data
         replicated, offsets = set(AXES) - {"pipeline"}, (0,) * data.dim()
         if isinstance(data, DTensor):
             mesh = data.device_mesh

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.distributed.parameters import local
+from finetune.distributed.boxes import Box
+from finetune.distributed.parameters import local, local_gradient
 
 STEPS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -67,7 +69,7 @@ class Muon(torch.optim.Optimizer):
         """
         alike: dict[dist.ProcessGroup | None, list[nn.Parameter]] = {}
         for parameter in parameters:
-            if parameter.dim() == 3:
+            if parameter.dim() == 3 or _cut_otherwise(parameter):
                 yield [parameter]
             else:
                 alike.setdefault(self._group(parameter), []).append(parameter)
@@ -91,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.data)
-        moment, gradient = local(state["momentum_buffer"]), local(parameter.grad)
+        moment, gradient = local(state["momentum_buffer"]), local_gradient(parameter)
         moment.lerp_(gradient, 1 - momentum)
         return gradient.lerp(moment, momentum).to(self.dtype)
 
@@ -99,8 +101,10 @@ class Muon(torch.optim.Optimizer):
         self, parameters: list[nn.Parameter], updates: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """The parts of the orthogonalized updates of a round."""
-        group = self._group(parameters[0])
-        if parameters[0].dim() == 3 or group is None:
+        if _cut_otherwise(parameters[0]):
+            return [_of_complete(parameters[0], each) for each in updates]
+        group = None if parameters[0].dim() == 3 else self._group(parameters[0])
+        if group is None:
             return [orthogonalized(each) for each in updates]
         mine = group.rank()
         if not isinstance(parameters[0].data, DTensor):
@@ -123,6 +127,25 @@ class Muon(torch.optim.Optimizer):
         dist.all_to_all_single(sent, matrix, parts, from_all, group=group)
         back = zip(sent.split(parts), updates, strict=False)
         return [values.view(update.shape) for values, update in back]
+
+
+def _cut_otherwise(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is cut, but not along one axis of processes into rows or matrices."""
+    data = parameter.data
+    cut = [e for e in data.placements if not e.is_replicate()] if isinstance(data, DTensor) else []
+    return any(not each.is_shard(0) for each in cut) or (parameter.dim() == 2 and len(cut) > 1)
+
+
+def _of_complete(parameter: nn.Parameter, update: torch.Tensor) -> torch.Tensor:
+    """This process's part of an orthogonalized update, of which every process has all."""
+    data: Any = parameter.data
+    given = {"run_check": False, "shape": data.shape, "stride": data.stride()}
+    update = update.to(data.device_mesh.device_type)
+    whole = DTensor.from_local(update, data.device_mesh, data.placements, **given).full_tensor()
+    sizes, offsets = compute_local_shape_and_global_offset(
+        data.shape, data.device_mesh, data.placements
+    )
+    return orthogonalized(whole)[Box(tuple(offsets), tuple(sizes)).within((0,) * data.dim())]
 
 
 def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:

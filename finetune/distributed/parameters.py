@@ -1,11 +1,13 @@
 """Shapes and values of unsharded parameters, for any engine."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def partitioned(parameter: nn.Parameter) -> bool:
@@ -71,17 +73,17 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def row_state(
-    parameter: nn.Parameter, width: int, dtype: torch.dtype = torch.float32
+    parameter: nn.Parameter, *inner: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Zeros (rows, width) for a state of each row, sharded like the parameter's first dimension."""
-    data = parameter.data
-    zeros = torch.zeros(len(local(data)), width, dtype=dtype, device=data.device)
+    """Zeros (rows, *inner) for a state of each row, which is cut as the parameter is."""
+    data, shape = parameter.data, torch.Size((len(parameter), *inner))
     if not isinstance(data, DTensor):
-        return zeros
-    shape = torch.Size((len(data), width))
-    return DTensor.from_local(
-        zeros, data.device_mesh, data.placements, run_check=False, shape=shape, stride=(width, 1)
-    )
+        return torch.zeros(shape, dtype=dtype, device=data.device)
+    mesh, placements = data.device_mesh, data.placements
+    part, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    zeros = torch.zeros(part, dtype=dtype, device=data.device)
+    stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def moment_elements(states: Iterable[dict[str, Any]]) -> int:

@@ -89,8 +89,8 @@ class Native(Engine):
             for key in extra.values:
                 shape, begin, made = reader.shape(name, key), start, parameter.data
                 if shape != parameter.shape:
-                    width = math.prod(shape[1:])
-                    made, begin = row_state(parameter, width), self._first_row(parameter) * width
+                    made = row_state(parameter, *shape[1:])
+                    begin = self._first_row(parameter) * math.prod(shape[1:])
                 values = reader.range(name, key, begin, local(made).numel())
                 state[key] = torch.empty_like(made, dtype=values.dtype)
                 _flat(state[key]).copy_(values)

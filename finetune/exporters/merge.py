@@ -64,7 +64,12 @@ class Merge:
         network = copy.deepcopy(base.network)
         self.aliases = _aliases(network)
         self.rows = token_rows(network) or 0
-        self.config = check_adapter(adapter, network)
+        self.config: Any = check_adapter(adapter, network)
+        if not isinstance(self.config, LoraConfig):
+            raise FinetuneError(
+                f"{adapter}: only LoRA is merged here, not {self.config.peft_type.value}; load it "
+                "with PEFT, and use its merge_and_unload()"
+            )
         self.initial = _initial(adapter, self.config, initial)
         self.originals = dict(network.named_modules())
         grown = network.state_dict()

@@ -51,6 +51,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def problems(config: dict[str, Any], tensors: Iterable[str]) -> list[str]:
     """Reasons why vLLM (0.32) would reject an adapter, or serve it incorrectly."""
+    if config.get("peft_type", "LORA") != "LORA":
+        return [f"vLLM supports LoRA alone, not {config['peft_type']}"]
     found = [f"vLLM does not support adapters with {name}" for name in REFUSED if config.get(name)]
     if config.get("bias", "none") != "none":
         found.append(f"vLLM does not support adapters with bias={config['bias']}")

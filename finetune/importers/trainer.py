@@ -26,7 +26,8 @@ SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant": "constant",
     "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine_with_min_lr",
     "cosine_with_restarts": "cosine_with_restarts", "polynomial": "polynomial",
-    "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "warmup_stable_decay",
+    "inverse_sqrt": "inverse_sqrt", "reduce_lr_on_plateau": "reduce_lr_on_plateau",
+    "warmup_stable_decay": "warmup_stable_decay",
 }  # fmt: skip
 OTHER_TRACKERS = ("swanlab_", "use_swanlab", "use_wandb", "trackio_")
 """Beginnings of keys of trackers."""
@@ -208,7 +209,7 @@ def _optimizer(job: Translation, scheduler: str) -> None:
     name = text(job.get(key, "adamw_torch"))
     ours = OPTIMIZERS.get(name)
     backend = job.fields.get("backend", "single")
-    by_rows = backend in ("single", "ddp") or backend.startswith(("fsdp", "hsdp"))
+    by_rows = not backend.startswith("zero")
     if ours == "paged_adamw_8bit" and job.shards:
         ours = "adamw_8bit" if by_rows else "adamw"
         job.set("optim.name", ours)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import transpose
 from safetensors import safe_open
@@ -281,9 +281,9 @@ def initial_adapter(run: Run) -> Path | None:
     return run.initial_adapter if run.initial_adapter.is_dir() else None
 
 
-def changes_base(config: LoraConfig) -> bool:
+def changes_base(config: PeftConfig) -> bool:
     """Whether the adapter's initialization subtracts its product from the base weights."""
-    name = str(config.init_lora_weights).lower()
+    name = str(config.init_lora_weights).lower() if isinstance(config, LoraConfig) else ""
     return name.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 
 
@@ -299,7 +299,7 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
     """
     config = check_adapter(adapter, model)
     recompute = not changes_base(config)
-    if str(config.init_lora_weights).lower() in RECOMPUTED:
+    if isinstance(config, LoraConfig) and str(config.init_lora_weights).lower() in RECOMPUTED:
         recompute = initial is None or "quantization_config" in model.config.to_dict()
     if not recompute and initial is None:
         raise needs_initial(adapter, config)
@@ -315,7 +315,7 @@ def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -
     return peft_model.eval()
 
 
-def needs_initial(adapter: Path, config: LoraConfig) -> FinetuneError:
+def needs_initial(adapter: Path, config: Any) -> FinetuneError:
     """The error for an initialization that changed the base and cannot be recomputed."""
     return FinetuneError(
         f"{adapter}: the initialization '{config.init_lora_weights}' changed the base weights "
@@ -329,7 +329,7 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
-def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
+def check_adapter(adapter: Path, base: PreTrainedModel) -> PeftConfig:
     """Check the tensors of an adapter against its configuration; returns the configuration.
 
     PEFT (0.21) loads an adapter without tensors, which then has no effect. Resizes the vocabulary
@@ -343,7 +343,11 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
     grow(base, rows_of_adapter(base, config, stored))
     does_not_fit = f"{adapter}: PEFT cannot attach it to its base"
     with reading(does_not_fit), torch.device("meta"):  # names and shapes without values
-        twin = get_peft_model(type(base)(copy.deepcopy(base.config)), plain_lora(config))
+        twin = type(base)(copy.deepcopy(base.config))
+    # Other tuners compute with what they draw.
+    place = torch.device("meta" if isinstance(config, LoraConfig) else "cpu")
+    with reading(does_not_fit), place:
+        twin = get_peft_model(twin, plain_lora(config))
     wanted = get_peft_model_state_dict(twin, save_embedding_layers=False)
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     for name, shape in stored.items():
@@ -357,22 +361,20 @@ def check_adapter(adapter: Path, base: PreTrainedModel) -> LoraConfig:
     return config
 
 
-def adapter_config(adapter: Path) -> LoraConfig:
+def adapter_config(adapter: Path) -> PeftConfig:
     if not (adapter / ADAPTER_WEIGHTS).is_file():
         pickled = (adapter / "adapter_model.bin").is_file()
         instead = "; adapter_model.bin is a pickle, which is not loaded: save it as safetensors"
         raise FinetuneError(f"{adapter}: has no {ADAPTER_WEIGHTS}{instead if pickled else ''}")
     with reading(f"{adapter / 'adapter_config.json'}: cannot be read"):
-        config = LoraConfig.from_pretrained(str(adapter))
-    if not isinstance(config, LoraConfig):
-        raise FinetuneError(f"{adapter}: holds an adapter of type {config.peft_type}, not a LoRA")
-    return config
+        return PeftConfig.from_pretrained(str(adapter))
 
 
-def plain_lora(config: LoraConfig) -> LoraConfig:
+def plain_lora(config: PeftConfig) -> PeftConfig:
     """A copy of the configuration with an initialization that does not depend on the base."""
     plain = copy.deepcopy(config)
-    plain.init_lora_weights = True
+    if isinstance(plain, LoraConfig):
+        plain.init_lora_weights = True
     return plain
 
 

@@ -1,6 +1,7 @@
 """Attach an adapter to a base: PEFT's configuration, the modules it names, its initial values."""
 
 import copy
+import dataclasses
 import re
 import warnings
 import zlib
@@ -8,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.config import PromptLearningConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.transformers_weight_conversion import (
@@ -20,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.distributed import layers
 from finetune.distributed.parameters import assign, partitioned
-from finetune.errors import FinetuneError, did_you_mean, first_line
+from finetune.errors import FinetuneError, did_you_mean, first_line, refuse
 from finetune.models import targets, vocabulary
 from finetune.recipe import LoRA
 
@@ -54,17 +57,97 @@ def lora_config(adapter: LoRA, scores: bool = False) -> LoraConfig:
     )
 
 
+def tuner_config(adapter: LoRA, scores: bool = False) -> PeftConfig:
+    """PEFT's configuration of a tuner other than LoRA.
+
+    Raises:
+        FinetuneError: PEFT has no such tuner, or its weights are not those of modules, or change
+            in number; or it does not have an argument.
+    """
+    kinds = {each.value.lower(): each for each in PEFT_TYPE_TO_TUNER_MAPPING}
+    kind = kinds.get(adapter.kind)
+    if kind is None:
+        known = did_you_mean(adapter.kind, kinds)
+        raise FinetuneError(f"adapter.kind: PEFT has no tuner '{adapter.kind}' of modules{known}")
+    made, tuner = PEFT_TYPE_TO_CONFIG_MAPPING[kind], PEFT_TYPE_TO_TUNER_MAPPING[kind]
+    known = {each.name for each in dataclasses.fields(made)}
+    reasons = {
+        "adds tokens to each row, for which rows side by side have no place": (
+            issubclass(made, PromptLearningConfig)
+        ),
+        "adds layers, not weights of modules": "target_modules" not in known,
+        "changes its weights' number while it trains": hasattr(tuner, "update_and_allocate"),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise FinetuneError(f"adapter.kind: {adapter.kind} {reason}; use another tuner")
+    wanted = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
+    if wanted == targets.ALL and adapter.kind == "ln_tuning":
+        wanted = None  # PEFT's own: the norms
+    excluded = adapter.exclude_modules
+    given: dict[str, Any] = {
+        "exclude_modules": (excluded if isinstance(excluded, str) else list(excluded)) or None,
+        "layers_to_transform": list(adapter.layers_to_transform) or None,
+        "modules_to_save": list(adapter.modules_to_save) or None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    problems = [
+        f"adapter.{name}: {adapter.kind} has no such field" for name in given if name not in known
+    ]
+    problems += [
+        f"adapter.arguments: {name}: {adapter.kind} has no such argument{did_you_mean(name, known)}"
+        for name in adapter.arguments
+        if name not in known
+    ]
+    refuse(problems)
+    given |= {"task_type": "SEQ_CLS" if scores else "CAUSAL_LM", "target_modules": wanted}
+    try:
+        return made(**given, **adapter.arguments)
+    except (TypeError, ValueError) as error:
+        raise FinetuneError(f"adapter.arguments: {adapter.kind}: {first_line(error)}") from None
+
+
+def attach_tuner(model: PreTrainedModel, adapter: LoRA, seed: int) -> PeftModel:
+    """Attach a tuner other than LoRA, with the initial values that PEFT draws from the seed.
+
+    Raises:
+        FinetuneError: PEFT cannot attach it, or would not save all that it trains.
+    """
+    config = tuner_config(adapter, isinstance(getattr(model, "score", None), nn.Linear))
+    if strays := [*misnamed(model, adapter)]:
+        raise FinetuneError(*strays)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the same on every rank and engine, which have complete layers
+        try:
+            adapted = get_peft_model(model, config)
+            # As read from its file: PEFT 0.21 cannot read each config that it writes.
+            PeftConfig.from_peft_type(**adapted.peft_config["default"].to_dict())
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise FinetuneError(f"adapter: {adapter.kind}: {first_line(error)}") from None
+    names: dict[int, str] = {}
+    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and names.setdefault(id(parameter), name) != name:
+            raise FinetuneError(
+                f"adapter.kind: {adapter.kind} has weights that several layers share ({name}), "
+                "which engines that shard layer by layer would divide; use another tuner"
+            )
+    return adapted
+
+
 def attach(
     model: PreTrainedModel,
     adapter: LoRA,
     tokenizer: PreTrainedTokenizerBase | None,
     grown: range,
     given: LoraConfig | None,
+    seed: int = 0,
 ) -> PeftModel:
     """Attach an adapter, and the trained rows of its tables, to a frozen base.
 
     Names of a `given` configuration are passed to PEFT unchanged.
     """
+    if adapter.kind != "lora":
+        return attach_tuner(model, adapter, seed)
     whole = layers.complete(model)
     config = given or lora_config(adapter, isinstance(getattr(model, "score", None), nn.Linear))
     if tokenizer is not None and given is None:

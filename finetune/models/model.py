@@ -146,7 +146,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     grown = range(0) if tokenizer is None else vocabulary.add_rows(model, recipe, tokenizer)
 
     def attach(base: Any, adapter: LoRA) -> nn.Module:
-        return adapters.attach(base, adapter, tokenizer, grown, given)
+        return adapters.attach(base, adapter, tokenizer, grown, given, seed)
 
     with explained("adapter", f"PEFT cannot adapt a {type(model).__name__}", "change its targets"):
         adapted = as_trained(model, recipe, tokenizer, grown, given)
@@ -157,7 +157,7 @@ def build(engine: Engine, seed: int) -> nn.Module:
     engine.notes += [left_out] if left_out is not None else []
     if given is not None:
         resume_adapter.load_adapter(trained, recipe)
-    elif recipe.adapter is not None and recipe.adapter.init_lora_weights in (True, "gaussian"):
+    elif recipe.adapter is not None and recipe.adapter.drawn:
         adapters.draw_adapter(trained, recipe.adapter, seed)
     if plan.traits.masters:
         adapters.narrow(trained, compute_dtype(plan))
@@ -244,7 +244,7 @@ def as_trained(
         return model
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return adapters.attach(model, recipe.adapter, tokenizer, grown, given)
+    return adapters.attach(model, recipe.adapter, tokenizer, grown, given, recipe.seed)
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers import AddedToken, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -160,7 +160,7 @@ def grow(model: PreTrainedModel, rows: int) -> None:
 
 
 def rows_of_adapter(
-    model: PreTrainedModel, config: LoraConfig, stored: dict[str, list[int]]
+    model: PreTrainedModel, config: PeftConfig, stored: dict[str, list[int]]
 ) -> int:
     """Number of table rows that an adapter needs, as far as its file shows; else 0.
 
@@ -173,7 +173,7 @@ def rows_of_adapter(
     name = next(name for name, module in model.named_modules() if module is table)
     places = (f"base_model.model.{name}.{end}" for end in ("weight", "base_layer.weight"))
     rows = [stored[key][0] for key in places if key in stored]
-    given = config.trainable_token_indices or {}
+    given = (config.trainable_token_indices or {}) if isinstance(config, LoraConfig) else {}
     for ids in given.values() if isinstance(given, dict) else (given,):
         rows += [max(ids, default=-1) + 1]
     return max(rows, default=0)

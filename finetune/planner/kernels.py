@@ -90,7 +90,11 @@ class Choice:
 
 def choices(recipe: Recipe, backend: Backend, kind: str | None) -> tuple[Choice, ...]:
     """Kernel options of a recipe on a backend; `kind` is the model type, None if not known yet."""
-    adapted = (_lora(recipe, backend),) if recipe.adapter is not None else ()
+    adapted = (
+        (_lora(recipe, backend),)
+        if recipe.adapter is not None and recipe.adapter.kind == "lora"
+        else ()
+    )
     kernels = recipe.kernels
     whole = kernels.blocks == "compiled"
     return (

@@ -239,8 +239,21 @@ def stored_weights(request: Request) -> Iterator[str]:
         )
 
 
+def tuner(request: Request) -> Iterator[str]:
+    """adapter.kind: only LoRA knows where layers are divided; use lora, ddp or fsdp_full_shard."""
+    adapter, backend = request.recipe.adapter, request.backend
+    if adapter is None or adapter.kind == "lora":
+        return
+    if backend.axes.any or request.gathers_by_module:
+        how = "divides layers" if backend.axes.any else "gathers weights for their own module only"
+        yield (
+            f"adapter.kind: {adapter.kind} reads complete weights of a layer, and {backend.name} "
+            f"{how}; use lora, ddp or fsdp_full_shard"
+        )
+
+
 RULES: tuple[Rule, ...] = (
-    layers, architecture, recomputation, adapted_layers, adapter, router_loss, sampling_dropout,
-    stored_weights,
+    layers, architecture, recomputation, adapted_layers, adapter, tuner, router_loss,
+    sampling_dropout, stored_weights,
 )  # fmt: skip
 """Rules of a recipe and its model's config alone."""

@@ -165,7 +165,7 @@ class Plan:
         recipe, backend = self.recipe, self.backend
         some = recipe.model.trainable
         whole = f"weights named {', '.join(some)}" if some else "all weights"
-        trained = f"LoRA r={recipe.adapter.r}" if recipe.adapter else whole
+        trained = recipe.adapter.title if recipe.adapter else whole
         base = recipe.model.name or f"{(recipe.model.config or {}).get('model_type')} from scratch"
         stored = f", {self._stored()}" if recipe.model.quantization != "none" else ""
         offload = (

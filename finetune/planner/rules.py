@@ -237,6 +237,8 @@ def initial_adapter(request: Request) -> Iterator[str]:
             f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not "
             "contain; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
         )
+    if _reads_base(request.recipe) and request.recipe.saving.average > 1:
+        yield f"saving.average: '{init}' is published as a difference; use saving.average=1"
     if _reads_base(request.recipe) and request.recipe.model.quantization != "none":
         yield f"adapter.init_lora_weights: '{init}' reads base weights; use quantization=none"
 
@@ -341,32 +343,31 @@ def rounded_on_disk(request: Request) -> Iterator[str]:
             )
 
 
-COMPLETE = {
+CUT = {
     "paged_adamw_8bit": "quantizes its moments in blocks of complete tensors",
-    "adafactor": "needs complete rows and columns of matrices",
-}
-"""Optimizers that need complete tensors."""
-ROWS = {
+    "adafactor": "has moments of complete rows and columns",
     "muon": "orthogonalizes complete matrices",
     "adamw_8bit": "stores its moments in blocks of rows",
     "adamw_4bit": "stores its moments in blocks of rows",
 }
-"""Optimizers for which a tensor may be cut at its rows, which is how FSDP2 shards."""
+"""Optimizers for which it matters where a tensor is cut. All but the first know how FSDP2 cuts, and
+all but the first two how tensor parallelism does."""
 
 
 def optimizer(request: Request) -> Iterator[str]:
     """optim.name, optim.ema_decay: needs complete tensors, or unsaved state; use adamw or FSDP."""
     name, backend = request.recipe.optim.name, request.backend
-    if name in COMPLETE and (backend.shard != "none" or backend.axes.any):
-        yield f"optim.name: {name} {COMPLETE[name]}, which {backend.name} shards; use adamw, or ddp"
-    if name in ROWS and (backend.axes.any or backend.engine == "deepspeed"):
-        yield (
-            f"optim.name: {name} {ROWS[name]}, which {backend.name} cuts; use adamw, or "
-            "fsdp_full_shard"
-        )
-    known = name in ("adamw", *COMPLETE, *ROWS)
-    if backend.device == "nvme" and (not known or request.recipe.optim.ema_decay is not None):
-        what = "optim.ema_decay: an average" if known else f"optim.name: {name}"
+    cuts = {
+        "paged_adamw_8bit": backend.shard != "none" or backend.axes.any,
+        "adafactor": backend.engine == "deepspeed" or backend.axes.tensor > 1,
+    }.get(name, backend.engine == "deepspeed")
+    if name in CUT and cuts:
+        other = "ddp" if name == "paged_adamw_8bit" else "fsdp_full_shard"
+        yield f"optim.name: {name} {CUT[name]}, which {backend.name} cuts; use adamw, or {other}"
+    elif backend.device == "nvme" and (
+        name != "adamw" or request.recipe.optim.ema_decay is not None
+    ):
+        what = "optim.ema_decay: an average" if name == "adamw" else f"optim.name: {name}"
         yield (
             f"{what} needs other state than the two moments of AdamW, which {backend.name} has on "
             "disk; use zero3_offload"
@@ -381,6 +382,17 @@ def evaluation(request: Request) -> Iterator[str]:
         yield "evaluation: there is nothing to evaluate on; give eval_data or eval_rows"
     if recipe.eval_data and recipe.eval_rows is not None:
         yield "eval_rows: rows are held out of `data` only if eval_data is not given; remove one"
+
+
+def plateau(request: Request) -> Iterator[str]:
+    """optim.schedule: there are no evaluations to look at; give rows and evaluation.every."""
+    recipe = request.recipe
+    evaluated = request.holds_out and recipe.evaluation.every is not None
+    if recipe.optim.schedule == "reduce_lr_on_plateau" and not evaluated:
+        yield (
+            "optim.schedule: reduce_lr_on_plateau looks at the loss of each evaluation; give "
+            "evaluation.every, and eval_data or eval_rows"
+        )
 
 
 def best_metric(request: Request) -> Iterator[str]:
@@ -447,6 +459,6 @@ RULES: tuple[Rule, ...] = (
     completeness, *library_limits.RULES, of_data, second_heads, token_loss, noise, trained_weights,
     second_model, batch_rows, *LAYOUT, precision, quantization, patterns, initial_adapter,
     gathered_by_module, added_tokens, attention, images, compiled_blocks, rounded_on_disk,
-    optimizer, evaluation, best_metric, processes, divided,
+    optimizer, evaluation, plateau, best_metric, processes, divided,
 )  # fmt: skip
 """Every rule. Those that only collect others have no field in their docstring."""

@@ -12,15 +12,14 @@ from pydantic.dataclasses import dataclass
 
 from finetune.errors import Checked
 from finetune.recipe.changes import Changes
+from finetune.recipe.heads import LANGUAGE, Head
 from finetune.recipe.sections import (
-    LANGUAGE,
     STRICT,
     Batch,
     Completions,
     Data,
     Evaluation,
     Group,
-    Head,
     HeldOut,
     Kernels,
     LoRA,

@@ -1,6 +1,7 @@
 """The sections of a recipe, as frozen, validated dataclasses."""
 
 import re
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -157,6 +158,12 @@ class Model(metaclass=Checked):
         return "full" if self.activation_checkpointing else "none"
 
 
+OF_ANY_TUNER = {
+    "kind", "arguments", "targets", "modules_to_save", "exclude_modules", "layers_to_transform",
+}  # fmt: skip
+"""Fields of an adapter that tuners other than LoRA have too."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class LoRA(metaclass=Checked):
     """A low-rank adapter (Hu et al. 2021, arXiv:2106.09685); the rest of the model is frozen."""
@@ -189,6 +196,28 @@ class LoRA(metaclass=Checked):
     """Ranks that differ from `r`, by module name or regular expression."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
     """Alphas that differ from `alpha`, by module name or regular expression."""
+    kind: Text = "lora"
+    """PEFT's name of another tuner, such as `ia3`, `oft`, `boft`, `vera`, `loha`, `ln_tuning`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of another tuner's config, by their names in PEFT, such as `oft_block_size`."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "lora" and self.arguments:
+            raise ValueError("`arguments`: a LoRA has fields of its own; use them")
+        for each in fields(self) if self.kind != "lora" else ():
+            given = getattr(self, each.name)
+            if each.name not in OF_ANY_TUNER and given not in (each.default, {}):
+                raise ValueError(f"`{each.name}`: give {self.kind} its own in `arguments`")
+
+    @property
+    def title(self) -> str:
+        """What is trained, in a few words."""
+        return f"LoRA r={self.r}" if self.kind == "lora" else self.kind
+
+    @property
+    def drawn(self) -> bool:
+        """Whether each A of a LoRA is drawn by the name of its parameter."""
+        return self.kind == "lora" and self.init_lora_weights in (True, "gaussian")
 
     @property
     def scale_alpha(self) -> float:
@@ -299,7 +328,7 @@ class Optim(metaclass=Checked):
     """Multiply `lr` by the number of processes (`linear`), by its square root, or not at all."""
     schedule: Literal[
         "constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
-        "inverse_sqrt", "warmup_stable_decay",
+        "inverse_sqrt", "warmup_stable_decay", "reduce_lr_on_plateau",
     ] = "cosine"  # fmt: skip
     """Learning rate schedule after warmup, by its name in transformers."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
@@ -407,6 +436,12 @@ class Saving(metaclass=Checked):
     """Before the first step, write a checkpoint of the actual state and read it back."""
     push_to: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
     """Hub repository OWNER/NAME to which each best checkpoint, and the result, is uploaded."""
+    average: Positive = 1
+    """Number of newest checkpoints whose mean is the result, `final/`; with 1, the best or last."""
+
+    def __post_init__(self) -> None:
+        if self.average > self.keep:
+            raise ValueError(f"`keep`: {self.keep}, but `average` needs {self.average} checkpoints")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -423,40 +458,6 @@ class Teacher(metaclass=Checked):
     """Run the code in the teacher's repository. Only this field enables it."""
     pickle: bool = False
     """Load weights from a pickle (`pytorch_model.bin`) if there are no safetensors files."""
-
-
-@dataclass(frozen=True, config=STRICT)
-class Head:
-    """What a model computes from its hidden states: next-token logits, or scores of a sequence."""
-
-    names: tuple[str, ...] = ()
-    """Names of the scores read at the last token, the values of `id2label` in the exported
-    config.json; none for a language model."""
-    problem_type: str | None = None
-    """`problem_type` of the config, as defined by transformers."""
-
-    @property
-    def scored(self) -> bool:
-        """Whether it scores sequences."""
-        return bool(self.names)
-
-    @property
-    def task_type(self) -> str:
-        """PEFT's name of the task."""
-        return "SEQ_CLS" if self.scored else "CAUSAL_LM"
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Fields for the model's config.json, in addition to its own."""
-        if not self.scored:
-            return {}
-        named = dict(enumerate(self.names))
-        numbers = {name: number for number, name in named.items()}
-        return {"id2label": named, "label2id": numbers, "problem_type": self.problem_type}
-
-
-LANGUAGE = Head()
-"""The head of a language model."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -56,6 +56,8 @@ def write_card(
     recipe, history = read_object(run.recipe), read_history(run)
     kind = kind or ("adapter" if recipe.get("adapter") else "model")
     scores = is_scorer(read_object(folder / "config.json"))
+    count = (recipe.get("saving") or {}).get("average", 1) if step is None else 1
+    averaged = ", ".join(f"{each:,}" for each in run.steps()[-count:]) if count > 1 else ""
     step = step or run.best_step() or run.newest() or history.step
     with of_record(run.root):
         text = (
@@ -73,6 +75,7 @@ def write_card(
                 quantization=plain(str((recipe.get("model") or {}).get("quantization", "none"))),
                 stored=_stored_kind(recipe.get("model") or {}),
                 step=f"{step:,}",
+                averaged=averaged,
                 best=history.best is not None and history.best.step == step,
                 training=[row(*pair) for pair in _training(recipe, history)],
                 data=[row(*cells) for cells in _data(run, history)],

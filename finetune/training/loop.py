@@ -213,6 +213,7 @@ def train_step(
     steps: int,
     measuring: contextlib.AbstractContextManager[None] | None = None,
     noticed: Callable[[], Mapping[str, int]] = _nothing,
+    peak: float | None = None,
 ) -> StepResult:
     """Take optimizer step `step` (from 0) of `steps`.
 
@@ -225,6 +226,7 @@ def train_step(
             memory of a step peaks.
         noticed: more numbers of this rank by name, which are reduced to their maximum; every rank
             gives the same names.
+        peak: peak learning rate, if it is no longer that of the plan.
     """
     started = time.perf_counter()
     plan, recipe = engine.plan, engine.plan.recipe
@@ -233,7 +235,7 @@ def train_step(
 
     # The method may look at the complete step, with the weights that it starts from.
     batches = rows.batches if rows.passes is None else [*_with_step_values(recipe, rows.passes)]
-    lr = learning_rate(step, steps, recipe.optim, plan.lr)
+    lr = learning_rate(step, steps, recipe.optim, plan.lr if peak is None else peak)
     scale = engine.averaged * plan.accumulation / max(1, rows.terms)
     # The load-balancing loss is a mean over tokens: this brings its sum to the unit of the terms.
     tokens_per_term = rows.real_tokens / max(1, rows.terms)

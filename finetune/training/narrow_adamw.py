@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from finetune.distributed.parameters import local, row_state
+from finetune.distributed.parameters import local, local_gradient, row_state
 from finetune.errors import FinetuneError
 
 SMALLEST = 4096
@@ -62,30 +63,66 @@ class AdamW8bit(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(self._fresh(parameter))
-        if "state1" in state:
-            raise FinetuneError(
-                "optim.name: the checkpoint holds moments in the blocks of bitsandbytes; start "
-                "from its weights, with model.name or model.adapter"
-            )
         state["step"] += 1
         width, device = self.width(parameter) or 1, parameter.device
         if device not in self.tables:
             self.tables[device] = {key: values_of(*kind, device) for key, kind in self.maps.items()}
         tables = self.tables[device]
         weights = local(parameter.data).view(-1, width)
-        gradient = local(parameter.grad).detach().reshape(-1, width)
+        gradient = local_gradient(parameter).reshape(-1, width)
         rows = max(1, CHUNK // width)
         for start in range(0, len(weights), rows):
             part = slice(start, start + rows)
             moments = [_Moment(state, key, table, width, part) for key, table in tables.items()]
             _adamw(weights[part], gradient[part].float(), moments, state["step"], group)
 
+    def take_over(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """Replace a state in codes of bitsandbytes, which earlier versions saved, by our own.
+
+        Its blocks are 256 elements of the flat tensor, so it is read where the tensor is complete.
+
+        Raises:
+            FinetuneError: the tensor is sharded.
+        """
+        if "state1" not in state:
+            return
+        if isinstance(parameter.data, DTensor):
+            raise FinetuneError(
+                "optim.name: the checkpoint holds moments in the blocks of bitsandbytes, which are "
+                "read where tensors are complete; resume on one process or ddp"
+            )
+        found, width = self._fresh(parameter), self.width(parameter) or 1
+        for number, (key, kind) in enumerate(self.maps.items(), 1):
+            values = state[f"state{number}"].flatten()
+            if values.dtype == torch.uint8:
+                scale = state[f"absmax{number}"].repeat_interleave(256)[: len(values)]
+                values = state[f"qmap{number}"][values.int()] * scale
+            moment = _Moment(found, key, values_of(*kind, values.device), width, slice(None))
+            if moment.scale is None:
+                moment.stored.copy_(values.view(-1, width))
+            moment.write(values.view(-1, width))
+        found["step"] = int(state["step"])
+        state.clear()
+        state.update(found)
+
     def width(self, parameter: nn.Parameter) -> int:
-        """Elements of a block of a parameter: a power of two; 0 if its moments are in fp32."""
+        """Elements of a block of a parameter: a power of two; 0 if its moments are in fp32.
+
+        Raises:
+            FinetuneError: tensor parallelism cuts the parameter inside of a block.
+        """
         row = math.prod(parameter.shape[1:])
         width = math.gcd(row, self.block)
-        coded = parameter.dim() > 1 and parameter.numel() >= SMALLEST and width >= NARROWEST
-        return width if coded else 0
+        if parameter.dim() < 2 or parameter.numel() < SMALLEST or width < NARROWEST:
+            return 0
+        part = local(parameter.data).shape
+        if math.prod(part[1:]) % width or part[2:] != parameter.shape[2:]:
+            raise FinetuneError(
+                f"optim.name: moments in {self.bits} bits have blocks of {width} elements of a "
+                f"row, and tensor parallelism cuts {tuple(parameter.shape)} into "
+                f"{tuple(part)}, inside of a block; use adamw, or fewer processes for it"
+            )
+        return width
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Moments of zero, which all codes are with a scale of zero."""
@@ -95,8 +132,8 @@ class AdamW8bit(torch.optim.Optimizer):
             if not width:
                 state[key] = torch.zeros_like(parameter.data, dtype=torch.float32)
                 continue
-            state[key] = row_state(parameter, row * self.bits // 8, torch.uint8)
-            state[f"{key}_scale"] = row_state(parameter, row // width, torch.float32)
+            state[key] = row_state(parameter, row * self.bits // 8, dtype=torch.uint8)
+            state[f"{key}_scale"] = row_state(parameter, row // width)
         return state
 
 

@@ -13,7 +13,9 @@ from torch import nn
 from transformers import get_scheduler
 
 from finetune import extensions
+from finetune.distributed.adafactor import Adafactor
 from finetune.distributed.averages import keep_average
+from finetune.distributed.base import Engine
 from finetune.distributed.muon import Muon
 from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError, first_line
@@ -23,6 +25,9 @@ from finetune.recipe import Optim
 from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit
 from finetune.training.schedule_free import ScheduleFreeAdamW
 from finetune.version import install
+
+PLATEAU = "reduce_lr_on_plateau"
+"""A schedule that depends on the losses of evaluations, by its name in transformers."""
 
 Groups = list[dict[str, Any]]
 """Parameters, weight decay and share of the learning rate, as torch's optimizers take them."""
@@ -36,7 +41,7 @@ def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
     warmup = math.ceil(optim.warmup * steps) if optim.warmup < 1 else int(optim.warmup)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if optim.schedule == "constant":
+    if optim.schedule in ("constant", PLATEAU):
         return peak
     done = (step - warmup) / max(1, steps - warmup)
     if optim.schedule == "linear":
@@ -47,6 +52,27 @@ def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
         arguments = json.dumps(optim.schedule_arguments)
         left = _of_transformers(optim.schedule, warmup, steps, peak, arguments)(step)
     return peak * (optim.min_lr + (1 - optim.min_lr) * left)
+
+
+def plateau(
+    state: dict[str, float] | None, loss: float, optim: Optim, peak: float
+) -> dict[str, float]:
+    """State of torch's `ReduceLROnPlateau` after the loss of an evaluation; `lr` is the new peak.
+
+    Raises:
+        FinetuneError: it does not take the arguments.
+    """
+    before = state or {"lr": peak}
+    nothing = torch.optim.SGD([torch.zeros(1)], lr=before["lr"])
+    try:
+        made = torch.optim.lr_scheduler.ReduceLROnPlateau(nothing, **optim.schedule_arguments)
+    except (TypeError, ValueError) as error:
+        raise FinetuneError(f"optim.schedule_arguments: {PLATEAU}: {first_line(error)}") from None
+    vars(made).update({name: value for name, value in before.items() if name != "lr"})
+    made.step(loss)
+    kept = {name: vars(made)[name] for name in ("best", "num_bad_epochs", "cooldown_counter")}
+    kept = {name: value for name, value in kept.items() if math.isfinite(value)}
+    return kept | {"lr": nothing.param_groups[0]["lr"]}
 
 
 @functools.cache
@@ -175,9 +201,13 @@ def _of_groups(groups: Groups, optim: Optim, peak: float) -> Any:
         for group in groups:
             del group["weight_decay"]
     try:
-        return kind(groups, **given)
+        made = kind(groups, **given)
     except (TypeError, ValueError) as error:
         raise FinetuneError(f"optim.arguments: {optim.name}: {first_line(error)}") from None
+    for each in (p for group in made.param_groups for p in group["params"]):
+        if isinstance(made, AdamW8bit):
+            made.width(each)  # refuses a cut inside of a block, before a step
+    return made
 
 
 def check(optim: Optim, sharded: bool) -> None:
@@ -189,6 +219,8 @@ def check(optim: Optim, sharded: bool) -> None:
     Raises:
         FinetuneError: as `_of_groups`; it needs a closure; or it is not element-wise, and sharded.
     """
+    if optim.schedule == PLATEAU:
+        plateau(None, 0.0, optim, optim.lr)
     if optim.name in BY_PLAN:
         return
     whole = torch.linspace(-1, 1, 130 * 64).view(130, 64)  # 8-bit optimizers begin at 4096
@@ -230,6 +262,14 @@ def check(optim: Optim, sharded: bool) -> None:
         )
 
 
+def take_over(engine: Engine) -> None:
+    """Convert restored state that another library wrote; see `AdamW8bit.take_over`."""
+    for inner in (each.optimizer for each in engine.optimizers):  # type: ignore[attr-defined]
+        if isinstance(inner, AdamW8bit):
+            for parameter, state in inner.state.items():
+                inner.take_over(parameter, state)
+
+
 def _muon(
     model: nn.Module,
     named: list[tuple[str, nn.Parameter]],
@@ -253,8 +293,9 @@ def _muon(
         matrix = dimensions(parameter) in (2, 3) and not name.endswith("bias")
         (hidden if matrix and id(parameter) not in outside else rest).append((name, parameter))
     narrow = plan is not None and plan.backend.precision != "fp32"
-    copied = plan is not None and plan.processes > 1 and plan.backend.shard == "none"
-    copies = torch.distributed.group.WORLD if copied else None
+    backend = None if plan is None else plan.backend
+    copied = backend is not None and backend.shard == "none" and not backend.axes.any
+    copies = torch.distributed.group.WORLD if copied and plan and plan.processes > 1 else None
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
         dtype = torch.bfloat16 if narrow else torch.float32
@@ -302,7 +343,7 @@ class Lion(torch.optim.Optimizer):
 
 
 OPTIMIZERS = {
-    "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW, "adafactor": Adafactor, "sgd": torch.optim.SGD,
     "lion": Lion, "adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit,
     "schedule_free_adamw": ScheduleFreeAdamW,
 }  # fmt: skip

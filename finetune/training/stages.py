@@ -208,10 +208,12 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
             refuse_other_base(folder, recipe.model)
         # Complete weights go into the model before it is sharded, the optimizer's state after.
         checkpoint.load_weights(network, folder)
-    engine.prepare(network, optim.build(network, recipe.optim, plan.lr, plan))
+    made = engine.on_every_rank(lambda: optim.build(network, recipe.optim, plan.lr, plan))
+    engine.prepare(network, made)
     progress = Progress(data=identity(data.counts), base=base)
     if folder is not None:
         checkpoint.load_state(engine, folder)
+        engine.on_every_rank(lambda: optim.take_over(engine))
         saved = checkpoint.progress_of(folder)
         # The identities of this start, which were compared with the saved ones.
         progress = dataclasses.replace(saved, data=progress.data, base=base)

@@ -21,6 +21,7 @@ from finetune.runs.run import Run
 from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
 from finetune.training.memory_meter import peak_bytes
 from finetune.training.online.vllm_server import ServerFailure
+from finetune.training.optim import PLATEAU, plateau
 from finetune.training.profiler import STEP, profile_of
 from finetune.training.recorder import Reason
 from finetune.training.run_options import Options
@@ -143,9 +144,10 @@ class Training:
         measuring: contextlib.AbstractContextManager[None] | None,
     ) -> StepResult:
         """Take the step after `progress`."""
+        peak = None if progress.plateau is None else progress.plateau["lr"]
         with self._saving_if_sampling_fails(progress):
             return train_step(
-                self.engine, feed, progress.step, self.steps, measuring, self._local_values
+                self.engine, feed, progress.step, self.steps, measuring, self._local_values, peak
             )
 
     @contextlib.contextmanager
@@ -211,6 +213,11 @@ class Training:
         judged, best = result.judged_by(chosen.best), progress.best_loss
         better = math.isfinite(judged) and (best is None or judged < best)
         self.recorder.evaluated(step, result, better)
+        if self.recipe.optim.schedule == PLATEAU:
+            state, optim, peak = progress.plateau, self.recipe.optim, self.engine.plan.lr
+            progress = dataclasses.replace(
+                progress, plateau=plateau(state, result.loss, optim, peak)
+            )
         if better:
             now = dataclasses.replace(progress, best_loss=judged, best_step=step, stale=0)
         else:

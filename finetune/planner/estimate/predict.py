@@ -98,6 +98,10 @@ def _adapter(recipe: Recipe, shape: Architecture) -> Adapter | None:
     given = recipe.adapter
     if given is None:
         return None
+    if given.kind != "lora":
+        raise FinetuneError(
+            f"adapter.kind: no formula predicts the memory and time of {given.kind}"
+        )
     made = lora(
         shape,
         given.r,
