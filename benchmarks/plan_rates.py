@@ -111,5 +111,15 @@ def table(found: list[Rate]) -> str:
     return "\n".join(lines)
 
 
+TITLE = """# Planned rates
+
+Published and measured rates of training next to those of the plan, by `python
+benchmarks/plan_rates.py`. Four numbers for cards (the share of the peak rate that large products
+reach: A100, H100, H200, MI300X) and six for operations (`finetune/planner/estimate/timing.py`) were
+chosen for all runs together, none for a single run; the range that a plan prints is what most of
+them are within. MPT is planned as GPT-NeoX of the same width, Qwen as Llama. Kernels of others
+(Transformer Engine, fused routing of experts) count as compiled.
+"""
+
 if __name__ == "__main__":
-    print(table(rates()))
+    print(f"{TITLE}\n{table(rates())}")

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from architectures import FIELDS, SIZES
+from conftest import slow_but
 from planning import shape
 
 import finetune as ft
@@ -12,6 +14,8 @@ from finetune.planner.estimate.predict import model_source
 from finetune.planner.families import FAMILIES
 from finetune.planner.shapes import published
 from finetune.planner.shapes.read_config import read
+
+APPROXIMATE = ("lfm2", "gpt_oss", "qwen3_5_text", "bamba", "glm4", "deepseek_v3", "opt", "cohere2")
 
 
 def small(kind: str, **fields: object) -> dict[str, object]:
@@ -40,7 +44,15 @@ def test_rows_of_the_table_have_their_published_number_of_parameters():
         "EleutherAI/pythia-70m-deduped": 70_426_624, "EleutherAI/pythia-410m": 405_334_016,
         "EleutherAI/pythia-2.8b": 2_775_208_960, "EleutherAI/pythia-6.9b": 6_857_302_016,
         "EleutherAI/pythia-12b": 11_846_072_320, "EleutherAI/gpt-neox-20b": 20_554_567_680,
-        "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+        "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704, "microsoft/phi-4": 14_659_507_200,
+        "google/gemma-3-1b-it": 999_885_952, "google/gemma-3-4b-it": 3_880_263_168,
+        "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
+        "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
+        "HuggingFaceTB/SmolLM3-3B": 3_075_098_624, "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+        "allenai/OLMo-2-1124-7B-Instruct": 7_298_617_344,
+        "allenai/OLMo-2-0325-32B": 32_234_279_936,
+        "ibm-granite/granite-3.3-8b-instruct": 8_170_864_640,
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
     }  # fmt: skip
     assert {name: shape(name).parameters for name in published} == published
     assert shape("mistralai/Mixtral-8x7B-v0.1").active_parameters == 12_879_925_248
@@ -58,7 +70,10 @@ def test_a_hub_name_finds_its_row_and_a_version_is_not_lost():
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        *((kind, {}) for kind in ("llama", "qwen2", "qwen3", "gemma", "gemma2")),
+        *(
+            (kind, {})
+            for kind in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "granite")
+        ),
         ("phi3", {"pad_token_id": 0}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
@@ -133,3 +148,22 @@ def test_a_config_of_another_form_is_refused_with_its_path(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(FinetuneError, match=r"config\.json: "):
         model_source(ft.SFT(ft.Model(str(tmp_path))))
+
+
+@pytest.mark.parametrize("kind", slow_but(("lfm2", "gpt_oss"), APPROXIMATE))
+def test_a_family_without_formulas_has_the_weights_that_transformers_builds(
+    kind, tmp_path, monkeypatch
+):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    config = {"model_type": kind, **SIZES, **FIELDS.get(kind, {})}
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    recipe = ft.SFT(ft.Model(config=config, tokenizer="t"))
+    source = model_source(recipe)
+    assert not source.exact
+    assert source.shape.parameters == pytest.approx(made.num_parameters(), rel=0.02)
+    again = model_source(recipe).shape  # from the cache
+    assert again == source.shape

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from conftest import ROOT
 from planning import ask, record
 
 import finetune as ft
+from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import advice, hardware, timing
 from finetune.planner.estimate.adapter_sizes import lora
@@ -183,3 +185,37 @@ def test_steps_of_packs_are_counted_by_the_tokens_of_rows(tmp_path):
     assert short["step"] < full["step"]
     with pytest.raises(FinetuneError, match="--row-tokens 0: expected a whole number"):
         ask("--row-tokens 0", unknown)
+
+
+def test_sampling_is_a_moment_of_the_step_under_every_backend_and_decides_the_verdict():
+    small = ["batch.micro_rows=1", "model.activation_checkpointing=true"]
+    given, small = "qwen3_0_6b_grpo", ["model.name=Qwen/Qwen3-8B", *small]
+    grpo = catalog.resolve(given, small)
+    for backend in ("ddp", "fsdp_full_shard", "zero3", "tp"):
+        found = ft.plan(grpo, backend, gpus=2, gpu="H100-80")
+        (moment,) = (each for each in found.timeline.moments if each.name == "sampling")
+        weights = found.source.shape.parameters * 2
+        # Every process samples with complete weights, next to its own state.
+        assert sum(moment.parts[name] for name in ("weights", "units")) >= 0.99 * weights
+    text = ask("--gpu RTX4090 --backend single", grpo)
+    assert "DOES NOT FIT" in text
+    assert "most in 'sampling'" in text
+    most = int(re.search(r"sampling_rows=(\d+) is the most", text)[1])
+    assert 0 < most < 64
+    for rows, fits in ((most, True), (most + 1, False)):
+        changed = catalog.resolve(given, [*small, f"sampling_rows={rows}"])
+        assert (ft.plan(changed, "single", gpu="RTX4090").status != "no") == fits
+
+
+def test_a_step_has_its_sampling_and_no_token_is_faster_than_reading_the_weights():
+    grpo = catalog.resolve("qwen3_0_6b_grpo")
+    found = ft.plan(grpo, "ddp", gpus=8, gpu="H100-80", rows=7473)
+    times, gpu = found.times, found.machine.gpu
+    assert times.sampling > 512 * 2 * found.source.shape.parameters / gpu.bandwidth
+    assert times.step == pytest.approx(times.sampling + times.scoring + times.training)
+    assert found.seconds == found.steps * times.step
+    text = found.page()
+    assert all(f"\n  {part} " in text for part in ("sampling", "rewards", "training"))
+    again = catalog.resolve("qwen3_0_6b_grpo", ["num_iterations=2"])
+    other = ft.plan(again, "ddp", gpus=8, gpu="H100-80").times
+    assert other.sampling == pytest.approx(times.sampling / 2)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, hardware, memory, totals, wording
+from finetune.planner.estimate import hardware, memory, wording
 from finetune.planner.estimate.judges import judges
 from finetune.planner.estimate.predict import (
     Prediction,
     model_source,
+    predict,
     workload_of,
 )
-from finetune.planner.estimate.row_counts import average_tokens, local_rows, steps_of
+from finetune.planner.estimate.row_counts import average_tokens, local_rows
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan, plan
 from finetune.recipe import Recipe
@@ -66,7 +67,8 @@ def plain(
         each = measure(job_plan.backend.precision) / job_plan.processes
         memory_here = limits.memory().total
         cpu = hardware.processor(each, job_plan.processes, memory_here)
-        prediction = _prediction(job_plan, here, cpu, arguments.rows, arguments.row_tokens)
+        rows = arguments.rows or local_rows(recipe)
+        prediction = predict(job_plan, cpu, rows, row_tokens, here)
     timeline = None if here is None else memory.timeline(here)
     if arguments.json:
         record: dict[str, Any] = dict(job_plan.summary())
@@ -98,23 +100,6 @@ def moments(timeline: memory.Timeline) -> list[dict[str, Any]]:
         {"name": moment.name, "bytes": moment.total, "parts": dict(moment.parts)}
         for moment in timeline.moments
     ]
-
-
-def _prediction(
-    plan: Plan,
-    workload: Workload,
-    machine: hardware.Machine,
-    rows: int | None = None,
-    row_tokens: int | None = None,
-) -> Prediction:
-    """Prediction of a plan on this machine's CPU; `workload` is one for a CPU."""
-    option, timeline = advice.option(workload, machine), memory.timeline(workload)
-    return Prediction(
-        plan, machine, model_source(plan.recipe), workload, timeline,
-        totals.of(timeline, workload, machine), option.usable, option.status, option.host,
-        0.0, option.moved, option.times,
-        steps_of(plan, rows or local_rows(plan.recipe), row_tokens),
-    )  # fmt: skip
 
 
 def _page(

@@ -328,6 +328,10 @@ def _outcome(record: Trained | Evaluated) -> tuple[str, str]:
     return "loss", units.loss(record.loss)
 
 
+TOLD_APART = 0.05
+"""Relative difference of a measured peak from its prediction that is explained."""
+
+
 def predicted_and_measured(run: Run, latest: Trained | None, counted: Measured | None) -> str:
     """Predicted and measured memory and step time as text; empty without a prediction."""
     parts: list[str] = []
@@ -335,6 +339,11 @@ def predicted_and_measured(run: Run, latest: Trained | None, counted: Measured |
         parts.append(
             f"{units.size(counted.predicted)} of tensors (measured {units.size(counted.peak)})"
         )
+        apart = counted.peak / counted.predicted - 1
+        if abs(apart) > TOLD_APART and counted.parts:
+            planned = max(counted.parts, key=lambda stage: sum(stage.values()))
+            largest = sorted(planned, key=lambda name: -planned[name])[:2]
+            parts[-1] += f": {apart:+.0%}, planned most for {' and '.join(largest)}"
     step = (read_object(run.plan).get("prediction") or {}).get("step_seconds")
     if step is not None and latest is not None:
         measured = units.duration(latest.seconds)

@@ -117,7 +117,8 @@ def option(workload: Workload, machine: Machine) -> Option:
     host = resident.host(mine) * machine.per_node
     fits = machine.host_memory is None or host <= machine.host_memory * 0.9
     times = timing.times(workload, machine, moved)
-    alike = timing.times(workload, machine, volume(workload, gradient_width=workload.compute))
+    equal = volume(workload, gradient_width=workload.compute)
+    alike = times if equal == moved else timing.times(workload, machine, equal)
     per_token = alike.step / alike.tokens
     return Option(workload, peak, machine, host, fits, moved, times, per_token)
 

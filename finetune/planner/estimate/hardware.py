@@ -206,7 +206,8 @@ def gpu(name: str) -> GPU:
         return found
     raise FinetuneError(
         f"--gpu {name}: unknown{did_you_mean(name, GPUS)}; known are {', '.join(GPUS)}; describe "
-        "another by --gpu-memory 48 --tflops 362 --bandwidth 864"
+        "another CUDA or ROCm GPU by --gpu-memory 48 --tflops 362 --bandwidth 864; training runs "
+        "on these and on CPUs, on no other accelerator"
     )
 
 

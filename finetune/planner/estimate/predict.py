@@ -257,12 +257,14 @@ def predict(
     machine: hardware.Machine,
     rows: int | None = None,
     row_tokens: int | None = None,
+    workload: Workload | None = None,
 ) -> Prediction:
     """Predict memory, communication and time of a plan on a machine.
 
     Args:
         rows: rows of the training set, for the length of the complete run.
-        row_tokens: average number of tokens per row, needed to count packs; by default looked up.
+        row_tokens: average number of tokens per row; by default looked up.
+        workload: of a process on a CPU; by default on a GPU.
 
     Raises:
         FinetuneError: the model's shape is unknown, or the machine has a different number of GPUs
@@ -275,7 +277,7 @@ def predict(
     source = model_source(plan.recipe)
     machine = leaving_room(machine, plan.recipe)
     row_tokens = average_tokens(plan.recipe, row_tokens)
-    workload = workload_of(plan, source.shape, row_tokens)
+    workload = workload or workload_of(plan, source.shape, row_tokens)
     option = advice.option(workload, machine)
     stages = memory.by_stage(workload)
     timeline = max(stages, key=lambda found: found.peak.total)

@@ -20,6 +20,8 @@ OF_NOISE = 8 + 8
 """Bytes per vocabulary item for noise: the output of Philox, and the values made from it."""
 ROOM = 12
 """Tokens by which the tensors of keys and values grow."""
+DRAWN = 4.5
+"""How often logits and noise pass through memory: 13.5 ns per entry on one thread of a CPU."""
 CACHE_COPIES = 3
 """How often keys and values pass through memory for a token: read by attention, and read and
 written where their heads are repeated for the groups of queries."""
@@ -90,7 +92,7 @@ def sampling(workload: Workload, machine: Machine | None = None) -> Sampling | N
     read = (units or stored) + 2 * weights
     # Completions of a batch, on average half as long as the longest.
     read += CACHE_COPIES * of_token * shape.layers * rows * (prompt + asked.longest / 2)
-    moving = (read + 3 * logits) / gpu.streams
+    moving = read / gpu.streams + DRAWN * logits / gpu.bandwidth
     launching = forward_operations(workload) * gpu.launch
     each = 2.0 * shape.active_parameters * rows / reached
     token = launching + moving + each if workload.cpu else max(launching, moving, each)

@@ -125,6 +125,11 @@ def verdict(prediction: Prediction) -> str:
         known = prediction.machine.host_memory
         limit = f" of {size(known)}" if known else ", give --host-ram to check it"
         lines.append(f"  host     {size(prediction.host)} per node{limit}")
+    if paged := resident.paged(workload):
+        lines.append(
+            f"  paged    {size(paged)} of the optimizer's moments, in the host's memory as far as "
+            "the GPU's is full"
+        )
     if prediction.disk:
         lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
     return "\n".join(lines)

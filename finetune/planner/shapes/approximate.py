@@ -4,6 +4,7 @@ The model is built without values. Its shape is that of a Llama with as many lay
 a trace of a few layers (`finetune plan`) tells what each saves for the backward pass in addition.
 """
 
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -37,8 +38,9 @@ def _read(path: Path) -> dict[str, Any]:
 def keep(config: Mapping[str, Any], **found: Any) -> None:
     """Keep facts about a model in the cache, next to those that are there."""
     path = _place(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_read(path) | found), encoding="utf-8")
+    with contextlib.suppress(OSError):  # a folder that cannot be written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_read(path) | found), encoding="utf-8")
 
 
 def is_traced(config: Mapping[str, Any]) -> bool:
@@ -77,21 +79,14 @@ def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
             "layers": ("num_hidden_layers", "n_layer", "num_layers"),
             "heads": ("num_attention_heads", "n_head"), "kv": ("num_key_value_heads",),
             "head_dim": ("head_dim",), "active": ("num_experts_per_tok",), "count": COUNTS,
-            "types": ("layer_types",), "context": ("max_position_embeddings",),
+            "context": ("max_position_embeddings",),
         }.items()
     }  # fmt: skip
-    hidden, linear, experts = table.shape[1], 0, 0
-    names: dict[str, tuple[int, int]] = {}
-    for name, module in network.named_modules():
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            linear += module.weight.numel()
-            names[name.rsplit(".", 1)[-1]] = (module.in_features, module.out_features)
-    for weight in network.parameters():
-        experts += weight.numel() if weight.dim() == 3 and weight.shape[0] == found["count"] else 0
-    total = sum(weight.numel() for weight in network.parameters())
+    sizes = [(weight.numel(), *weight.shape) for weight in network.parameters()]
     return found | {
-        "hidden": hidden, "vocab": table.shape[0], "tied": tied, "linear": linear,
-        "experts": experts, "total": total, "names": names,
+        "hidden": table.shape[1], "vocab": table.shape[0], "tied": tied,
+        "experts": sum(each[0] for each in sizes if len(each) == 4 and each[1] == found["count"]),
+        "total": sum(each[0] for each in sizes),
     }  # fmt: skip
 
 
@@ -102,7 +97,8 @@ def _shape(kind: str, counted: Mapping[str, Any]) -> Architecture:
     kv = counted["kv"] or heads
     kv = kv if heads % kv == 0 else heads
     head_dim = counted["head_dim"] or max(1, h // heads)
-    each = counted["linear"] / layers
+    tables = (1 if counted["tied"] else 2) * counted["vocab"] * h
+    each = (counted["total"] - tables - counted["experts"]) / layers
     query, key = heads * head_dim, kv * head_dim
     experts = None
     if counted["experts"] and counted["active"]:

@@ -1,6 +1,7 @@
 """Shapes of a decoder: layers, matrices and parameter counts."""
 
 import dataclasses
+import functools
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_new"]
@@ -126,13 +127,13 @@ class Architecture:
         each = self.experts.weights(self.hidden)
         return self.experts.count * (each + self.hidden)
 
-    @property
+    @functools.cached_property
     def layer_parameters(self) -> int:
         normed = self.query + self.key if self.norms_after else 2 * self.head_dim
         small = self.norms * self.norm_size + normed * self.qk_norm
         return self.expert_parameters + small + sum(m.parameters for m in self.matrices)
 
-    @property
+    @functools.cached_property
     def linear_weights(self) -> int:
         """Weights of the `nn.Linear` modules of one layer, to which adapters and NF4 apply."""
         return sum(matrix.weights for matrix in self.matrices)

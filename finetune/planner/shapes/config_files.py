@@ -81,7 +81,7 @@ def model_source(recipe: Recipe) -> Source:
     config, where = config_of(recipe)
     kind, family = config.get("model_type"), family_of(config)
     exact = family.shape is not None or bool(family.unfit) or not isinstance(kind, str)
-    shape = read(config, where) if exact else approximate(config)
+    shape = read(config, where) if exact else approximate(decoder_fields(config))
     if not exact:
         where += (
             f"; {kind} has no formulas: its weights are counted, and activations are those of a "

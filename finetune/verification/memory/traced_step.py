@@ -16,7 +16,7 @@ from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.predict import workload_of
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes import approximate
-from finetune.planner.shapes.config_files import config_of
+from finetune.planner.shapes.config_files import config_of, decoder_fields
 from finetune.process import interpreter
 from finetune.process.progress import progress
 from finetune.process.quiet import OF_A_LAUNCH
@@ -75,7 +75,7 @@ def measure_layers(recipe: Recipe) -> None:
 
     If the model cannot be traced, nothing is added to what its approximation saves.
     """
-    config, _ = config_of(recipe)
+    config = decoder_fields(config_of(recipe)[0])
     if approximate.is_traced(config):
         return
     recipe = recipe.with_batch(rows=1, micro_rows=1, max_length=TOKENS, packing=False)

@@ -115,19 +115,26 @@ def copied(workload: Workload) -> float:
     return each * workload.sharded / (layout.group if layout.axes.any else layout.processes)
 
 
+def paged(workload: Workload) -> float:
+    """Bytes of moments per process that move to the host when the GPU is full.
+
+    bitsandbytes allocates them with cudaMallocManaged, which PyTorch's statistics do not include.
+    """
+    if not workload.paged or workload.cpu:
+        return 0.0
+    return workload.moments * workload.sharded / workload.layout.share("optimizer")
+
+
 def offloaded(workload: Workload) -> float:
     """Bytes of host memory per process for offloading.
 
-    These are activations that blocks keep on the host for the backward pass; paged moments, which
-    move to the host when the GPU is full (bitsandbytes allocates them with cudaMallocManaged, which
-    PyTorch's memory statistics do not include); and offloaded states. Per parameter, FSDP holds 16
+    These are activations that blocks keep on the host for the backward pass, paged moments, and
+    offloaded states. Per parameter, FSDP holds 16
     bytes (fp32 weights, gradients and moments), DeepSpeed 16 with only the optimizer offloaded and
     18 with the parameters too, times 1.5 for buffers (the factor of its own estimator).
     """
     layout = workload.layout
-    waiting = workload.waiting_activations
-    if workload.paged and not workload.cpu:
-        waiting += workload.moments * workload.sharded / layout.share("optimizer")
+    waiting = workload.waiting_activations + paged(workload)
     if layout.offload == "none":
         return waiting
     if layout.device == "nvme":
