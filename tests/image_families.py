@@ -11,9 +11,9 @@ from pictured import drawn
 from PIL import Image
 from tiny_run import byte_tokenizer
 
-SPECIAL = ["<image>", "<begin>", "<finish>", "<row>", "<video>", "<fake_token_around_image>",
-           "<global-img>", "<end_of_utterance>",
-           *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))]  # fmt: skip
+SPECIAL = ["<image>", "<begin>", "<finish>", "<row>", "<video>"]
+SPECIAL += ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+SPECIAL += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 IMAGE, BEGIN, END, _, VIDEO = range(260, 265)
 VOCABULARY = 260 + len(SPECIAL)
 TEMPLATE = (
@@ -93,8 +93,8 @@ def glm4v(config: str = "Glm4vConfig", **text: Any) -> Made:
 
 
 def glm4v_moe() -> Made:
-    more = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip
+    more = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    more |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
     return glm4v("Glm4vMoeConfig", **more)
 
 
