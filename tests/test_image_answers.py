@@ -1,5 +1,8 @@
 """Answers of models that read images: in a batch, in a chat, from a server and in an evaluation."""
 
+import base64
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,45 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+import finetune as ft
+from finetune import Run, catalog
 from finetune.data.images.image_file import decode
-from finetune.inference.generate import Loaded, generate, load_folder
+from finetune.evaluation.evaluation import Request, evaluate
+from finetune.evaluation.results import results, rows_of
+from finetune.inference.chat import chat
+from finetune.inference.generate import Loaded, generate, load, load_folder
+from finetune.reports.evaluation_page import page
+from finetune.training.run_options import Options
 
 SIZES = ((48, 32), (40, 64), (33, 90))
+COLOURS = ("red", "blue", "lime", "black")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A tiny model that has learned the names of four colours; eight pictures are held out."""
+    folder = tmp_path_factory.mktemp("colours")
+    base = pictured.made(folder / "base")
+    for name, count in (("train", 64), ("held", 8)):
+        lines = []
+        for number in range(count):
+            colour = COLOURS[number % 4]
+            width, height = SIZES[number % 3]
+            path = folder / f"{name}{number}.png"
+            Image.new("RGB", (width + number % 5, height), colour).save(path)
+            lines.append({"messages": [*asked("?", Path(path.name)),
+                                       {"role": "assistant", "content": colour}]})  # fmt: skip
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    model = {"name": str(base), "reads": ["image"], "trains": ["language", "connector", "tower"]}
+    recipe = catalog.from_fields({
+        "method": "sft", "model": model, "epochs": 12, "seed": 0,
+        "data": [{"source": str(folder / "train.jsonl"), "format": "messages"}],
+        "eval_data": [{"source": str(folder / "held.jsonl"), "format": "messages"}],
+        "batch": {"rows": 16, "micro_rows": 16, "max_length": 128},
+        "optim": {"lr": 1e-2, "warmup": 5}, "evaluation": {"metrics": ["exact"]},
+    })  # fmt: skip
+    return ft.train(recipe, precision="fp32", options=Options(folder / "run", plot=False))
 
 
 def picture(folder: Path, number: int) -> Path:
@@ -60,3 +98,41 @@ def test_answers_in_a_batch_are_those_of_plain_transformers(assets, tmp_path, ki
     for answer, question, (_, pictures) in zip(found, questions, rows, strict=True):
         assert answer == plain_answer(folder, loaded, question, pictures)
     assert len(set(found)) > 1
+
+
+def held(run: Run, number: int) -> Path:
+    return run.root.parent / f"held{number}.png"
+
+
+def test_an_evaluation_asks_about_the_pictures_and_shows_them(run, tmp_path):
+    measured = [record["metrics"]["exact"] for record in run.read_metrics("eval")]
+    assert measured[-1] == 1
+    found = evaluate(Request(str(run.root), against="base"))
+    exact = found.measures["exact"]
+    assert (exact.total, found.before_measures["exact"].total) == (1, 0)
+    # The loss of an evaluation is that of training, with its images.
+    loss = list(run.read_metrics("eval"))[-1]["loss"]
+    assert found.measures["loss"].total == pytest.approx(loss, rel=1e-5)
+    rows = rows_of(found)
+    text = page(results(found), rows)
+    for number, row in enumerate(rows):
+        shown = Image.open(as_file(row["images"][0]))
+        with Image.open(held(run, number)) as whole:
+            assert shown.getpixel((0, 0)) == whole.getpixel((0, 0))
+            assert shown.size == whole.size
+        assert text.count(f'src="{row["images"][0]}"') == 1
+
+
+def as_file(url: str) -> io.BytesIO:
+    return io.BytesIO(base64.b64decode(url.partition("base64,")[2]))
+
+
+def test_a_chat_shows_an_image_with_the_next_message(run, finetune, tmp_path, capsys):
+    lines = [f"/image {held(run, 1)}", "?", "/image nowhere.png", f"/image {held(run, 2)}", "?"]
+    typed, written = iter([*lines, "/exit"]), list[str]()
+    chat(load(run), lambda _: next(typed), written.append, max_new_tokens=8)
+    said = "".join(written).splitlines()
+    assert said[1] == "blue"
+    assert said[2] == "image 'nowhere.png' cannot be read: No such file or directory"
+    told = finetune("chat", run.root, "--prompt", "?", "--image", held(run, 2)).passed()
+    assert told.stdout.strip() == "lime"
