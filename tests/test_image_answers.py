@@ -3,13 +3,20 @@
 import base64
 import io
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import httpx
 import pictured
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from PIL import Image
+from served import running
 from transformers import AutoModelForImageTextToText
 
 import finetune as ft
@@ -19,7 +26,11 @@ from finetune.evaluation.evaluation import Request, evaluate
 from finetune.evaluation.results import results, rows_of
 from finetune.inference.chat import chat
 from finetune.inference.generate import Loaded, generate, load, load_folder
+from finetune.reports import inspection
 from finetune.reports.evaluation_page import page
+from finetune.serving.app import build_app
+from finetune.serving.models import open_models
+from finetune.serving.requests import download
 from finetune.training.run_options import Options
 
 SIZES = ((48, 32), (40, 64), (33, 90))
@@ -100,16 +111,27 @@ def test_answers_in_a_batch_are_those_of_plain_transformers(assets, tmp_path, ki
     assert len(set(found)) > 1
 
 
+@pytest.fixture(scope="module")
+def plain(run: Run) -> list[str]:
+    """What plain transformers answers about each held-out picture, mostly its colour."""
+    loaded = load(run)
+    paths = [held(run, number) for number in range(8)]
+    found = [plain_answer(run.final, loaded, asked("?", path), [path]) for path in paths]
+    assert sum(found[number] == COLOURS[number % 4] for number in range(8)) >= 6
+    return found
+
+
 def held(run: Run, number: int) -> Path:
     return run.root.parent / f"held{number}.png"
 
 
-def test_an_evaluation_asks_about_the_pictures_and_shows_them(run, tmp_path):
-    measured = [record["metrics"]["exact"] for record in run.read_metrics("eval")]
-    assert measured[-1] == 1
+def test_an_evaluation_asks_about_the_pictures_and_shows_them(run, plain):
+    share = sum(plain[number] == COLOURS[number % 4] for number in range(8)) / 8
+    assert [record["metrics"]["exact"] for record in run.read_metrics("eval")][-1] == share
     found = evaluate(Request(str(run.root), against="base"))
     exact = found.measures["exact"]
-    assert (exact.total, found.before_measures["exact"].total) == (1, 0)
+    assert (exact.total, found.before_measures["exact"].total) == (share, 0)
+    assert [answer.text for answer in found.after.answers] == plain
     # The loss of an evaluation is that of training, with its images.
     loss = list(run.read_metrics("eval"))[-1]["loss"]
     assert found.measures["loss"].total == pytest.approx(loss, rel=1e-5)
@@ -127,12 +149,100 @@ def as_file(url: str) -> io.BytesIO:
     return io.BytesIO(base64.b64decode(url.partition("base64,")[2]))
 
 
-def test_a_chat_shows_an_image_with_the_next_message(run, finetune, tmp_path, capsys):
+def test_a_chat_shows_an_image_with_the_next_message(run, plain, finetune):
     lines = [f"/image {held(run, 1)}", "?", "/image nowhere.png", f"/image {held(run, 2)}", "?"]
     typed, written = iter([*lines, "/exit"]), list[str]()
     chat(load(run), lambda _: next(typed), written.append, max_new_tokens=8)
-    said = "".join(written).splitlines()
-    assert said[1] == "blue"
-    assert said[2] == "image 'nowhere.png' cannot be read: No such file or directory"
+    shown = "".join(written).splitlines()
+    assert shown[1] == plain[1]
+    assert shown[2] == "image 'nowhere.png' cannot be read: No such file or directory"
     told = finetune("chat", run.root, "--prompt", "?", "--image", held(run, 2)).passed()
-    assert told.stdout.strip() == "lime"
+    assert told.stdout.strip() == plain[2]
+
+
+def test_inspect_shows_a_picture_as_one_chip_in_its_place(run, finetune, tmp_path):
+    recipe = str(run.recipe)
+    told = finetune("inspect", recipe, "--rows", "1").passed().stdout
+    (row,) = inspection.inspect(catalog.load(run.recipe), 1).rows
+    (number,) = (piece for piece in row[0].pieces if piece.image)
+    with Image.open(as_file(number.image)) as shown:
+        tokens = max(4, round(shown.width / 16) * round(shown.height / 16))
+        chip = f"[image {shown.width} x {shown.height}, {tokens} tokens]"
+    assert f"<|vision_start|>{chip}<|vision_end|>?" in told
+    assert "64 images; " in told
+    finetune("inspect", recipe, "--rows", "1", "--html", tmp_path / "rows.html").passed()
+    assert (tmp_path / "rows.html").read_text().count(f'src="{number.image}"') == 1
+
+
+@pytest.fixture(scope="module")
+def url(run: Run) -> Iterator[str]:
+    with running(run.root.parent, str(run.root)) as (url, _):
+        yield url
+
+
+def as_url(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def posted(url: str, *addresses: str, text: str = "?") -> httpx.Response:
+    parts = [{"type": "image_url", "image_url": {"url": each}} for each in addresses]
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+    body = {"messages": [message], "max_tokens": 8, "logprobs": True}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
+
+def said(reply: httpx.Response) -> str:
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+def test_a_server_answers_about_pictures_of_several_requests_at_once(run, plain, url):
+    numbers = [0, 1, 2, 3, 4, 5]
+    with ThreadPoolExecutor() as pool:
+        replies = list(pool.map(lambda n: posted(url, as_url(held(run, n))), numbers))
+    assert [said(reply) for reply in replies] == plain[:6]
+    two = [held(run, 1), held(run, 2)]
+    (wanted,) = generate(load(run), [asked("?", *two)], max_new_tokens=8)
+    assert said(posted(url, *map(as_url, two))) == wanted
+    (wanted,) = generate(load(run), [[{"role": "user", "content": "?"}]], max_new_tokens=8)
+    assert said(posted(url)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("https://pictures.example/1.png", "is a web address"),
+        ("{file}", "a file of this machine, which a server does not open"),
+        ("file://{file}", "a file of this machine, which a server does not open"),
+        ("data:image/png;base64,bm9wZQ==", "Pillow does not know its format"),
+        ("data:image/png;base64,@", "is not base64"),
+    ],
+)
+def test_a_server_reads_no_image_that_is_not_in_the_request(run, url, address, problem):
+    reply = posted(url, address.format(file=held(run, 0)))
+    assert reply.status_code == 400
+    assert problem in reply.json()["error"]["message"]
+
+
+def test_a_text_cannot_name_the_place_of_an_image(run, url):
+    reply = posted(url, as_url(held(run, 0)), text="<|image_pad|>")
+    assert (reply.status_code, "for 1 images" in reply.text) == (400, True)
+
+
+def test_a_server_reads_web_addresses_if_it_is_asked_to(run, plain):
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, directory=str(run.root.parent))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as pictures:
+        Thread(target=pictures.serve_forever, daemon=True).start()
+        app = build_app(open_models(run.root), fetch=download)
+        with TestClient(app, base_url="http://localhost") as client:
+            there = f"http://127.0.0.1:{pictures.server_port}"
+            for path, status in (("held2.png", 200), ("held99.png", 400)):
+                part = {"type": "image_url", "image_url": {"url": f"{there}/{path}"}}
+                content = [part, {"type": "text", "text": "?"}]
+                body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8}
+                reply = client.post("/v1/chat/completions", json=body)
+                assert reply.status_code == status, reply.text
+                assert said(reply) == plain[2] if status == 200 else "404" in reply.text
+        pictures.shutdown()
