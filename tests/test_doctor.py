@@ -19,8 +19,8 @@ from finetune.verification.proofs.shrink import fill_zeros, shrink
 
 QUESTIONS = [
     "plan", "two layers of it", "loss", "gradients", "images", "causal", "adapted", "quantised",
-    "experts", "documents side by side", "activation checkpointing", "two steps", "saved, reloaded, merged",
-    "stop tokens",
+    "experts", "documents side by side", "activation checkpointing", "two steps",
+    "saved, reloaded, merged", "stop tokens",
 ]  # fmt: skip
 
 

@@ -246,3 +246,29 @@ def test_a_server_reads_web_addresses_if_it_is_asked_to(run, plain):
                 assert reply.status_code == status, reply.text
                 assert said(reply) == plain[2] if status == 200 else "404" in reply.text
         pictures.shutdown()
+
+
+@pytest.mark.parametrize("parts", [["language"], ["language", "connector", "tower"]])
+def test_an_exported_adapter_says_what_a_server_needs(run, finetune, tmp_path, parts):
+    fields = json.loads(run.recipe.read_text())
+    fields |= {"adapter": {"r": 2}, "epochs": None, "max_steps": 1, "evaluation": {}}
+    fields["model"] |= {"trains": parts}
+    options = Options(tmp_path / "run", plot=False)
+    adapted = ft.train(catalog.from_fields(fields), precision="fp32", options=options)
+    folder = ft.export(adapted, tmp_path / "adapter")
+    about = json.loads((folder / "export.json").read_text())
+    (command,) = (words for words in about["serve"] if words.startswith("vllm"))
+    assert ("--enable-tower-connector-lora" in command) == ("tower" in parts)
+    assert about["check"]["answers_equal"] == about["check"]["rows"]
+    (one,) = generate(load(adapted), [asked("?", held(run, 1))], max_new_tokens=8)
+    (other,) = generate(load_folder(folder), [asked("?", held(run, 1))], max_new_tokens=8)
+    assert one == other
+    refused = finetune("export", adapted.root, "--to", tmp_path / "g", "--format", "gguf")
+    assert (refused.status, "--mmproj" in refused.stderr) == (2, True)
+    merged = ft.export(adapted, tmp_path / "merged", merge=True)
+    model: Any = AutoModelForImageTextToText.from_pretrained(merged)
+    again = model.get_encoder(modality="image").state_dict()
+    base: Any = AutoModelForImageTextToText.from_pretrained(fields["model"]["name"])
+    before = base.get_encoder(modality="image").state_dict()
+    same = all(torch.equal(again[name], before[name]) for name in before)
+    assert same == ("tower" not in parts)
