@@ -33,7 +33,8 @@ def check(source: Source) -> None:
 
     Raises:
         FinetuneError: the model reads images, no checkout is given, it does not support the
-            tokenizer or the architecture, it lacks `llama-quantize`, the type is unknown, or the model cannot be merged.
+            tokenizer or the architecture, it lacks `llama-quantize`, the type is unknown, or the
+            model cannot be merged.
     """
     if source.recipe.model.reads:
         raise FinetuneError(
