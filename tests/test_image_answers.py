@@ -14,6 +14,7 @@ import httpx
 import pictured
 import pytest
 import torch
+from conftest import launch, write_recipe
 from fastapi.testclient import TestClient
 from PIL import Image
 from served import running
@@ -272,3 +273,50 @@ def test_an_exported_adapter_says_what_a_server_needs(run, finetune, tmp_path, p
     before = base.get_encoder(modality="image").state_dict()
     same = all(torch.equal(again[name], before[name]) for name in before)
     assert same == ("tower" not in parts)
+
+
+def prompts(run: Run, method: str, **more: Any) -> dict[str, Any]:
+    """Fields of a recipe that rewards the names of colours, from the model that knows most."""
+    folder = run.root.parent
+    for name in ("train", "held"):
+        lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+        rows = ({"prompt": line["messages"]} for line in lines)  # the answer becomes a column
+        (folder / f"{name}_prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    source = {name: str(folder / f"{name}_prompts.jsonl") for name in ("train", "held")}
+    return {
+        "method": method, "model": {"name": str(run.final), "reads": ["image"]}, "seed": 1,
+        "data": [{"source": source["train"], "format": "prompts"}], "max_steps": 2,
+        "eval_data": [{"source": source["held"], "format": "prompts"}],
+        "reward_funcs": [{"name": "exact_match"}], "num_generations": 4, "beta": 0.1,
+        "max_completion_length": 8, "temperature": 2.0, "optim": {"lr": 1e-4, "warmup": 0},
+        "batch": {"rows": 16, "micro_rows": 8, "max_length": 128}, "evaluation": {"every": 1},
+    } | more  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_rewarded_completions_are_of_the_prompt_with_its_picture(run, plain, tmp_path, method):
+    recipe = catalog.from_fields(prompts(run, method, optim={"lr": 1e-9, "warmup": 0}))
+    done = ft.train(recipe, precision="fp32", options=Options(tmp_path / "run", plot=False))
+    share = sum(plain[number] == COLOURS[number % 4] for number in range(8)) / 8
+    assert next(done.read_metrics("eval"))["metrics"]["reward"] == share
+    # The reference is the start: no difference, if both see the same pictures.
+    first = next(done.read_metrics("train"))["metrics"]
+    assert first["kl"] == pytest.approx(0, abs=1e-5)
+    told = [json.loads(line) for line in done.completions.read_text().splitlines()]
+    assert all(len(each["completion"]) <= 8 * 13 for each in told)
+    assert not any("image_pad" in each["completion"] for each in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp_full_shard", "zero3"])
+def test_sampling_with_pictures_is_the_same_on_every_backend(run, tmp_path, finetune, name):
+    fields = prompts(run, "grpo")
+    path = write_recipe(tmp_path / "r.json", fields)
+    options = Options(tmp_path / "one", plot=False)
+    one = ft.train(catalog.from_fields(fields), precision="fp32", options=options)
+    launch(finetune, path, name, tmp_path / "two")
+    found, wanted = (
+        [record["loss"] for record in each.read_metrics("train")]
+        for each in (Run(tmp_path / "two"), one)
+    )
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
