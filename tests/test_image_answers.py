@@ -23,7 +23,9 @@ from transformers import AutoModelForImageTextToText
 import finetune as ft
 from finetune import Run, catalog
 from finetune.data.images.image_file import decode
+from finetune.evaluation.contamination import overlap
 from finetune.evaluation.evaluation import Request, evaluate
+from finetune.evaluation.questions import of_run
 from finetune.evaluation.results import results, rows_of
 from finetune.inference.chat import chat
 from finetune.inference.generate import Loaded, generate, load, load_folder
@@ -49,7 +51,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             colour = COLOURS[number % 4]
             width, height = SIZES[number % 3]
             path = folder / f"{name}{number}.png"
-            Image.new("RGB", (width + number % 5, height), colour).save(path)
+            wider = number % 5 + 8 * (name == "held" and number < 4)
+            Image.new("RGB", (width + wider, height), colour).save(path)
             lines.append({"messages": [*asked("?", Path(path.name)),
                                        {"role": "assistant", "content": colour}]})  # fmt: skip
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -144,6 +147,21 @@ def test_an_evaluation_asks_about_the_pictures_and_shows_them(run, plain):
             assert shown.getpixel((0, 0)) == whole.getpixel((0, 0))
             assert shown.size == whole.size
         assert text.count(f'src="{row["images"][0]}"') == 1
+
+
+def test_a_server_is_evaluated_on_the_same_pictures(run, plain, url):
+    found = evaluate(Request(url, rows_of=str(run.root), against="none"))
+    assert [answer.text for answer in found.after.answers] == plain
+
+
+def test_a_question_was_trained_if_its_picture_was(run):
+    """Every row asks the same, so that only the files tell."""
+    files = {path.read_bytes() for path in run.root.parent.glob("train*.png")}
+    wanted = sum(held(run, number).read_bytes() in files for number in range(8))
+    found = overlap(run, of_run(run))
+    assert found is not None
+    assert (found.prompts, found.rows) == (wanted, wanted)
+    assert 0 < wanted < 8
 
 
 def as_file(url: str) -> io.BytesIO:
