@@ -206,8 +206,7 @@ def test_a_model_that_reads_images_is_examined_with_none_one_and_three(
     base = pictured.base(assets, kind, tmp_path)
     status, found = examined(finetune, base, "model.reads=[image]", "batch.max_length=4096", *words)
     assert status == 0, found
-    assert found["images"]["why"].startswith("rows with ")
-    counts = found["images"]["why"].removeprefix("rows with ").split(" images")[0]
+    counts = found["images"]["why"].removeprefix("documents with ").split(" images")[0]
     assert {"0", "1", "3"} == set(counts.split(", "))
     asked = ("loss", "gradients", "documents side by side", "saved, reloaded, merged")
     assert [found[name]["passed"] for name in asked] == [True] * 4, found

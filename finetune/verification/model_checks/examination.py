@@ -176,10 +176,11 @@ class Examination:
         if self.images is None:
             return None, "the model reads text only"
         picked = range(min(ROWS, len(self.rows)))
-        seen = [self.rows.documents.images_of(int(self.rows.numbers(n)[0])) for n in picked]
+        numbers = [int(number) for n in picked for number in self.rows.numbers(n)]
+        seen = [self.rows.documents.images_of(number) for number in numbers]
         tokens = sum(each.end - each.start for images in seen for each in images)
         counts = ", ".join(str(len(images)) for images in seen)
-        return any(seen), f"rows with {counts} images, {tokens} tokens"
+        return any(seen), f"documents with {counts} images, {tokens} tokens"
 
     def _causal(self) -> tuple[bool, str]:
         if self.causality.leak:

@@ -95,7 +95,7 @@ def outcome(engine: Engine, recipe: Recipe, rows: Rows, pad_id: int) -> Outcome:
 def plain_outcome(
     recipe: Recipe, rows: Rows, trained: dict[str, torch.Tensor], config: LoraConfig | None
 ) -> Outcome:
-    """Loss and gradient by plain transformers and PEFT, one row at a time without padding.
+    """Loss and gradient by plain transformers and PEFT, one document at a time without padding.
 
     Args:
         trained: values of the trained parameters by name, copied into the plain model.
@@ -103,7 +103,8 @@ def plain_outcome(
     """
     network = _plain(recipe, trained, config)
     network.train()
-    numbers = [int(rows.numbers(index)[0]) for index in range(min(ROWS, len(rows)))]
+    picked_rows = range(min(ROWS, len(rows)))
+    numbers = [int(number) for index in picked_rows for number in rows.numbers(index)]
     picked = [rows.documents.document(number) for number in numbers]
     terms = sum(int(is_trained[1:].sum()) for _, is_trained in picked)
     total = 0.0
