@@ -17,6 +17,7 @@ from transformers import (
 from finetune.inference import batch as batching
 from finetune.inference.batch import Batch, Forward, can_join
 from finetune.inference.decoder import Decoder, Row, decode, in_passes
+from finetune.kernels.head import give_loss
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -105,6 +106,19 @@ def test_greedy_answers_are_those_of_generate(kind):
             eos_token_id=stops, pad_token_id=0,
         )  # fmt: skip
         assert row.ids == out[0, ids.shape[1] :].tolist()
+
+
+def test_a_model_that_computes_its_loss_samples_as_one_that_does_not():
+    """In training: with places of their own (GPT-2 has learned ones), and rows that join."""
+    model = tiny("gpt2", SHARED["gpt2"])
+    prompts = [torch.randint(12, 64, (length,)).tolist() for length in (3, 9, 20)]
+    plain = [Row(prompt, 8, ()) for prompt in prompts]
+    decode(model, plain, 0, 3)
+    give_loss(model, chunked=True)
+    trained = [Row(prompt, 8, ()) for prompt in prompts]
+    decode(model, trained, 0, 3)
+    assert [row.ids for row in trained] == [row.ids for row in plain]
+    assert can_join(model)
 
 
 class TwoRanks:

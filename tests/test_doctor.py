@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pictured
 import pytest
 import torch
 from conftest import Finetune, Tiny, write_recipe
@@ -17,9 +18,9 @@ from finetune.verification.proofs.fixtures import write_tokenizer
 from finetune.verification.proofs.shrink import fill_zeros, shrink
 
 QUESTIONS = [
-    "plan", "two layers of it", "loss", "gradients", "causal", "adapted", "quantised", "experts",
-    "documents side by side", "activation checkpointing", "two steps", "saved, reloaded, merged",
-    "stop tokens",
+    "plan", "two layers of it", "loss", "gradients", "images", "causal", "adapted", "quantised",
+    "experts", "documents side by side", "activation checkpointing", "two steps",
+    "saved, reloaded, merged", "stop tokens",
 ]  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def test_a_sound_recipe_gets_yes_everywhere(tiny, finetune, tmp_path, sections, 
     assert status == 0, found
     assert list(found) == QUESTIONS
     answers = {name: each["passed"] for name, each in found.items()}
-    aside = aside | {"quantised", "experts"}
+    aside = aside | {"quantised", "experts", "images"}
     assert answers == dict.fromkeys(QUESTIONS, True) | dict.fromkeys(aside)
     assert found["gradients"]["why"].startswith(f"{tensors} tensors")
 
@@ -59,7 +60,9 @@ def test_a_model_alone_is_examined_with_lora(tiny, finetune):
     done = finetune("doctor", tiny.model, 'adapter.targets=["q_proj"]', "adapter.r=2").passed()
     lines = done.stdout.splitlines()
     answers = [line[:4].strip() for line in lines[: len(QUESTIONS)]]
-    assert answers == ["-" if name in ("quantised", "experts") else "yes" for name in QUESTIONS]
+    assert answers == [
+        "-" if name in ("quantised", "experts", "images") else "yes" for name in QUESTIONS
+    ]
     assert "gradients                  4 tensors" in done.stdout  # A and B of two layers
     assert "note no data is named: rows are generated" in lines
 
@@ -192,3 +195,18 @@ def test_scales_of_a_random_model_are_not_zero():
 def test_the_shrunk_model_is_described_whatever_its_config_calls_a_layer(kind, tmp_path):
     AutoConfig.for_model(**shrunk(kind)).save_pretrained(tmp_path)
     assert described(str(tmp_path)) == f"{kind}, 2 layers of width 64, random weights, fp32"
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("qwen2_5_vl", ()), ("smolvlm", ()), ("qwen3_vl", ("batch.packing=true",)),
+])  # fmt: skip
+def test_a_model_that_reads_images_is_examined_with_none_one_and_three(
+    assets, tmp_path, finetune, kind, words
+):
+    base = pictured.base(assets, kind, tmp_path)
+    status, found = examined(finetune, base, "model.reads=[image]", "batch.max_length=4096", *words)
+    assert status == 0, found
+    counts = found["images"]["why"].removeprefix("documents with ").split(" images")[0]
+    assert {"0", "1", "3"} == set(counts.split(", "))
+    asked = ("loss", "gradients", "documents side by side", "saved, reloaded, merged")
+    assert [found[name]["passed"] for name in asked] == [True] * 4, found

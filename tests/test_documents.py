@@ -238,7 +238,8 @@ CHECKS: dict[str, Callable[[list[str], Path, Do], None]] = {
     **dict.fromkeys(
         [
             f"make {target}"
-            for target in "quickstart quickstart-dpo quickstart-grpo setup test train".split()
+            for target in "quickstart quickstart-dpo quickstart-grpo quickstart-images setup test "
+            "train".split()
         ],
         as_a_dry_run,
     ),

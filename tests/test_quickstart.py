@@ -9,6 +9,7 @@ import pytest
 from conftest import Finetune
 from quickstarted import quickstarted
 from safetensors import safe_open
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from finetune import Run, TrainingFailure
 from finetune.quickstart.supervised import refuse_miss
@@ -115,3 +116,30 @@ def test_the_quickstart_of_preferences_changes_the_answers_and_keeps_them_valid(
     assert list(json.loads(answered.stdout)) == ["city", "count", "day", "item", "name"]
     finetune("export", run, "--to", folder / "preferred", cwd=folder).passed()
     assert "rewards/margins" in (folder / "preferred/README.md").read_text()
+
+
+def test_the_quickstart_of_pictures_teaches_colours_and_its_next_commands_work(tmp_path, finetune):
+    """On a base of random weights, which it draws itself."""
+    done = finetune("quickstart", "--method", "images", cwd=tmp_path).passed()
+    run = tmp_path / "runs/quickstart-images"
+    samples = json.loads((run / "samples.json").read_text())
+    shares = [
+        sum(row[side] == row["expected"] for row in samples) / len(samples)
+        for side in ("before", "after")
+    ]
+    assert (len(samples), shares[0]) == (200, 0)
+    assert shares[1] > 0.95
+    page = (run / "report.html").read_text()
+    assert page.count('<img src="data:image/png') == 50
+    named = [shlex.split(words) for words in re.findall(r"next: \S*finetune (.*)", done.stdout)]
+    chat, measure, serve, export = named
+    answered = finetune(*chat, cwd=tmp_path).passed()
+    assert answered.stdout.strip() == samples[0]["after"]
+    measured = json.loads(finetune(*measure, "--json", cwd=tmp_path).passed().stdout)
+    exact = measured["measures"]["exact"]
+    assert (exact["before"], exact["after"]) == tuple(shares)
+    finetune(*export, cwd=tmp_path).passed()
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "seeing", backend="pil")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "seeing")
+    assert processor.merge_size == model.config.vision_config.spatial_merge_size
+    assert serve[0] == "serve"

@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--queue", type=options.count, default=16, help="further requests that may wait"
     )
+    parser.add_argument(
+        "--web-images",
+        action="store_true",
+        help="read images at web addresses that requests name; clients then choose what it reads",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows=arguments.rows,
         queue=arguments.queue,
         key=key,
+        web_images=arguments.web_images,
     )
     return 0
 

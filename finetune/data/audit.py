@@ -82,6 +82,7 @@ def count_rows(
         "scored": recipe.head.scored,
         "labels": recipe.label_counts(rows),
         "same_label": recipe.takes == "labelled" and _has_one_label(rows),
+        **_images(rows),
         "longest": int(lengths.max(initial=0)),
         "longest_sample": max((tally.longest_sample for tally in tallies), default=0),
         "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
@@ -117,6 +118,17 @@ def _longer_chosen(rows: Rows, facts: Facts, recipe: Recipe) -> float:
     tokens = rows.documents.lengths if recipe.head.scored else facts.trained
     lengths = tokens[rows.members].reshape(-1, 2)
     return float((lengths[:, 0] > lengths[:, 1]).mean()) if len(lengths) else 0.0
+
+
+def _images(rows: Rows) -> dict[str, int]:
+    """Numbers of images and of their tokens; empty if no row has an image."""
+    images = rows.documents.images
+    if images is None:
+        return {}
+    kept = images.places[np.isin(images.places[:, 0], rows.members)]
+    sizes = kept[:, 2] - kept[:, 1]
+    largest = int(sizes.max(initial=0))
+    return {"images": len(kept), "image_tokens": int(sizes.sum()), "most_image_tokens": largest}
 
 
 def _wanted(rows: Rows) -> int | None:
@@ -237,6 +249,9 @@ def describe(counts: dict[str, Any]) -> list[str]:
         if counts.get(name)
     ]
     lines = [line, ", ".join(unusual)] if unusual else [line]
+    if counts.get("images"):
+        most = f"at most {counts['most_image_tokens']:,} in one"
+        lines.insert(1, f"{counts['images']:,} images; {counts['image_tokens']:,} tokens, {most}")
     lines += _of_pairs(counts)
     lines += [f"labels{_named_labels(counts)}"] if counts.get("labels") else []
     lines += _unread(counts)

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from finetune.data.chat.messages import Turns, messages_of
+from finetune.data.images.image_file import as_parts
 from finetune.data.samples import (
     CONVERSATION,
     Completion,
@@ -96,7 +97,9 @@ def columns_as_json(sample: Prompt) -> str:
         RowProblem: a column has a value that JSON cannot represent.
     """
     asked = sample.asked
-    prompt: Any = asked.prompt if isinstance(asked, Completion) else list(asked.messages)
+    prompt: Any = asked.prompt if isinstance(asked, Completion) else [
+        as_parts(each) if "images" in each else each for each in asked.messages
+    ]  # fmt: skip
     found = {"prompt": prompt, **context_columns(asked), **sample.columns}
     wrong = next((name for name, value in found.items() if not is_json(value)), None)
     if wrong is not None:

@@ -4,9 +4,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from finetune import catalog
 from finetune.data.formats import read_row
+from finetune.data.images.image_file import ImageFile, digest_of
 from finetune.data.prompts import answered
 from finetune.data.read.sources import find_sources
 from finetune.data.samples import (
@@ -18,6 +20,7 @@ from finetune.data.samples import (
     Prompt,
     Sample,
     samples_of,
+    with_files_in,
 )
 from finetune.data.values import RowProblem
 from finetune.evaluation.questions import Asked, held_out
@@ -38,9 +41,16 @@ class Overlap:
 
 
 def digest(value: object) -> str:
-    """A hash of a value as JSON."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    """A hash of a value as JSON, in which an image is the hash of its file."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=_as_text)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _as_text(value: object) -> str:
+    try:
+        return digest_of(value.read()) if isinstance(value, ImageFile) else str(value)
+    except RowProblem:
+        return str(value)
 
 
 def keys_of(sample: Sample) -> tuple[str, str]:
@@ -117,6 +127,7 @@ def _trained(run: Run, recipe: Recipe) -> Iterator[Sample]:
                 continue
             try:
                 sample = read_row(source.data.format, row.value)
+                sample = with_files_in(sample, Path(row.file).parent)
             except RowProblem:
                 continue
             if sample is not None:

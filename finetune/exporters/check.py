@@ -9,10 +9,9 @@ import torch
 from transformers import AutoTokenizer
 
 from finetune.data.chat.chat_templates import text_of_chat
-from finetune.data.chat.render import Chat, Row, load_chat
+from finetune.data.chat.render import Chat, Row
 from finetune.data.formats import read_row
 from finetune.data.images.inputs import ImageInputs
-from finetune.data.images.processor import processor_of
 from finetune.data.read.sources import find_source
 from finetune.data.samples import (
     Completion,
@@ -28,7 +27,6 @@ from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters.base_tensors import base_files, weight_files
 from finetune.exporters.source import Source, is_loadable
 from finetune.inference.generate import Loaded, continue_ids, load, load_folder, text_of
-from finetune.models.image_parts import image_inputs
 from finetune.recipe import Recipe
 from finetune.reports.card import Kind
 from finetune.runs import limits
@@ -101,10 +99,9 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
             f"loading it needs about {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} are free"
         )
     trained = load(source.run, source.step)
-    chat = _chat(source, trained.tokenizer, source.checkpoint / "tokenizer")
-    inputs = image_inputs(source.recipe.model, chat.images, alone=True)
+    chat, inputs = trained.chat(), trained.images
     rows_asked = [_fitting(trained, _asked(chat, prompt)) for prompt in asked]
-    wanted, answers = _logits(trained, rows_asked, inputs), _answers(trained, rows_asked, inputs)
+    wanted, answers = _logits(trained, rows_asked, inputs), _answers(trained, rows_asked)
     learned = [
         row
         for _, sample in samples
@@ -114,7 +111,7 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
     del trained
     exported = load_folder(folder, source.dtype)
     found = _logits(exported, rows_asked, inputs)
-    copied = _chat(source, exported.tokenizer, folder)
+    copied = exported.chat()
     pairs = list(zip(found, wanted, strict=True))
     checked = Checked(
         rows=len(asked),
@@ -124,8 +121,7 @@ def check(source: Source, folder: Path, kind: Kind, rows: int) -> Checked | str:
         logits=max(_difference(*pair) for pair in pairs),
         kl=max(_divergence(*pair) for pair in pairs),
         answers_equal=sum(
-            one == other
-            for one, other in zip(_answers(exported, rows_asked, inputs), answers, strict=True)
+            one == other for one, other in zip(_answers(exported, rows_asked), answers, strict=True)
         ),
         loss=_loss(exported, learned, inputs),
         trained_loss=trained_loss,
@@ -230,13 +226,6 @@ def _row(recipe: Recipe, sample: Sample, chat: Chat, context: int | None) -> Row
     return cut if any(cut.trained[1:]) else None
 
 
-def _chat(source: Source, tokenizer: Any, folder: Path) -> Chat:
-    """The chat of a folder's tokenizer and, if the model reads images, of its processor."""
-    reads = source.recipe.model.reads
-    images = processor_of(str(folder), None, tokenizer) if reads else None
-    return load_chat(tokenizer, None, None, images)
-
-
 def _asked(chat: Chat, prompt: Prompt) -> Row:
     if isinstance(prompt, Conversation):
         return chat.prompt_row(prompt)
@@ -303,18 +292,8 @@ def _loss(loaded: Loaded, rows: list[Row], inputs: ImageInputs | None) -> float 
     return torch.cat(losses).mean().item() if losses else None
 
 
-def _answers(loaded: Loaded, rows: list[Row], inputs: ImageInputs | None) -> list[str]:
-    if inputs is None:
-        ids = [row.ids for row in rows]
-        return [text_of(loaded, row) for row in continue_ids(loaded, ids, max_new_tokens=ANSWER)]
-    model: Any = loaded.model
-    found = list[str]()
-    for row in rows:
-        ends = {"eos_token_id": list(loaded.stops), "pad_token_id": loaded.stops[0]}
-        given = _given(model, row, inputs)
-        ids = model.generate(**given, max_new_tokens=ANSWER, do_sample=False, **ends)
-        found.append(loaded.tokenizer.decode(ids[0, len(row.ids) :], skip_special_tokens=True))
-    return found
+def _answers(loaded: Loaded, rows: list[Row]) -> list[str]:
+    return [text_of(loaded, row) for row in continue_ids(loaded, rows, max_new_tokens=ANSWER)]
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -32,9 +32,16 @@ def check(source: Source) -> None:
     """Reject models that llama.cpp cannot convert, before anything is merged.
 
     Raises:
-        FinetuneError: no checkout is given, it does not support the tokenizer or the architecture,
-            it lacks `llama-quantize`, the type is unknown, or the model cannot be merged.
+        FinetuneError: the model reads images, no checkout is given, it does not support the
+            tokenizer or the architecture, it lacks `llama-quantize`, the type is unknown, or the
+            model cannot be merged.
     """
+    if source.recipe.model.reads:
+        raise FinetuneError(
+            "--format gguf: a model that reads images is two files there, and this format writes "
+            f"one; export it as merged, and convert that folder twice: {CONVERTER} FOLDER, and "
+            f"{CONVERTER} FOLDER --mmproj"
+        )
     checkout = find_checkout(source.llama_cpp)
     _quantiser(source, checkout)
     with tempfile.TemporaryDirectory() as name:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from finetune.data.images.processor import FILES
 from finetune.errors import FinetuneError
 from finetune.exporters import adapter
 from finetune.exporters.source import Source
@@ -16,6 +17,9 @@ from finetune.reports.card import Kind
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank` (vLLM 0.32)."""
 
+LANGUAGE = (".language_model.", ".text_model.", ".lm_head.")
+"""Parts of the names of modules of the language model, in models of transformers that read images.
+"""
 SERVED_WHOLE = {"score", "classifier"}
 """Modules that vLLM (0.32) loads from `modules_to_save`."""
 
@@ -77,6 +81,17 @@ def served_rank(config: dict[str, Any]) -> int:
     return next(each for each in RANKS if each >= largest_rank(config))
 
 
+def image_words(folder: Path) -> list[str]:
+    """Options for an adapter in a folder that has modules of a tower or connector.
+
+    Without them vLLM (0.32) leaves these modules out without a word.
+    """
+    tensors = tensor_shapes(folder / ADAPTER_WEIGHTS)
+    inside = any(all(part not in name for part in LANGUAGE) for name in tensors)
+    sees = any((folder / name).is_file() for name in FILES)
+    return ["--enable-tower-connector-lora"] if sees and inside else []
+
+
 def dtype_words(dtype: torch.dtype | None) -> list[str]:
     """Options for a compute data type; without them vLLM (0.32) computes fp32 models in bf16."""
     return [] if dtype is None else ["--dtype", str(dtype).removeprefix("torch.")]
@@ -91,5 +106,5 @@ def command(folder: Path, base: str, config: dict[str, Any], dtype: torch.dtype 
     chosen = " --chat-template chat_template.jinja" if template.is_file() else ""
     return (
         f"vllm serve {base} --tokenizer . --enable-lora --max-lora-rank {served_rank(config)} "
-        f"--lora-modules tuned=.{chosen} {' '.join(dtype_words(dtype))}"
+        f"--lora-modules tuned=.{chosen} {' '.join([*image_words(folder), *dtype_words(dtype)])}"
     ).rstrip()

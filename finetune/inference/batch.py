@@ -49,14 +49,16 @@ def can_join(model: nn.Module) -> bool:
         return False
     if getattr(network, "_is_stateful", False):
         return False
-    if not {"attention_mask", "past_key_values"} <= set(_arguments(network)):
+    if not {"attention_mask", "past_key_values"} <= _arguments(network):
         return False
     layers = {type(layer) for layer in DynamicCache(config=config).layers}
     return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
-def _arguments(network: nn.Module) -> Mapping[str, Any]:
-    return inspect.signature(network.forward).parameters
+def _arguments(network: nn.Module) -> set[str]:
+    """Names of the arguments of a model, also of the class below one that adds a loss to it."""
+    kinds = [kind for kind in type(network).__mro__ if "forward" in vars(kind)]
+    return {name for kind in kinds for name in inspect.signature(kind.forward).parameters}
 
 
 class Forward:

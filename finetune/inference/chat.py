@@ -3,11 +3,14 @@
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from finetune.data.images.image_file import ImageFile
+from finetune.data.images.image_file import decode as decode_image
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.inference.decoder import decode
 from finetune.inference.generate import (
@@ -16,7 +19,7 @@ from finetune.inference.generate import (
     Message,
     new_text,
     pad_of,
-    prompt_ids,
+    prompt_of,
     random_key,
     row_of,
 )
@@ -131,8 +134,8 @@ def stream(
     temperature: float = 0.0,
 ) -> str:
     """Answer one prompt, streaming the text; returns the complete text."""
-    ids = prompt_ids(loaded, asked)
-    row = row_of(loaded, ids, max_new_tokens, temperature)
+    prompt = prompt_of(loaded, asked)
+    ids, row = prompt.ids, row_of(loaded, prompt, max_new_tokens, temperature)
     if row.limit < 1:
         raise FinetuneError(f"{len(ids)} tokens leave no room in a context of {loaded.context}")
     streamed, given = TextStream(loaded, ids, write), 0
@@ -143,21 +146,32 @@ def stream(
         given = len(row.text_ids)
 
     with torch.inference_mode():
-        decode(loaded.model, [row], pad_of(loaded), 1, random_key(), report=report)
+        decode(
+            loaded.model, [row], pad_of(loaded), 1, random_key(), inputs=loaded.images,
+            report=report,
+        )  # fmt: skip
     streamed.end()
     return streamed.text
 
 
-def answer(loaded: Loaded, prompt: str, max_new_tokens: int = 512) -> str:
+def answer(
+    loaded: Loaded, prompt: str, max_new_tokens: int = 512, images: Sequence[str] = ()
+) -> str:
     """Answer one user message, streaming the text; returns the complete text.
 
-    A model without a chat template continues the prompt.
+    A model without a chat template continues the prompt. `images` are files before the text.
     """
-    message = [{"role": "user", "content": prompt}]
+    message = [{"role": "user", "content": _content(prompt, images)}]
     asked = prompt if loaded.tokenizer.chat_template is None else message
     text = stream(loaded, asked, max_new_tokens=max_new_tokens)
     _write("\n")
     return text
+
+
+def _content(text: str, images: Sequence[str]) -> Any:
+    """The content of a message: a text, or images in front of it."""
+    parts = [{"type": "image", "path": path} for path in images]
+    return [*parts, {"type": "text", "text": text}] if images else text
 
 
 def chat(
@@ -170,30 +184,48 @@ def chat(
 ) -> None:
     """Chat until /exit, Ctrl-D or Ctrl-C; /reset clears the conversation.
 
+    `/image FILE` puts an image before the text of the next message.
+
     A model without a chat template continues each line separately. If lines are not `typed` but
     come from a file or a pipe, only the answers are written, without introduction and prompt.
     """
-    history: list[Message] = []
+    history, images = list[Message](), list[str]()
     if typed:
-        write("/reset clears the conversation, /exit ends it\n")
+        sees = "/image FILE shows it with the next message, " if loaded.images is not None else ""
+        write(f"{sees}/reset clears the conversation, /exit ends it\n")
     while True:
         try:
             line = read("> " if typed else "").strip()
             if line == "/exit":
                 return
             if line == "/reset":
-                history = []
+                history, images = [], []
+            elif line.startswith("/image "):
+                images += _checked(loaded, line.removeprefix("/image ").strip(), write)
             elif line:
-                history = _exchange(loaded, history, line, write, max_new_tokens, temperature)
+                content, images = _content(line, images), []
+                history = _exchange(loaded, history, content, write, max_new_tokens, temperature)
         except (EOFError, KeyboardInterrupt):
             write("\n" if typed else "")
             return
 
 
+def _checked(loaded: Loaded, path: str, write: Callable[[str], None]) -> list[str]:
+    """The path of an image that can be shown, or nothing if it cannot; then it is written why."""
+    try:
+        if loaded.images is None:
+            raise RowProblem("this model reads text only")
+        decode_image(ImageFile(path).read(), f"image '{path}'")
+    except (RowProblem, FinetuneError) as problem:
+        write(f"{problem}\n")
+        return []
+    return [path]
+
+
 def _exchange(
     loaded: Loaded,
     history: list[Message],
-    line: str,
+    line: Any,
     write: Callable[[str], None],
     max_new_tokens: int,
     temperature: float,

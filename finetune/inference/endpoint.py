@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from finetune.data.images.image_file import as_parts, data_url
 from finetune.errors import FinetuneError, reading
 from finetune.runs.environment import hide
 
@@ -126,7 +127,17 @@ def _text_of(content: Any) -> str:
 
 
 def _sendable(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the format of the API: tool calls have ids, and arguments as JSON text."""
+    """A message in the format of the API: tool calls have ids and arguments as JSON text, images
+    are `data:` URLs."""
+    if "images" in message:
+        urls = iter(message["images"])
+        message = as_parts(message)
+        message["content"] = [
+            {"type": "image_url", "image_url": {"url": data_url(next(urls))}}
+            if part["type"] == "image"
+            else part
+            for part in message["content"]
+        ]
     if not message.get("tool_calls"):
         return dict(message)
     calls = [

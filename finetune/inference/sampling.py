@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from finetune.data.images.inputs import ImageInputs
 from finetune.inference.decoder import Row, decode
 
 
@@ -28,8 +29,14 @@ class Completion:
 
 
 def sample(
-    model: nn.Module, rows: Sequence[Row], pad: int, at_once: int, seed: int, step: int
+    model: nn.Module,
+    rows: Sequence[Row],
+    pad: int,
+    at_once: int,
+    seed: int,
+    step: int,
+    inputs: ImageInputs | None = None,
 ) -> list[Completion]:
     """One completion per row, in order; see `decode`."""
-    decode(model, rows, pad, at_once, (seed, step))
+    decode(model, rows, pad, at_once, (seed, step), inputs=inputs)
     return [Completion(row.ids, row.stopped, row.entropy, tuple(row.logps)) for row in rows]

@@ -258,11 +258,15 @@ class Online(Recipe):
         from finetune.data.chat.render import Row
         from finetune.data.prompts import columns_as_json
         from finetune.data.rows.example import Example
-        from finetune.data.samples import Prompt
+        from finetune.data.samples import Conversation, Prompt
 
         assert isinstance(sample, Prompt)
-        ids = chat.prompt(sample.asked)
-        return Example((Row(ids, [False] * len(ids)),), beside=columns_as_json(sample))
+        if isinstance(sample.asked, Conversation):
+            row = chat.prompt_row(sample.asked)
+        else:
+            ids = chat.prompt(sample.asked)
+            row = Row(ids, [False] * len(ids))
+        return Example((row,), beside=columns_as_json(sample))
 
     def count(self, batch: "MicroBatch") -> int:
         return batch.rows

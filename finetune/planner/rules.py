@@ -136,8 +136,8 @@ def images(request: Request) -> Iterator[str]:
     reasons = {
         f"{request.backend.name} divides a model or the tokens of a row, and an image would cross "
         "its parts; use ddp, fsdp_full_shard or zero3": request.backend.axes.any,
-        f"{recipe.method} samples completions from text alone; use sft or dpo": (
-            recipe.takes == "prompts"
+        "vLLM samples completions from text alone here; leave its server out": (
+            recipe.sampled is not None and recipe.sampled.elsewhere
         ),
         f"{recipe.method} trains a score head, and transformers has no class of {request.kind} "
         "that has one and reads images; use dpo": (

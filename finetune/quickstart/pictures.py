@@ -18,8 +18,10 @@ from transformers import (
 )
 
 from finetune import catalog
+from finetune.data.images.image_file import PLACE
 from finetune.errors import TrainingFailure
 from finetune.evaluation.exact_match import exact_match, references, samples
+from finetune.evaluation.questions import asked_text
 from finetune.inference.generate import load, load_base
 from finetune.quickstart.supervised import print_next, write_lines
 from finetune.quickstart.tokenizer import train_tokenizer
@@ -164,10 +166,10 @@ def quickstart_images(output: Path) -> Run:
             f"quickstart --method images: exact match is {after.share:.1%}, expected {GOAL:.0%}; "
             "choose another --output, and repeat it"
         )
-    first = FOLDER / "pictures/held_out-000.png"
+    question = asked_text(asked[0]).replace(PLACE, "")
     print_next(
         console,
-        f"chat {run.root} --image {first} --prompt '{QUESTIONS[0].format(shape='shape')}'",
+        f"chat {run.root} --image {FOLDER}/pictures/held_out-000.png --prompt '{question}'",
         f"eval {run.root} --against base",
         f"serve {run.root}",
         f"export {run.root} --to seeing",

@@ -72,7 +72,9 @@ def quickstart(output: Path) -> Run:
 def print_next(console: Console, *commands: str) -> None:
     """Print commands to try after a quickstart."""
     for command in commands:
-        console.print(f"  next: [bold].venv/bin/finetune {command}[/]", highlight=False)
+        console.print(
+            f"  next: [bold].venv/bin/finetune {command}[/]", highlight=False, soft_wrap=True
+        )
 
 
 def train_base() -> None:

@@ -17,11 +17,13 @@ from finetune import catalog
 from finetune.cache import cache
 from finetune.data.audit import describe, mistakes
 from finetune.data.formats import find_format
+from finetune.data.images.image_file import PlacedImage, decode, thumbnail
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.read.first_rows import fit, labels
 from finetune.data.read.sources import find_source
 from finetune.data.rows.order import permutation
 from finetune.data.samples import READ_AS
+from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError
 from finetune.methods import find_method
 from finetune.models.model import load_chat_of, load_tokenizer
@@ -41,11 +43,13 @@ ANY_LENGTH = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A token, or several tokens that form complete characters only together."""
+    """A token, several that form complete characters only together, or those of an image."""
 
     text: str
     ids: list[int]
     trained: bool
+    image: str = ""
+    """A thumbnail of the image as a `data:` URL."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,10 @@ class Document:
     def counted(self) -> str:
         """Its numbers of tokens and trained tokens, and its label, as text."""
         learned = "scored at the last" if self.scored else f"{self.trained} trained"
-        return f"{self.tokens} tokens, {learned}{f', label: {self.label}' * bool(self.label)}"
+        seen = [len(piece.ids) for piece in self.pieces if piece.image]
+        images = f", {len(seen)} image{'s' * (len(seen) > 1)} with {sum(seen)}" if seen else ""
+        label = f", label: {self.label}" if self.label else ""
+        return f"{self.tokens} tokens{images}, {learned}{label}"
 
     @property
     def tokens(self) -> int:
@@ -206,13 +213,28 @@ def _document(
     name: str,
 ) -> Document:
     documents = prepared.train.documents
-    ids, trained = documents.document(number)
-    found = list(pieces(tokenizer, ids.tolist(), trained.tolist()))
+    ids, trained = (each.tolist() for each in documents.document(number))
+    found, last = list[Piece](), 0
+    for image in documents.images_of(number):
+        found += pieces(tokenizer, ids[last : image.start], trained[last : image.start])
+        found.append(_chip(image, ids[image.start : image.end]))
+        last = image.end
+    found += pieces(tokenizer, ids[last:], trained[last:])
     columns = {each: float(values[number]) for each, values in documents.columns.items()}
     if "wanted" in columns:
         name = "wanted" if columns["wanted"] else "unwanted"
     label, scored = recipe.label_of(columns), recipe.head.scored
     return Document(prepared.place(number), found, name, label, scored)
+
+
+def _chip(image: PlacedImage, ids: list[int]) -> Piece:
+    """An image in the place of its tokens."""
+    try:
+        width, height = decode(image.file.read(), image.file.name)[0].size
+        text = f"[image {width} x {height}, {len(ids)} tokens]"
+        return Piece(text, ids, False, thumbnail(image.file))
+    except RowProblem as problem:
+        raise FinetuneError(f"data: {problem}") from None
 
 
 def pieces(
@@ -283,7 +305,8 @@ def _coloured(document: Document, colours: bool) -> Text:
         if piece.trained != inside and not colours:
             text.append("⟦" if piece.trained else "⟧")
         inside = piece.trained
-        text.append(visible(piece.text), style="bold green" if piece.trained else "dim")
+        style = "bold green" if piece.trained else "reverse" if piece.image else "dim"
+        text.append(visible(piece.text), style=style)
     return text.append("⟧") if inside and not colours else text
 
 

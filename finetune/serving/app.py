@@ -14,13 +14,14 @@ from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from finetune.data.chat.tokens import Row as PromptRow
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.serving.bodies import Body, Chat, Completion
 from finetune.serving.guard import Guard, policy
 from finetune.serving.models import Served
 from finetune.serving.problem import Json, about_field, problem
 from finetune.serving.reply import BrokenModel, Reply
-from finetune.serving.requests import ChatRequest, TextRequest, prompt_of
+from finetune.serving.requests import ChatRequest, Fetch, TextRequest, prompt_of
 from finetune.serving.scheduler import Scheduler
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
@@ -31,8 +32,10 @@ Pieces = asyncio.Queue[str | None]
 class Answers:
     """The models by name, and the count of running and waiting requests."""
 
-    def __init__(self, models: Mapping[str, Served], rows: int, queue: int) -> None:
-        self.models, self.places = models, rows + queue
+    def __init__(
+        self, models: Mapping[str, Served], rows: int, queue: int, fetch: Fetch | None
+    ) -> None:
+        self.fetch, self.models, self.places = fetch, models, rows + queue
         self.first = next(iter(models))
         self.scheduler = Scheduler(rows)
         self.taken = 0
@@ -60,12 +63,12 @@ class Answers:
             raise HTTPException(429, text, {"Retry-After": "1"})
         self.taken += 1
 
-    def leave(self, prompt: "asyncio.Future[list[int]]") -> None:
+    def leave(self, prompt: "asyncio.Future[PromptRow]") -> None:
         """Leave the place of a request that got no answer."""
         self.taken -= 1
         _ = prompt.cancelled() or prompt.exception()  # reported already, or its client left
 
-    def begin(self, body: Body, ids: list[int], pieces: Pieces, *, streams: bool) -> Reply:
+    def begin(self, body: Body, prompt: PromptRow, pieces: Pieces, *, streams: bool) -> Reply:
         """Submit a prompt, which leaves its place when it is answered.
 
         If it `streams`, its text is put into `pieces` as it is generated, and None at its end.
@@ -86,7 +89,7 @@ class Answers:
             if streams:
                 soon(pieces.put_nowait, text)
 
-        reply = Reply(body.served, ids, body.asked, write)
+        reply = Reply(body.served, prompt, body.asked, write)
         self.scheduler.submit(reply)
         self._replies.add(reply)
         reply.answer.add_done_callback(lambda _: soon(self._leave, reply, pieces))
@@ -111,6 +114,7 @@ def build_app(
     queue: int = 16,
     key: str | None = None,
     local: bool = True,
+    fetch: Fetch | None = None,
 ) -> FastAPI:
     """The ASGI application.
 
@@ -121,8 +125,9 @@ def build_app(
         key: Key that clients of /v1 must send as `Authorization: Bearer KEY`.
         local: Accept only local host names in requests, so that pages of other sites cannot use
             the server (DNS rebinding).
+        fetch: Reads an image at a web address; None refuses web addresses.
     """
-    answers = Answers(models, rows, queue)
+    answers = Answers(models, rows, queue, fetch)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -208,10 +213,10 @@ async def _answer(answers: Answers, request: Request, body: Body) -> Response:
         reply.cancelled.set()
 
 
-async def _prompt(answers: Answers, request: Request, body: Body) -> list[int]:
+async def _prompt(answers: Answers, request: Request, body: Body) -> PromptRow:
     async with answers.reading:
         await _stays(request)
-        return await run_in_threadpool(prompt_of, body.served, body.asked)
+        return await run_in_threadpool(prompt_of, body.served, body.asked, answers.fetch)
 
 
 async def _wait(request: Request, future: "asyncio.Future[Any]") -> None:

@@ -55,7 +55,7 @@ def vllm_words(folder: Path, name: str, host: str, port: int) -> list[str]:
     return [
         "vllm", "serve", base, "--tokenizer", str(folder), "--served-model-name", f"{name}-base",
         "--enable-lora", "--max-lora-rank", str(vllm.served_rank(config)),
-        "--lora-modules", f"{name}={folder}", *chosen, *served,
+        "--lora-modules", f"{name}={folder}", *chosen, *vllm.image_words(folder), *served,
     ]  # fmt: skip
 
 

@@ -105,13 +105,15 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def policy(page: str) -> str:
-    """A Content-Security-Policy for the page's own script and style, and requests to its server."""
+    """A Content-Security-Policy for the page's own script and style, images that are dropped into
+    it, and requests to its server."""
     parts = re.findall(r"<(style|script)>(.*?)</", page, re.DOTALL)
     allowed = "; ".join(
         f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
         for tag, text in parts
     )
-    rest = "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    own = "img-src data:; connect-src 'self'"
+    rest = f"{own}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     return f"default-src 'none'; {allowed}; {rest}"
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import torch
 
+from finetune.data.chat.tokens import Row as PromptRow
 from finetune.errors import FinetuneError
 from finetune.inference.chat import TextStream
 from finetune.inference.decoder import Row
@@ -75,14 +76,15 @@ class Reply(Row):
     """
 
     def __init__(
-        self, served: Served, ids: list[int], asked: Request, write: Callable[[str], None]
+        self, served: Served, prompt: PromptRow, asked: Request, write: Callable[[str], None]
     ) -> None:
         """Raises FinetuneError for an invalid prompt, as `room` does."""
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        limit, stops = room(served, ids, asked.most), served.loaded.stops
+        ids, stops = prompt.ids, served.loaded.stops
+        limit = room(served, ids, asked.most)
         super().__init__(
             ids, limit, stops, asked.temperature, asked.top_p, words_of(seed), max(0, asked.top_k),
-            asked.min_p, asked.repetition_penalty,
+            asked.min_p, asked.repetition_penalty, prompt.images,
         )  # fmt: skip
         self.served, self.likelihoods = served, asked.likelihoods
         self.answer: Future[Answer] = Future()

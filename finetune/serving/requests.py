@@ -3,11 +3,15 @@
 Unsupported fields are rejected, not ignored.
 """
 
+import http.client
+import urllib.request
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from finetune.data.chat.chat_templates import check_variables, fewest_tokens
+from finetune.data.chat.tokens import Row as PromptRow
 from finetune.data.formats import read_row
 from finetune.data.samples import Completion, Conversation
 from finetune.data.values import RowProblem
@@ -23,6 +27,9 @@ Prompt = Annotated[
     Annotated[str, Tag("text")] | Annotated[Ids, Tag("ids")],
     Discriminator(lambda given: "ids" if isinstance(given, list) else "text"),
 ]
+Fetch = Callable[[str], bytes]
+LARGEST_IMAGE = 16 * 2**20
+"""Maximum bytes of an image at a web address."""
 STRICT = ConfigDict(extra="forbid", strict=True)
 """No unknown fields, and no conversions such as from `true` to 1."""
 
@@ -105,17 +112,17 @@ class TextRequest(Request):
         return self.logprobs
 
 
-def chat_text(served: Served, asked: ChatRequest) -> str:
-    """The conversation of a request as text, with the generation prompt.
+def chat_prompt(served: Served, asked: ChatRequest, fetch: Fetch | None) -> PromptRow:
+    """The token ids of a conversation with the generation prompt, and its images among them.
 
     Raises:
         FinetuneError: a message is invalid, the template rejects the conversation, or does not read
-            a variable.
+            a variable; an image cannot be read.
     """
     chat = served.chat
     if chat.template is None:
         raise FinetuneError("the model has no chat template; ask /v1/completions")
-    row: dict[str, Any] = {"messages": asked.messages}
+    row: dict[str, Any] = {"messages": [_fetched(each, fetch) for each in asked.messages]}
     if asked.tools and asked.tool_choice != "none":
         row["tools"] = asked.tools
     if asked.chat_template_kwargs:
@@ -133,21 +140,62 @@ def chat_text(served: Served, asked: ChatRequest) -> str:
         used = chat.tool_template if sample.tools and chat.tool_template else chat.template
         check_variables([used], sample.template_kwargs, "chat_template_kwargs")
     _refuse_long(served, sum(len(message["content"]) for message in sample.messages))
-    return chat.prompt_text(sample)
+    try:
+        if any(image.path is not None for image in sample.images):
+            raise RowProblem("an image is a file of this machine, which a server does not open")
+        return chat.prompt_row(sample)
+    except RowProblem as problem:
+        raise FinetuneError(f"messages: {problem}; send images as data: URLs") from None
 
 
-def prompt_of(served: Served, asked: ChatRequest | TextRequest) -> list[int]:
-    """The token ids of a request's prompt; it may run in any thread.
+def _fetched(message: dict[str, Any], fetch: Fetch | None) -> dict[str, Any]:
+    """A message whose images from web addresses are downloaded, if the server may."""
+    content = message.get("content")
+    if fetch is None or not isinstance(content, list):
+        return message
+    parts = list[Any]()
+    for part in content:
+        url = part.get("image_url") if isinstance(part, dict) else None
+        url = url.get("url") if isinstance(url, dict) else url
+        is_web = isinstance(url, str) and url.startswith(("http://", "https://"))
+        parts.append({"type": "image", "bytes": fetch(url)} if is_web else part)
+    return {**message, "content": parts}
+
+
+def download(url: str) -> bytes:
+    """The bytes of an image at a web address, at most `LARGEST_IMAGE`.
+
+    Raises:
+        FinetuneError: no answer, or more bytes.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            found = answer.read(LARGEST_IMAGE + 1)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise FinetuneError(f"messages: {url} cannot be read: {error}") from None
+    if len(found) > LARGEST_IMAGE:
+        raise FinetuneError(f"messages: {url} has more than {LARGEST_IMAGE:,} bytes")
+    return found
+
+
+def prompt_of(
+    served: Served, asked: ChatRequest | TextRequest, fetch: Fetch | None = None
+) -> PromptRow:
+    """The token ids of a request's prompt, and its images; it may run in any thread.
+
+    Args:
+        fetch: Reads an image at a web address; None refuses web addresses.
 
     Raises:
         FinetuneError: the text cannot be rendered or tokenized, or has no room in the context.
     """
     if isinstance(asked, ChatRequest):
-        return served.chat.prompt(chat_text(served, asked))
-    if isinstance(asked.prompt, str):
-        _refuse_long(served, len(asked.prompt))
-        return served.chat.prompt(Completion(asked.prompt, ""))
-    return asked.prompt
+        return chat_prompt(served, asked, fetch)
+    ids = asked.prompt
+    if isinstance(ids, str):
+        _refuse_long(served, len(ids))
+        ids = served.chat.prompt(Completion(ids, ""))
+    return PromptRow(ids, [False] * len(ids))
 
 
 def _refuse_long(served: Served, characters: int) -> None:

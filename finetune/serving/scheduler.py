@@ -87,7 +87,10 @@ class _Group:
         self.replies: list[Reply] = []
         model = served.loaded.model
         rows = rows if can_join(model) else 1  # a reply must not depend on the others
-        self._decoder = Decoder(model, pad_of(served.loaded), rows, read_at_once=READ_AT_ONCE)
+        loaded = served.loaded
+        self._decoder = Decoder(
+            model, pad_of(loaded), rows, read_at_once=READ_AT_ONCE, inputs=loaded.images
+        )
 
     def add(self, reply: Reply) -> None:
         self.replies.append(reply)

@@ -21,6 +21,7 @@ def serve(
     rows: int = 8,
     queue: int = 16,
     key: str | None = None,
+    web_images: bool = False,
 ) -> None:
     """Serve a run, a folder with a model or an adapter, or a hub name.
 
@@ -30,6 +31,7 @@ def serve(
         adapters: Folders of more adapters on the same base, by name.
         rows: Maximum number of requests that are answered at once; each needs a KV cache.
         queue: Maximum number of waiting requests; further ones get status 429.
+        web_images: Read images at the web addresses that requests name.
         key: API key that clients must send; required if `host` is not local.
 
     Raises:
@@ -45,12 +47,14 @@ def serve(
     except ImportError as error:
         raise FinetuneError(f"finetune serve needs {error.name}: {install('serve')}") from None
     from finetune.serving.models import open_models
+    from finetune.serving.requests import download
 
     with listening(host, port) as taken:
         models = open_models(path, name, adapters)
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{taken.getsockname()[1]}"
-        app = build_app(models, rows=rows, queue=queue, key=key, local=host in LOCAL)
+        fetch = download if web_images else None
+        app = build_app(models, rows=rows, queue=queue, key=key, local=host in LOCAL, fetch=fetch)
         print(f"serving {', '.join(models)} at {url}/v1, chat page at {url}/", flush=True)
         print(f"up to {rows} answers at once; Ctrl-C ends it", flush=True)
         config = uvicorn.Config(

@@ -6,6 +6,7 @@ In the text of a message each image is one `PLACE`; `message["images"]` has the 
 import base64
 import hashlib
 import io
+import mimetypes
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,6 +174,16 @@ def as_parts(message: Mapping[str, Any]) -> dict[str, Any]:
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": piece}] if piece or len(pieces) == 1 else []
     return {**{key: value for key, value in message.items() if key != "images"}, "content": parts}
+
+
+def data_url(file: ImageFile) -> str:
+    """The compressed bytes as a `data:` URL; readers find their format in the bytes.
+
+    Raises:
+        RowProblem: the file cannot be read.
+    """
+    kind, _ = mimetypes.guess_type(file.path or "")
+    return f"data:{kind or 'image/png'};base64,{base64.b64encode(file.read()).decode()}"
 
 
 def thumbnail(file: ImageFile) -> str:

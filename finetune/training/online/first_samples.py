@@ -7,7 +7,7 @@ import numpy as np
 
 from finetune.cache import cache
 from finetune.checkpoints.stop_tokens import all_ends, set_stop_tokens
-from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.render import Chat
 from finetune.data.prepare import prepare
 from finetune.data.rows.order import permutation
 from finetune.data.rows.store import Rows
@@ -17,7 +17,8 @@ from finetune.inference.load import attach, base_model
 from finetune.inference.sampling import sample
 from finetune.methods.online import Online
 from finetune.models import starting_adapter
-from finetune.models.model import load_tokenizer
+from finetune.models.image_parts import image_inputs
+from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.recipe import Recipe
 from finetune.reports.inspection import Inspection, Scored, inspect_rows
 from finetune.rewards.builtin import text_of
@@ -44,9 +45,8 @@ def inspect_samples(recipe: Recipe, rows: int, each: int) -> Inspection:
     """
     check_samples(recipe)
     assert isinstance(recipe, Online)
-    chosen = recipe.model
     tokenizer = load_tokenizer(recipe)
-    chat = load_chat(tokenizer, chosen.chat_template, chosen.chat_template_kwargs)
+    chat = load_chat_of(recipe, tokenizer)
     data = prepare(recipe, chat, cache("data"))
     check_columns(recipe.reward_funcs, column_names(data.train))
     inspection = inspect_rows(recipe, data, tokenizer, rows)
@@ -75,12 +75,14 @@ def _first_samples(
             stops,
             recipe.temperature,
             name=(int(row), at % each),
+            images=train.documents.images_of(int(train.members[row])),
             **chooses,
         )
         for at, (ids, row) in enumerate(zip(asked, prompts, strict=True))
     ]
     pad = tokenizer.pad_token_id or 0
-    found = sample(model, wanted, pad, recipe.sampling_rows, recipe.seed, 0)
+    inputs = image_inputs(recipe.model, chat.images, alone=True)
+    found = sample(model, wanted, pad, recipe.sampling_rows, recipe.seed, 0, inputs)
     columns = reward_columns(tokenizer, names, train, prompts, found)
     process = RewardProcess(recipe.reward_funcs, recipe.reward_timeout)
     try:

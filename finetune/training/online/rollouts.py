@@ -232,7 +232,15 @@ class Rollouts:
         chooses: dict[str, Any] = self.recipe.chooses if temperature else {}
         names = {i: (int(prompts[i]), int(numbers[i])) for i in mine}
         wanted = [
-            Row(self._prompt(rows, name[0]), limit, stops, temperature, name=name, **chooses)
+            Row(
+                self._prompt(rows, name[0]),
+                limit,
+                stops,
+                temperature,
+                name=name,
+                **chooses,
+                images=rows.documents.images_of(int(rows.members[name[0]])),
+            )
             for name in names.values()
         ]
         if self.server is not None:
@@ -255,7 +263,10 @@ class Rollouts:
             counted = inside.enter_context(measured) if apart else [0]
             model = inside.enter_context(engine.gathered(self.blank))
             counted = counted if apart else inside.enter_context(measured)
-            found = sample(model, wanted, self.pad_id, recipe.sampling_rows, recipe.seed, step)
+            found = sample(
+                model, wanted, self.pad_id, recipe.sampling_rows, recipe.seed, step,
+                self.train.image_inputs,
+            )  # fmt: skip
         if measures:
             self._memory = engine.largest(counted)[0]
         return found

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from finetune.data.rows.store import Documents, Rows
+from finetune.data.rows.stored_images import Images
 from finetune.errors import reading
 from finetune.inference.sampling import Completion
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online, group_stds
@@ -70,14 +71,19 @@ class Sampled:
         ]
         lengths = [len(a) + len(b) for a, b in zip(given, sampled, strict=True)]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        origins = data.documents.origins[data.members[self.prompts]]
-        documents = Documents(ids, np.concatenate(trained), offsets, origins)
+        members = data.members[self.prompts]
+        images = [data.documents.images_of(int(number)) for number in members]
+        documents = Documents(
+            ids, np.concatenate(trained), offsets, data.documents.origins[members],
+            images=Images.of_lists(images) if any(images) else None,
+        )  # fmt: skip
         advantages = np.where(counted, self.advantages, 0.0).astype(np.float32)
         number = np.arange(len(sampled))
         return Rows(
             documents, number, np.arange(len(sampled) + 1), packed=False,
             padding_free=data.padding_free, share_prompts=data.share_prompts,
             prompts=self.prompts if data.share_prompts else None, columns={ADVANTAGE: advantages},
+            image_inputs=data.image_inputs,
         )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from finetune.cache import cache
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.models import soundness, targets
+from finetune.models.image_parts import image_inputs
 from finetune.models.load_checks import token_rows
 from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.models.packed_attention import layout
@@ -62,6 +63,7 @@ class Examination:
         for name, question, needs in (
             ("loss", self._loss, None),
             ("gradients", self._gradients, "loss"),
+            ("images", self._images, "loss"),
             ("causal", self._causal, "loss"),
             ("adapted", self._adapted, "loss"),
             ("quantised", self._quantised, "loss"),
@@ -110,7 +112,9 @@ class Examination:
         self.recipe: Recipe = self.subject.recipe
         self.about, self.notes = described(str(self.subject.recipe.model.name)), self.subject.notes
         self.pad_id = load_tokenizer(self.recipe).pad_token_id or 0
-        self.rows = self.subject.data.train
+        chat = load_chat_of(self.recipe)
+        self.images = image_inputs(self.recipe.model, chat.images, alone=True)
+        self.rows = dataclasses.replace(self.subject.data.train, image_inputs=self.images)
         return True, self.about
 
     def _outcome(
@@ -167,6 +171,16 @@ class Examination:
             f"{len(self.ours.gradients)} tensors, {self.gradient_apart:.1e} from those of "
             f"transformers{self._and_peft}{note}"
         )
+
+    def _images(self) -> tuple[bool | None, str]:
+        if self.images is None:
+            return None, "the model reads text only"
+        picked = range(min(ROWS, len(self.rows)))
+        numbers = [int(number) for n in picked for number in self.rows.numbers(n)]
+        seen = [self.rows.documents.images_of(number) for number in numbers]
+        tokens = sum(each.end - each.start for images in seen for each in images)
+        counts = ", ".join(str(len(images)) for images in seen)
+        return any(seen), f"documents with {counts} images, {tokens} tokens"
 
     def _causal(self) -> tuple[bool, str]:
         if self.causality.leak:

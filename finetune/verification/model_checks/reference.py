@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from finetune.data.rows.collate import collate
 from finetune.data.rows.store import Rows
@@ -22,6 +21,7 @@ from finetune.distributed.base import Engine
 from finetune.distributed.build import build
 from finetune.models import model as models
 from finetune.models.quantization import keep_unpacked, quantization_config
+from finetune.models.scoring import auto_class
 from finetune.planner import plan
 from finetune.recipe import Recipe
 from finetune.training import optim
@@ -95,7 +95,7 @@ def outcome(engine: Engine, recipe: Recipe, rows: Rows, pad_id: int) -> Outcome:
 def plain_outcome(
     recipe: Recipe, rows: Rows, trained: dict[str, torch.Tensor], config: LoraConfig | None
 ) -> Outcome:
-    """Loss and gradient by plain transformers and PEFT, one row at a time without padding.
+    """Loss and gradient by plain transformers and PEFT, one document at a time without padding.
 
     Args:
         trained: values of the trained parameters by name, copied into the plain model.
@@ -103,14 +103,19 @@ def plain_outcome(
     """
     network = _plain(recipe, trained, config)
     network.train()
-    picked = [rows.row(index) for index in range(min(ROWS, len(rows)))]
+    picked_rows = range(min(ROWS, len(rows)))
+    numbers = [int(number) for index in picked_rows for number in rows.numbers(index)]
+    picked = [rows.documents.document(number) for number in numbers]
     terms = sum(int(is_trained[1:].sum()) for _, is_trained in picked)
     total = 0.0
-    for ids, is_trained in picked:
+    for number, (ids, is_trained) in zip(numbers, picked, strict=True):
+        seen, images = rows.image_inputs, rows.documents.images_of(number)
+        more = {} if seen is None else seen.of_row(ids.tolist(), images)
+        more = {name: value.to(network.device) for name, value in more.items()}
         given = torch.from_numpy(ids.astype(np.int64))[None].to(network.device)
         labels = torch.from_numpy(np.where(is_trained, ids, -100).astype(np.int64))[1:]
         logits = (
-            network(input_ids=given, use_cache=False).logits[0, :-1].float()
+            network(input_ids=given, **more, use_cache=False).logits[0, :-1].float()
         )  # (tokens - 1, vocabulary)
         loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / terms
         loss.backward()
@@ -121,7 +126,7 @@ def plain_outcome(
 def _plain(recipe: Recipe, trained: dict[str, torch.Tensor], config: LoraConfig | None) -> Any:
     stored = quantization_config(recipe.model.quantization, torch.float32)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = AutoModelForCausalLM.from_pretrained(
+    base: Any = auto_class(recipe.head, recipe.model.reads).from_pretrained(
         recipe.model.name,
         dtype=torch.float32,
         trust_remote_code=recipe.model.trust_remote_code,
@@ -130,6 +135,8 @@ def _plain(recipe: Recipe, trained: dict[str, torch.Tensor], config: LoraConfig 
     )
     keep_unpacked(base)
     if config is None:
+        for name, parameter in base.named_parameters():
+            parameter.requires_grad_(name in trained)
         return base
     network = get_peft_model(base, copy.deepcopy(config))
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """Generate a tokenizer and data for proofs on machines without the real ones."""
 
+import base64
+import io
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -37,11 +39,12 @@ def write_data(
     path: Path,
     data_format: Literal["messages", "text", "preference", "labelled", "prompts"],
     label: Callable[[int], Any] | None = None,
+    images: bool = False,
 ) -> None:
     """Write the rows as JSONL in a format: conversations, texts, pairs, labelled rows or prompts.
 
     The rejected answer of a pair is the answer of the previous row. `label` maps a row number to
-    its label.
+    its label. With `images`, prompts have 0, 1 and 3 images in turn.
     """
     rows: list[dict[str, object]] = list(conversations())
     dialogues: list[Any] = [row["messages"] for row in rows]
@@ -57,8 +60,28 @@ def write_data(
     elif data_format == "labelled":
         assert label is not None
         rows = [row | {"label": label(number)} for number, row in enumerate(rows)]
+    if images:
+        rows = [
+            _with_images(row, asked, number) for number, (row, (asked, _)) in enumerate(
+                zip(rows, dialogues, strict=True)
+            )
+        ]  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _with_images(row: dict[str, object], asked: dict[str, str], number: int) -> dict[str, object]:
+    """A row whose question, one of its messages, has images of noise with unequal sizes."""
+    from PIL import Image
+
+    source, urls = random.Random(number), list[str]()
+    for _ in range((0, 1, 3)[number % 3]):
+        size = source.randrange(24, 64), source.randrange(24, 64)
+        buffer = io.BytesIO()
+        Image.frombytes("RGB", size, source.randbytes(3 * size[0] * size[1])).save(buffer, "png")
+        urls.append(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}")
+    asked["content"] = "<image>" * len(urls) + asked["content"]
+    return row | {"images": urls} if urls else row
 
 
 def vowels(completions: Sequence[Completion], **_: Any) -> list[float]:

@@ -100,7 +100,7 @@ def make_subject(recipe: Recipe, shape: Shape, folder: Path, cache: Path) -> Sub
         optim=_optim(recipe.optim, notes),
         max_steps=shape.steps,
         trackers=(),
-        batch=_batch(recipe.batch, shape),
+        batch=_batch(recipe.batch, shape, recipe.model),
     )
     recipe = _with_rewards(_with_teacher(recipe, shape, folder, notes), shape, notes)
     recipe = _with_data(recipe, shape, folder, notes)
@@ -280,11 +280,12 @@ def _adapter(adapter: LoRA | None, shape: Shape) -> LoRA | None:
 # Batch, optimizer, data --------------------------------------------------------------------------
 
 
-def _batch(batch: Batch, shape: Shape) -> Batch:
+def _batch(batch: Batch, shape: Shape, model: Model) -> Batch:
     """Two micro-batches of two rows per process, or the recipe's own batch."""
     if shape.own_batch:
         return batch
-    length = batch.max_length if shape.whole else min(batch.max_length, LENGTH)
+    is_uncut = shape.whole or model.reads  # images have their number of tokens
+    length = batch.max_length if is_uncut else min(batch.max_length, LENGTH)
     overlong = "drop" if batch.overlong == "error" else batch.overlong
     return dataclasses.replace(
         batch, rows=4 * shape.processes, micro_rows=2, max_length=length, overlong=overlong
@@ -315,7 +316,8 @@ def _with_data(recipe: Recipe, shape: Shape, folder: Path, notes: list[str]) -> 
             "prompts": "prompts",
         }  # fmt: skip
         written = kinds.get(recipe.takes, alone)
-        write_data(folder / "rows.jsonl", written, lambda number: _label(recipe, number))
+        write_data(folder / "rows.jsonl", written, lambda number: _label(recipe, number),
+                   images=bool(recipe.model.reads))  # fmt: skip
         rows = str((folder / "rows.jsonl").resolve())
         train, held_out = (Data(rows, written),), ()
     eval_rows = None if held_out else EVAL_ROWS
