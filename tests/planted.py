@@ -150,7 +150,7 @@ FAULTS = [
           'chat.render(sample, "all")', "prepare"),
     Fault("end-not-trained", "data/chat/render.py",
           "return (first, last + 1) if tokens", "return (first, last) if tokens", "prepare"),
-    Fault("key-without-variables", "data/prepare.py", "dict(chat.variables)],", "{}],",
+    Fault("key-without-variables", "data/fingerprint.py", "dict(chat.variables)],", "{}],",
           "second_starts"),
     Fault("key-without-storage", "training/reference/stored.py",
           "[model.quantization, model.attention",

@@ -12,24 +12,19 @@ Tokens are written to disk as they are produced: memory holds a few numbers per 
 """
 
 import dataclasses
-import functools
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import numpy as np
 
 from finetune.data.audit import Facts, count_rows
-from finetune.data.chat.next_marks import own_ends
 from finetune.data.chat.render import Chat
-from finetune.data.formats import find_format
+from finetune.data.fingerprint import fingerprint
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.problems import Problems, check_source
-from finetune.data.read.hub import hub_version
 from finetune.data.read.mixture import hold_out, mix
 from finetune.data.read.sources import Source, find_sources
 from finetune.data.rows.encode import BadRow, Chunk, Encoder
@@ -370,89 +365,3 @@ def _rows(documents: Documents, chosen: np.ndarray, recipe: Recipe) -> Rows:
 def _pad_is_eos(chat: Chat) -> bool:
     eos = chat.tokenizer.eos_token_id
     return eos is not None and chat.tokenizer.pad_token_id == eos
-
-
-# The cache.
-
-
-def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
-    """A hash of everything that the prepared rows depend on."""
-    base = {each.name for each in dataclasses.fields(Recipe)}
-    own = recipe.encoding_fields
-    if own is None:
-        own = [each.name for each in dataclasses.fields(recipe) if each.name not in base]
-    holds_out = bool(recipe.eval_rows) and not recipe.eval_data
-    weighted = any(data.weight for data in (*recipe.data, *recipe.eval_data))
-    parts = {
-        "code": _code_hash(recipe),
-        "method": [recipe.method, {name: repr(getattr(recipe, name)) for name in own}],
-        "max_length": recipe.encoded_length,
-        "overlong": [recipe.batch.overlong, recipe.batch.min_length],
-        "duplicates": recipe.duplicates,
-        "packing": recipe.batch.packing,
-        # The seed is a part only where it chooses rows: otherwise runs with other seeds share them.
-        "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
-        "mixed": recipe.seed if weighted else None,
-        "template": [chat.template, chat.tool_template, dict(chat.variables)],
-        "tokenizer": _tokenizer_hash(chat),
-        **({} if chat.images is None else {"images": chat.images.identity}),
-        "train_sources": len(recipe.data),
-        "sources": [
-            [
-                dataclasses.asdict(source.data),
-                _format_code(source.data.format),
-                _content(source),
-                [str(path) for path in (*source.unread, *source.outside, *source.folders)],
-            ]
-            for source in sources
-        ],
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _code_hash(recipe: Recipe) -> str:
-    """A hash of this package and of the method's `encode`, so that new code prepares again."""
-    encode = repr(_code(type(recipe).encode.__code__))
-    return hashlib.sha256(_package_hash() + encode.encode()).hexdigest()
-
-
-@functools.cache
-def _package_hash() -> bytes:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.digest()
-
-
-def _format_code(name: str) -> str | None:
-    """A hash of the code of a format from outside this package; None for built-in formats."""
-    code = getattr(find_format(name).read, "__code__", None) if ":" in name else None
-    return None if code is None else hashlib.sha256(repr(_code(code)).encode()).hexdigest()
-
-
-def _code(code: CodeType) -> list[object]:
-    """The content of a code object: instructions, names and constants, with nested functions."""
-    inside = [_code(e) if isinstance(e, CodeType) else _ordered(e) for e in code.co_consts]
-    return [code.co_code, code.co_names, inside]
-
-
-def _ordered(constant: object) -> object:
-    """A constant in a form whose repr is the same in every process."""
-    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
-
-
-def _tokenizer_hash(chat: Chat) -> str:
-    digest = hashlib.sha256(chat.tokenizer.backend_tokenizer.to_str().encode())
-    named = chat.tokenizer.special_tokens_map, own_ends(chat.tokenizer)
-    digest.update(json.dumps(named, sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def _content(source: Source) -> list[str]:
-    if not source.files:
-        return [hub_version(source.data)]
-    hashes = []
-    for path in source.files:
-        with path.open("rb") as file:
-            hashes.append(f"{path} {hashlib.file_digest(file, 'sha256').hexdigest()}")
-    return hashes

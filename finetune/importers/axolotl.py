@@ -9,7 +9,7 @@ from finetune.importers.translation import Translation, listed, mapping, shown, 
 from finetune.methods.sft import SFT
 from finetune.planner.shapes.config_files import model_fields
 from finetune.recipe import Model
-from finetune.recipe.sections import SPECIAL_TOKENS
+from finetune.recipe.field_types import SPECIAL_TOKENS
 
 ATTENTION = {
     "flash_attention": "flash_attention_2", "flex_attention": "flex_attention",

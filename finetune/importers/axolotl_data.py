@@ -7,7 +7,7 @@ from finetune.data.chat.messages import REASONING
 from finetune.errors import FinetuneError
 from finetune.importers import preference_methods
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
-from finetune.recipe.sections import PART
+from finetune.recipe.field_types import PART
 
 TYPES: dict[str, tuple[Outcome, str]] = {
     "sharegpt": ("translated", "format=sharegpt"),

@@ -11,7 +11,7 @@ from finetune.data.samples import READ_AS
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
 from finetune.methods import find_method
 from finetune.recipe import Data
-from finetune.recipe.sections import TRACKERS
+from finetune.recipe.field_types import TRACKERS
 
 OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",

@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 from finetune import catalog
 from finetune.errors import Checked, FinetuneError, did_you_mean, problems, reading, refuse
 from finetune.process.yaml_text import read_yaml
-from finetune.recipe.sections import STRICT, Positive, Text
+from finetune.recipe.field_types import STRICT, Positive, Text
 
 Above0 = Annotated[float, Field(gt=0)]
 OVERRIDE = "cluster."

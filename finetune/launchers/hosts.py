@@ -23,7 +23,7 @@ from finetune.launchers.cluster import Cluster
 from finetune.launchers.submission import JobState, Queue, Submission, Submitted, ask
 from finetune.process import interpreter
 from finetune.process.signals import handled_signals
-from finetune.recipe.sections import STRICT, Positive, Text
+from finetune.recipe.field_types import STRICT, Positive, Text
 from finetune.runs.run import Run
 from finetune.version import __version__
 

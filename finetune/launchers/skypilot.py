@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from finetune.errors import FinetuneError, Interrupted
 from finetune.launchers.cluster import Cluster
 from finetune.launchers.submission import JobState, Queue, Submission, Submitted, ask, recipe_text
-from finetune.recipe.sections import STRICT, Positive, Text
+from finetune.recipe.field_types import STRICT, Positive, Text
 from finetune.runs.run import Run
 
 ACCELERATORS = {

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from finetune.errors import FinetuneError, Interrupted
 from finetune.launchers.cluster import Above0, Cluster
 from finetune.launchers.submission import JobState, Queue, State, Submission, Submitted, ask
-from finetune.recipe.sections import STRICT, Positive, Text
+from finetune.recipe.field_types import STRICT, Positive, Text
 from finetune.runs.run import Run
 
 STATES: dict[str, State] = {

@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from finetune.recipe import STRICT, Recipe
-from finetune.recipe.sections import Share
+from finetune.recipe.field_types import Share
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,7 +17,7 @@ from finetune.planner.rules import incompatibilities
 from finetune.planner.shapes.config_files import decoder_fields, fields_of
 from finetune.planner.shapes.read_config import read
 from finetune.recipe import Recipe
-from finetune.recipe.sections import Every
+from finetune.recipe.field_types import Every
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,24 +12,20 @@ from pydantic.dataclasses import dataclass
 
 from finetune.errors import Checked
 from finetune.recipe.changes import Changes
+from finetune.recipe.field_types import STRICT, HeldOut, Positive, Text, tracker
 from finetune.recipe.heads import LANGUAGE, Head
 from finetune.recipe.sections import (
-    STRICT,
     Batch,
     Completions,
     Data,
     Evaluation,
     Group,
-    HeldOut,
     Kernels,
     LoRA,
     Model,
     Optim,
-    Positive,
     Saving,
     Teacher,
-    Text,
-    tracker,
 )
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from finetune.recipe.sections import STRICT
+from finetune.recipe.field_types import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

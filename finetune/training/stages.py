@@ -43,8 +43,9 @@ from finetune.runs.run import Run
 from finetune.training import optim
 from finetune.training.eval_metrics import Answering, answering
 from finetune.training.memory_meter import Meter
-from finetune.training.online.rollouts import Rollouts, rollouts_of, second_model
+from finetune.training.online.rollouts import Rollouts, rollouts_of
 from finetune.training.recorder import Recorder, expected, tokens_of_run
+from finetune.training.reference.second_model import second_model
 from finetune.training.reference.stored import with_other, with_own, with_values
 from finetune.training.run_options import Options
 

@@ -7,7 +7,6 @@ and the step.
 """
 
 import contextlib
-import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from finetune.inference.decoder import Row
 from finetune.inference.sampling import Completion, sample
 from finetune.methods.losses import Sum, token_logps
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, SAMPLER, Online
-from finetune.models.model import build, frozen
 from finetune.models.shell import blank
 from finetune.recipe.references import other_model
 from finetune.rewards.builtin import text_of
@@ -423,23 +421,6 @@ def rollouts_of(
     if not isinstance(engine.plan.recipe, Online):
         return None
     return Rollouts(engine, run, train, tokenizer, pad_id, reference)
-
-
-def second_model(engine: Engine, network: nn.Module) -> nn.Module | None:
-    """The frozen reference model if the loss needs one: another model, or a copy of the start.
-
-    None if the base under a new adapter is the reference: it is the model with its adapter off.
-    """
-    recipe = engine.plan.recipe
-    if not recipe.needs_second_model:
-        return None
-    other = other_model(recipe)
-    if other is not None:
-        return frozen(engine, other)
-    # A copy of a divided module would call the layers of the original.
-    divided = engine.plan.backend.axes.any
-    start = build(engine, recipe.seed) if divided else copy.deepcopy(network)
-    return start.requires_grad_(False).eval().to(engine.device)
 
 
 @contextlib.contextmanager
