@@ -400,7 +400,6 @@ def machine(
     port, shared = _port(network or "ib400")
     divided = shared and not port.startswith("efa")
     outside = NETWORKS[port] / (count // nodes if divided else 1)
-    chosen = chosen if chosen.streams else dataclasses.replace(chosen, streams=chosen.bandwidth)
     return Machine(
         chosen, count, nodes, inside, outside if nodes > 1 else 0.0, host_memory, price, fast
     )
