@@ -154,6 +154,13 @@ class Machine:
         """Bytes available to tensors, without those of other processes and a reserve."""
         return (self.gpu.memory - self.outside - self.taken) * RESERVE
 
+    def ring(self, members: int) -> float:
+        """Bytes per second of each process in a ring over several nodes.
+
+        It enters and leaves a node once, over the ports of its `members` there.
+        """
+        return min(self.link, self.network * max(1, members))
+
 
 def _key(name: str) -> tuple[str, int | None]:
     """A GPU's name without what is the same for others, and its gigabytes if it states them.
