@@ -267,7 +267,8 @@ def times(
     even = copy_seconds(workload, machine) / compute * workload.tokens
     return Times(
         compute, launches, moves, updates, links, offload, drawn, scoring,
-        drawn + scoring + training, bound, total, work, machine.gpu.reached, overlap, per_token, even,
+        drawn + scoring + training, bound, total, work, machine.gpu.reached, overlap, per_token,
+        even,
     )  # fmt: skip
 
 
