@@ -56,7 +56,7 @@ class Option:
     moved: communication.Volume
     times: Times
     comparable: float
-    """Seconds per token if every engine reduced gradients in the compute data type.
+    """Seconds per token without the optimizer, if all engines reduced in the compute data type.
 
     DeepSpeed 0.19 does this, and the others reduce in fp32. This is not an advantage of a sharding
     strategy; `faster` mentions it if it would change the choice.
@@ -119,7 +119,7 @@ def option(workload: Workload, machine: Machine) -> Option:
     times = timing.times(workload, machine, moved)
     equal = volume(workload, gradient_width=workload.compute)
     alike = times if equal == moved else timing.times(workload, machine, equal)
-    per_token = alike.step / alike.tokens
+    per_token = (alike.step - alike.updates) / alike.tokens
     return Option(workload, peak, machine, host, fits, moved, times, per_token)
 
 

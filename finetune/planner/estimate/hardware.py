@@ -154,6 +154,13 @@ class Machine:
         """Bytes available to tensors, without those of other processes and a reserve."""
         return (self.gpu.memory - self.outside - self.taken) * RESERVE
 
+    def ring(self, members: int) -> float:
+        """Bytes per second of each process in a ring over several nodes.
+
+        It enters and leaves a node once, over the ports of its `members` there.
+        """
+        return min(self.link, self.network * max(1, members))
+
 
 def _key(name: str) -> tuple[str, int | None]:
     """A GPU's name without what is the same for others, and its gigabytes if it states them.
@@ -400,7 +407,6 @@ def machine(
     port, shared = _port(network or "ib400")
     divided = shared and not port.startswith("efa")
     outside = NETWORKS[port] / (count // nodes if divided else 1)
-    chosen = chosen if chosen.streams else dataclasses.replace(chosen, streams=chosen.bandwidth)
     return Machine(
         chosen, count, nodes, inside, outside if nodes > 1 else 0.0, host_memory, price, fast
     )

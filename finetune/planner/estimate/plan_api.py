@@ -156,7 +156,7 @@ def plan(
         precision: by default that of the backend.
         gpus: number of GPUs of the complete job, one per process.
         rows: rows of the training set, for the length of the run; by default counted if local.
-        row_tokens: average number of tokens per row, needed to count packs.
+        row_tokens: average number of tokens per row; by default read from local data.
         gpu: name of the GPU, such as H100-80; or give `gpu_memory`, `tflops` and `bandwidth`.
         nodes: number of nodes over which the GPUs are spread evenly.
         link: link between the GPUs of a node, such as nvlink; by default that of the GPU.

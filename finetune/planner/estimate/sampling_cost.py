@@ -92,7 +92,7 @@ def sampling(workload: Workload, machine: Machine | None = None) -> Sampling | N
     read = (units or stored) + 2 * weights
     # Completions of a batch, on average half as long as the longest.
     read += CACHE_COPIES * of_token * shape.layers * rows * (prompt + asked.longest / 2)
-    moving = read / gpu.streams + DRAWN * logits / gpu.bandwidth
+    moving = read / (gpu.streams or gpu.bandwidth) + DRAWN * logits / gpu.bandwidth
     launching = forward_operations(workload) * gpu.launch
     each = 2.0 * shape.active_parameters * rows / reached
     token = launching + moving + each if workload.cpu else max(launching, moving, each)

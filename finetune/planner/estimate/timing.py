@@ -109,7 +109,9 @@ class Times:
     launches: float
     """Time to launch all operations of the step, one by one."""
     moves: float
-    """Time of operations other than products."""
+    """Time of operations other than products, with that of the optimizer."""
+    updates: float
+    """Time of the optimizer, and of the gradient's norm."""
     communication: float
     offload: float
     sampling: float
@@ -160,9 +162,7 @@ def communication_seconds(
         blocking = sum(link.seconds for link in links if link.axis in moved.axes)
         return sum(link.seconds for link in links), blocking
     across = machine.nodes > 1 and workload.layout.group > machine.per_node
-    # A ring enters and leaves a node once, over the ports of all its GPUs.
-    ports = machine.network * machine.per_node
-    inside = min(machine.link, ports) if across else machine.link
+    inside = machine.ring(machine.per_node) if across else machine.link
     seconds = moved.inside / (inside * EFFICIENCY) if moved.inside else 0.0
     if moved.between:
         seconds += moved.between / ((machine.network or machine.link) * EFFICIENCY)
@@ -241,11 +241,12 @@ def times(
         layers, loss = (LAYERS_FULL if workload.adapter is None else LAYERS_ADAPTER), LOSS
         layers *= COMPILED if workload.compiled else 1.0
     updates = rest.updates / layout.share("optimizer") * (layout.offload == "none")
+    updates /= machine.gpu.bandwidth
     moved_here = layers * rest.layers + loss * rest.loss
     if workload.dequantizes and not workload.cpu:
         packed = workload.shape.layers * workload.shape.linear_weights
         moved_here += DEQUANTIZED * packed * passes(workload) * workload.accumulation
-    moves = (moved_here / (1 - waits) + updates) / machine.gpu.bandwidth
+    moves = moved_here / (1 - waits) / machine.gpu.bandwidth + updates
     here = compute + launches + moves if workload.cpu else max(compute + moves, launches)
     links, blocked = communication_seconds(moved, machine, workload)
     blocked += starting * (layout.group > 1)
@@ -265,8 +266,9 @@ def times(
     total = round(tokens * layout.processes)
     even = copy_seconds(workload, machine) / compute * workload.tokens
     return Times(
-        compute, launches, moves, links, offload, drawn, scoring, drawn + scoring + training,
-        bound, total, work, machine.gpu.reached, overlap, per_token, even,
+        compute, launches, moves, updates, links, offload, drawn, scoring,
+        drawn + scoring + training, bound, total, work, machine.gpu.reached, overlap, per_token,
+        even,
     )  # fmt: skip
 
 

@@ -227,11 +227,9 @@ def links(moved: Volume, workload: Workload, machine: Machine) -> list[Link]:
     found, axes = list[Link](), workload.layout.axes
     for axis, count in by_axis(moved).items():
         crosses = machine.nodes > 1 and reaches(workload, axis) > machine.per_node
-        rate = machine.link
-        if crosses:  # a ring enters and leaves a node once, over the ports of its members there
-            inner = {"shard": axes.tensor, "replicate": axes.tensor * workload.layout.group}
-            members = machine.per_node // inner.get(axis, machine.per_node)
-            rate = min(machine.link, machine.network * max(1, members))
+        inner = {"shard": axes.tensor, "replicate": axes.tensor * workload.layout.group}
+        members = machine.per_node // inner.get(axis, machine.per_node)
+        rate = machine.ring(members) if crosses else machine.link
         found.append(Link(axis, count, count / (rate * EFFICIENCY) if count else 0.0, crosses))
     return found
 
