@@ -162,7 +162,8 @@ def llava_onevision() -> Made:
 
 def gemma3() -> Made:
     made = tf.Gemma3Config(
-        text_config={**SIZES, "head_dim": 8, "sliding_window": 24, "query_pre_attn_scalar": 8},
+        text_config={**SIZES, "head_dim": 8, "sliding_window": 64, "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"]},
         vision_config={**SIGHT, "vision_use_head": False}, mm_tokens_per_image=4,
         boi_token_index=BEGIN, eoi_token_index=END, image_token_index=IMAGE, image_token_id=IMAGE,
         tie_word_embeddings=False,
