@@ -45,12 +45,11 @@ def pictures(folder: Path, rows: int = 24) -> Path:
         user = [{"type": "text", "text": f"Say {colour}."}]
         for each in range(number % 3):
             size = 32 + 16 * ((number + each) % 3), 48
-            Image.new("RGB", size, COLOURS[(number + each) % 4]).save(
-                folder / f"{number}-{each}.png"
-            )
+            noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
+            Image.fromarray(noise).save(folder / f"{number}-{each}.png")
             user.insert(0, {"type": "image", "path": f"{number}-{each}.png"})
-        lines.append({"messages": [{"role": "user", "content": user},
-                                   {"role": "assistant", "content": colour * (1 + number % 3)}]})  # fmt: skip
+        answer = {"role": "assistant", "content": colour * (1 + number % 3)}
+        lines.append({"messages": [{"role": "user", "content": user}, answer]})
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

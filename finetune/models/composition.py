@@ -9,8 +9,8 @@ from torch import nn
 from transformers.integrations import replace_with_bnb_linear
 
 from finetune.kernels.balance import Balance
+from finetune.models import image_parts, shell, targets
 from finetune.models import model as models
-from finetune.models import shell, targets
 from finetune.models.quantization import quantised_notes, quantization_config
 from finetune.planner.families import family_of
 from finetune.recipe import Recipe
@@ -20,10 +20,17 @@ def notes(model: nn.Module, recipe: Recipe) -> list[str]:
     """Notes on a loaded model: its adapter, its quantised weights, its load-balancing loss."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return [
+        *([_parts_note(base, recipe)] if recipe.model.reads else []),
         *adapter_notes(model, base, recipe),
         *quantised_notes(base, recipe.model.quantization),
         *_balance_notes(base, recipe),
     ]
+
+
+def _parts_note(base: nn.Module, recipe: Recipe) -> str:
+    """How large the parts of a model that reads images are, and which are trained."""
+    counts = (f"{part} {count:,}" for part, count in image_parts.sizes(base).items())
+    return f"model.trains: {', '.join(recipe.model.trains)}; parameters: {', '.join(counts)}"
 
 
 def planned(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:

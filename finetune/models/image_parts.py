@@ -20,7 +20,7 @@ from finetune.data.images.inputs import ImageInputs
 from finetune.data.images.processor import ImageProcessor
 from finetune.distributed.layers import network_of
 from finetune.errors import FinetuneError, reading
-from finetune.models.load_checks import plain_name
+from finetune.models.load_checks import full_shape, plain_name
 from finetune.planner.families import family_of
 from finetune.recipe import Model, Recipe
 
@@ -101,11 +101,11 @@ def _is_inside(name: str, path: str) -> bool:
 
 
 def sizes(model: PreTrainedModel) -> dict[str, int]:
-    """Parameters of each part."""
+    """Parameters of each part, without those of adapters."""
     found = dict.fromkeys((LANGUAGE, CONNECTOR, TOWER), 0)
-    parameters = dict(model.named_parameters())
-    for name, part in part_of(model, parameters).items():
-        found[part] += parameters[name].numel()
+    named = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+    for name, part in part_of(model, named).items():
+        found[part] += full_shape(named[name]).numel()
     return found
 
 

@@ -177,9 +177,19 @@ FAMILIES: dict[str, Family] = {
         Family(),
     ),
     # Models that read images.
-    "qwen2_5_vl": dataclasses.replace(_IMAGES, connectors=("merger",)),
-    "qwen3_vl": dataclasses.replace(_IMAGES, connectors=("merger", "deepstack_merger_list")),
-    "smolvlm": _IMAGES,
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"),
+        dataclasses.replace(_IMAGES, connectors=("merger",)),
+    ),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe"),
+        dataclasses.replace(_IMAGES, connectors=("merger", "deepstack_merger_list")),
+    ),
+    **dict.fromkeys(
+        ("idefics3", "internvl", "llava", "llava_next", "llava_onevision", "smolvlm"), _IMAGES
+    ),
+    # The tokens of an image see each other, which attention of documents does not know.
+    "gemma3": Family(reads=("image",), logits="plain", concatenates=False),
     "qwen3_5": Family(text_only=True, concatenates=False),
     "qwen3_5_moe": Family(text_only=True, concatenates=False),
     "openai-gpt": dataclasses.replace(_OTHER, recomputes=False, sdpa=False, transposed=True),
@@ -210,9 +220,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **dict.fromkeys(
         (
-            "florence2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
-            "mistral3", "paligemma", "qwen2_5_omni", "qwen2_audio", "qwen2_vl", "qwen3_vl_moe",
-            "voxtral",
+            "florence2", "mistral3", "paligemma", "qwen2_5_omni", "qwen2_audio", "voxtral",
         ),
         dataclasses.replace(_OTHER, unfit=OTHER_MEDIA),
     ),

@@ -23,7 +23,7 @@ from finetune.data.chat.next_marks import ended_spans, with_last_end
 from finetune.data.chat.template_spans import Span
 from finetune.data.chat.tokens import Row, Tokens, placed_images
 from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
-from finetune.data.images.processor import Expanded, ImageProcessor
+from finetune.data.images.processor import Expanded, ImageProcessor, expanded
 from finetune.data.samples import (
     Completion,
     Conversation,
@@ -103,9 +103,9 @@ class Chat:
 
     def prompt_row(self, sample: Conversation) -> Row:
         """`prompt` of a conversation with the images among its tokens, none of which is trained."""
-        expanded = self._expanded(self.prompt_text(sample), sample)
-        tokens = self._tokens(expanded.text)
-        images = placed_images(sample.images, expanded, tokens)
+        whole = self._expanded(self.prompt_text(sample), sample)
+        tokens = self._tokens(whole.text)
+        images = placed_images(sample.images, whole, tokens)
         return Row(tokens.ids, [False] * len(tokens.ids), images=images)
 
     def prompt_text(self, sample: Conversation) -> str:
@@ -190,14 +190,14 @@ class Chat:
 
     def _conversation(self, sample: Conversation, train_on: TrainOn) -> Row:
         turns = self._turns(sample)
-        rendered, expanded = self._rendered(sample)
-        text = expanded.text
+        rendered, whole = self._rendered(sample)
+        text = whole.text
         if train_on != "all":
             length = len(rendered.marked.text)
             rendered = with_last_end(turns, rendered)
             text += rendered.marked.text[length:]
         tokens = self._tokens(text)
-        notes = rendered.notes | expanded.notes
+        notes = rendered.notes | whole.notes
         if train_on == "all":
             if sample.untrained:
                 raise FinetuneError(
@@ -206,7 +206,7 @@ class Chat:
                     "key out"
                 )
             ids = tokens.ids
-            images = placed_images(sample.images, expanded, tokens)
+            images = placed_images(sample.images, whole, tokens)
             return Row(ids, [True] * len(ids), self._bos_notes(ids) | notes, images)
         answers = [
             number
@@ -216,7 +216,7 @@ class Chat:
         chosen = answers[-1:] if train_on == "completion" else answers
         chosen = [number for number in chosen if number not in sample.untrained]
         spans = {
-            number: [expanded.moved(span) for span in ended_spans(turns, rendered, number)]
+            number: [whole.moved(span) for span in ended_spans(turns, rendered, number)]
             for number in chosen
         }
         every = [span for said in spans.values() for span in said]
@@ -229,7 +229,7 @@ class Chat:
                 trained[first:behind] = [True] * (behind - first)
                 last = ids[behind - 1]
             self._check_end(last, rendered.marked.written(number) or text[slice(*said[-1])])
-        images = placed_images(sample.images, expanded, tokens, apart)
+        images = placed_images(sample.images, whole, tokens, apart)
         return Row(ids, trained, self._bos_notes(ids) | notes, images)
 
     def _placed(
@@ -362,18 +362,18 @@ class Chat:
                 case Conversation():
                     try:
                         rendered = self._turns(part).render(part)
-                        expanded = self._expanded(rendered.marked.text, part)
+                        whole = self._expanded(rendered.marked.text, part)
                     except (FinetuneError, RowProblem):  # raised again when the row is rendered
                         continue
-                    self._rendered_ahead[id(part)] = rendered, expanded
-                    texts[expanded.text] = None
+                    self._rendered_ahead[id(part)] = rendered, whole
+                    texts[whole.text] = None
                 case Completion():
                     texts |= {part.prompt: None, part.prompt + part.completion: None}
                 case Text():
                     texts[part.text] = None
-        whole = [text for text in texts if not HALF_CHARACTER.search(text)]
-        if whole:
-            for text, tokens in zip(whole, self._tokenised(whole), strict=True):
+        sound = [text for text in texts if not HALF_CHARACTER.search(text)]
+        if sound:
+            for text, tokens in zip(sound, self._tokenised(sound), strict=True):
                 self._tokens_ahead[text] = tokens
         try:
             yield
@@ -389,20 +389,7 @@ class Chat:
         return rendered, self._expanded(rendered.marked.text, sample)
 
     def _expanded(self, text: str, sample: Conversation) -> Expanded:
-        """A rendered text with the tokens of its images.
-
-        Raises:
-            FinetuneError: it has images, and the model reads text only.
-            RowProblem: an image cannot be read, or has no place in the text.
-        """
-        if self.images is not None:
-            return self.images.expand(text, sample.images)
-        if sample.images:
-            raise FinetuneError(
-                "the row has images, and the model reads text only; set model.reads=[image] for a "
-                "model that reads images, or leave them out of the row"
-            )
-        return Expanded(text)
+        return expanded(self.images, text, sample.images)
 
     def _tokens(self, text: str) -> Tokens:
         """Tokenize a text without adding special tokens.

@@ -243,6 +243,23 @@ class ImageProcessor:
         return np.array(ids, dtype=np.int32), self._tensors(found)
 
 
+def expanded(processor: ImageProcessor | None, text: str, images: Sequence[ImageFile]) -> Expanded:
+    """A rendered text with the tokens of its images.
+
+    Raises:
+        FinetuneError: it has images, and the model reads text only.
+        RowProblem: as `ImageProcessor.expand`.
+    """
+    if processor is not None:
+        return processor.expand(text, images)
+    if images:
+        raise FinetuneError(
+            "the row has images, and the model reads text only; set model.reads=[image] for a "
+            "model that reads images, or leave them out of the row"
+        )
+    return Expanded(text)
+
+
 def _first_text(found: Any) -> str:
     """The text that stands for the first image."""
     return found["text_replacement_offsets"][0][0]["replacement"]
