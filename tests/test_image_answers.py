@@ -329,7 +329,7 @@ def test_rewarded_completions_are_of_the_prompt_with_its_picture(run, plain, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp_full_shard", "zero3"])
 def test_sampling_with_pictures_is_the_same_on_every_backend(run, tmp_path, finetune, name):
-    fields = prompts(run, "grpo")
+    fields = prompts(run, "grpo", adapter={"r": 4})
     path = write_recipe(tmp_path / "r.json", fields)
     options = Options(tmp_path / "one", plot=False)
     one = ft.train(catalog.from_fields(fields), precision="fp32", options=options)
