@@ -197,6 +197,7 @@ def test_the_shrunk_model_is_described_whatever_its_config_calls_a_layer(kind, t
     assert described(str(tmp_path)) == f"{kind}, 2 layers of width 64, random weights, fp32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "words"), [
     ("qwen2_5_vl", ()), ("smolvlm", ()), ("qwen3_vl", ("batch.packing=true",)),
 ])  # fmt: skip

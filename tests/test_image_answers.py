@@ -270,7 +270,8 @@ def test_a_server_reads_web_addresses_if_it_is_asked_to(run, plain):
 @pytest.mark.parametrize("parts", [["language"], ["language", "connector", "tower"]])
 def test_an_exported_adapter_says_what_a_server_needs(run, finetune, tmp_path, parts):
     fields = json.loads(run.recipe.read_text())
-    fields |= {"adapter": {"r": 2}, "epochs": None, "max_steps": 1, "evaluation": {}}
+    del fields["epochs"]
+    fields |= {"adapter": {"r": 2}, "max_steps": 1, "evaluation": {}}
     fields["model"] |= {"trains": parts}
     options = Options(tmp_path / "run", plot=False)
     adapted = ft.train(catalog.from_fields(fields), precision="fp32", options=options)
@@ -305,7 +306,7 @@ def prompts(run: Run, method: str, **more: Any) -> dict[str, Any]:
         "method": method, "model": {"name": str(run.final), "reads": ["image"]}, "seed": 1,
         "data": [{"source": source["train"], "format": "prompts"}], "max_steps": 2,
         "eval_data": [{"source": source["held"], "format": "prompts"}],
-        "reward_funcs": [{"name": "exact_match"}], "num_generations": 4, "beta": 0.1,
+        "reward_funcs": [{"function": "exact_match"}], "num_generations": 4, "beta": 0.1,
         "max_completion_length": 8, "temperature": 2.0, "optim": {"lr": 1e-4, "warmup": 0},
         "batch": {"rows": 16, "micro_rows": 8, "max_length": 128}, "evaluation": {"every": 1},
     } | more  # fmt: skip
@@ -328,7 +329,7 @@ def test_rewarded_completions_are_of_the_prompt_with_its_picture(run, plain, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp_full_shard", "zero3"])
 def test_sampling_with_pictures_is_the_same_on_every_backend(run, tmp_path, finetune, name):
-    fields = prompts(run, "grpo")
+    fields = prompts(run, "grpo", adapter={"r": 4})
     path = write_recipe(tmp_path / "r.json", fields)
     options = Options(tmp_path / "one", plot=False)
     one = ft.train(catalog.from_fields(fields), precision="fp32", options=options)
