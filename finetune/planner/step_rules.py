@@ -1,5 +1,6 @@
 """The planner's rules of how a training steps and is evaluated."""
 
+import fnmatch
 from collections.abc import Iterator
 
 from finetune.planner.request import Request, Rule
