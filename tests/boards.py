@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 from conftest import end_tree, start
 
+from finetune.board.tasks import Tasks
+
 
 class Board:
     """A running board, with a client that has its token and one that has not."""
@@ -40,10 +42,13 @@ class Board:
 
 
 @contextlib.contextmanager
-def boarding(root: Path, folder: Path, warm: bool = False, **env: str) -> Iterator[Board]:
+def boarding(
+    root: Path, folder: Path, warm: bool = False, keeps: bool = False, **env: str
+) -> Iterator[Board]:
     """A board of a folder of runs, which works in another folder.
 
-    With `warm`, the imports of the commands that it starts are already done.
+    With `warm`, the imports of the commands that it starts are already done; with `keeps`, they go
+    on when it ends.
     """
     for place in (root, folder):
         place.mkdir(parents=True, exist_ok=True)
@@ -62,3 +67,8 @@ def boarding(root: Path, folder: Path, warm: bool = False, **env: str) -> Iterat
         if process.poll() is None:
             end_tree(process.pid)
         process.wait()
+        if root.is_dir() and not keeps:
+            tasks = Tasks(root)
+            for task in tasks.all():
+                if task.is_open:  # it would outlast the test, as it outlasts the board
+                    tasks.stop(task)

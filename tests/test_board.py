@@ -280,14 +280,14 @@ def test_a_board_that_is_killed_changes_no_run(
     root, steps = tmp_path / "runs", 12
     sections = {**SHORT, "max_steps": steps, "model": {"name": str(tiny.model)}}
     write_recipe(root / ".board" / "recipes" / "mine.yaml", tiny.fields(**sections))
-    with boarding(root, session_cache, warm=True) as first:
+    with boarding(root, session_cache, warm=True, keeps=True) as first:
         first.do("/start", **{"from": "file:mine", "output": "run", "f.seed": "3"})
         run = Run(root / "run")
         first.wait(lambda: Watch(run).read().step >= 1)
         first.process.kill()
         first.process.wait()
     for _ in range(3):
-        with boarding(root, session_cache, warm=True) as next_one:
+        with boarding(root, session_cache, warm=True, keeps=True) as next_one:
             assert "run" in next_one.page("/")
             next_one.process.kill()
             next_one.process.wait()
