@@ -301,6 +301,10 @@ def test_an_imported_file_is_the_recipe_that_means_the_same(folder, name):
                 "talk[].why": "reasoning_content"}),
         ("datasets: [{path: d, type: chat_template, roles: {assistant: [bot], user: [user]}}]",
             "data.0.roles", {"bot": "assistant"}),
+        ("processor_type: AutoProcessor\nskip_prepare_dataset: true", "model.reads", ["image"]),
+        ("processor_type: AutoProcessor", "model.trains", ["language", "connector", "tower"]),
+        ("processor_type: AutoProcessor\nadapter: lora\nlora_target_modules: "
+            "model.language_model.layers.*q_proj", "model.trains", ["language"]),
     ],
 )  # fmt: skip
 def test_what_public_configurations_use_is_translated(tmp_path, lines, path, value):
@@ -325,6 +329,21 @@ def test_layers_that_are_not_frozen_are_named(tmp_path):
         assert (recipe.adapter, recipe.model.trainable) == (None, tuple(wanted))
         assert "no counterpart" not in {outcome for outcome, _ in job.outcomes.values()}
         assert job.fields.get("token_weight", "none") == ("dft" if "dft" in more else "none")
+
+
+def test_images_and_orthogonal_tuning_of_llama_factory_come_over(tmp_path):
+    columns = {"messages": "messages", "images": "images"}
+    seen = {"file_name": "seen.json", "formatting": "sharegpt", "columns": columns}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"seen": seen}))
+    (tmp_path / "f.yml").write_text(
+        f"model_name_or_path: m\nstage: sft\ndataset: seen\ndataset_dir: {tmp_path}\n"
+        "finetuning_type: oft\noft_block_size: 16\nfreeze_vision_tower: false\n"
+    )
+    recipe, job, _ = importers.import_recipe(tmp_path / "f.yml", 1)
+    assert (recipe.model.reads, recipe.model.trains) == (("image",), ("language", "tower"))
+    assert recipe.adapter is not None
+    assert (recipe.adapter.kind, recipe.adapter.arguments) == ("oft", {"oft_block_size": 16})
+    assert "no counterpart" not in {outcome for outcome, _ in job.outcomes.values()}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,27 +1,15 @@
 """Translate a LLaMA-Factory configuration, including data sets from its dataset_info.json."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from finetune.errors import FinetuneError, did_you_mean, reading
-from finetune.importers import backends, images, preference_methods, trainer
-from finetune.importers.translation import Translation, mapping, shown, text
+from finetune.errors import FinetuneError
+from finetune.importers import backends, images, llamafactory_data, preference_methods, trainer
+from finetune.importers.translation import Translation, mapping, names_in, shown, text
 from finetune.methods.sft import SFT
 from finetune.planner.shapes.config_files import fields_of
 from finetune.recipe import Model
 
-INFO = "dataset_info.json"
-SOURCE = ("hf_hub_url", "file_name", "subset", "split", "num_samples", "formatting", "columns")
-SOURCE += ("ranking", "tags")
 ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "sdpa"}
-PLAIN_ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
-TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
-TAGS |= {"observation_tag": "observation", "function_tag": "function_call", "system_tag": "system"}
-OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user"}
-OPENAI_TAGS |= {"assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
-
 MOVED = {
     "neftune_noise_alpha": "model.neftune_alpha",
     "trust_remote_code": "model.trust_remote_code", "moe_aux_loss_coef": "model.router_aux_loss",
@@ -83,7 +71,7 @@ def translate(job: Translation, folder: Path) -> None:
     _method(job)
     _model(job)
     _adapter(job)
-    _data(job, folder)
+    llamafactory_data.sources(job, folder)
     images.llamafactory(job)
     _template(job)
     job.set("batch.max_length", 2048)
@@ -131,8 +119,8 @@ def _method(job: Translation) -> None:
         job.set("method", method)
         job.say("stage", "translated", f"method={method}")
     kind = text(job.get("finetuning_type", "lora"))
-    if kind not in ("lora", "full", "freeze"):
-        raise FinetuneError(f"finetuning_type: {kind}: expected lora, full or freeze")
+    if kind not in ("lora", "oft", "full", "freeze"):
+        raise FinetuneError(f"finetuning_type: {kind}: expected lora, oft, full or freeze")
 
 
 def _model(job: Translation) -> None:
@@ -141,8 +129,8 @@ def _model(job: Translation) -> None:
     if revision != "main":
         job.set("model.revision", revision)
     job.say("model_revision", "translated", f"model.revision={revision}")
-    job.move("add_tokens", "model.add_tokens", _names)
-    job.move("add_special_tokens", "model.add_tokens", _names)
+    job.move("add_tokens", "model.add_tokens", names_in)
+    job.move("add_special_tokens", "model.add_tokens", names_in)
     if mapping(job.get("kt_config")).get("kt_expert_weight_format", "bf16") == "bf16":
         for key in ("use_kt", "kt_config", "kt_cpu_activation"):
             job.say(key, "differs", "the same computation: the backend says where it is done")
@@ -181,15 +169,31 @@ def _frozen(job: Translation) -> None:
         return
     chosen = range(layers)[-count:] if count > 0 else range(layers)[:-count]
     numbers = "|".join(map(str, chosen))
-    modules = _names(job.get("freeze_trainable_modules", "all"))
+    modules = names_in(job.get("freeze_trainable_modules", "all"))
     patterns = [rf".*\.({numbers})\.{'' if each == 'all' else each}" for each in modules]
-    patterns += [f".*{each}" for each in _names(job.get("freeze_extra_modules", [])) if each]
+    patterns += [f".*{each}" for each in names_in(job.get("freeze_extra_modules", [])) if each]
     job.set("model.trainable", patterns)
     for key in ("trainable_layers", "trainable_modules", "extra_modules"):
         job.say(f"freeze_{key}", "translated", f"model.trainable={shown(patterns)}")
 
 
+def _oft(job: Translation) -> None:
+    """Translate orthogonal fine-tuning; `oft_rank` 0 leaves the size of a block."""
+    rank = job.get("oft_rank", 0)
+    size = {"r": rank, "oft_block_size": 0} if rank else {"oft_block_size": 32}
+    job.set("adapter", {"kind": "oft", "arguments": size})
+    job.say("finetuning_type", "translated", "adapter.kind=oft")
+    job.say("oft_rank", "translated", "adapter.arguments.r")
+    if not rank:
+        job.move("oft_block_size", "adapter.arguments.oft_block_size")
+    job.move("oft_target", "adapter.targets", _targets)
+    job.move("additional_target", "adapter.modules_to_save", names_in)
+
+
 def _adapter(job: Translation) -> None:
+    if job.get("finetuning_type") == "oft":
+        _oft(job)
+        return
     if job.get("finetuning_type", "lora") != "lora":
         job.set("adapter", None)
         job.say("finetuning_type", "translated", "adapter=null")
@@ -205,7 +209,7 @@ def _adapter(job: Translation) -> None:
     job.set("adapter.r", 8)
     job.move_all(ADAPTER)
     job.move("lora_target", "adapter.targets", _targets)
-    job.move("additional_target", "adapter.modules_to_save", _names)
+    job.move("additional_target", "adapter.modules_to_save", names_in)
     if job.get("pissa_init"):
         turns = job.get("pissa_iter", 16)
         init = "pissa" if turns == -1 else f"pissa_niter_{turns}"
@@ -221,14 +225,8 @@ def _adapter(job: Translation) -> None:
     )
 
 
-def _names(value: object) -> list[str]:
-    if isinstance(value, list):
-        return [text(each) for each in value]
-    return [name.strip() for name in text(value).split(",")]
-
-
 def _targets(value: object) -> str | list[str]:
-    return "all-linear" if value == "all" else _names(value)
+    return "all-linear" if value == "all" else names_in(value)
 
 
 def _template(job: Translation) -> None:
@@ -275,167 +273,3 @@ def _checkpointing(job: Translation) -> None:
     setting = shown(job.fields["model"]["activation_checkpointing"])
     reason = f"model.activation_checkpointing={setting}"
     job.say("disable_gradient_checkpointing", "translated", reason)
-
-
-# --- data --------------------------------------------------------------------------------------
-
-
-def _data(job: Translation, folder: Path) -> None:
-    named = {"dataset": "data", "eval_dataset": "eval_data"}
-    if not named.keys() & job.source.keys():
-        return
-    place = text(job.get("dataset_dir", "data"))
-    if place.startswith("REMOTE:"):
-        reason = f"{place}: download its files, and name their folder"
-        for key in ("dataset_dir", *named):
-            job.say(key, "no counterpart", reason)
-        return
-    described, home = _described(place, folder)
-    job.say("dataset_dir", "translated", f"{home / INFO} is read")
-    for key, path in named.items():
-        if key not in job.source:
-            continue
-        names = _names(job.source[key])
-        job.set(path, [_source(job, key, name, described, home) for name in names])
-        job.say(key, "translated", f"{path}, {len(names)} sources")
-        if "default_system" in job.source:
-            system = text(job.source["default_system"])
-            job.set(path, [source | {"system": system} for source in job.fields[path]])
-            job.say("default_system", "translated", f"system={system}")
-    job.held_out("val_size")
-    _mixture(job)
-
-
-def _described(place: str, folder: Path) -> tuple[Mapping[str, Any], Path]:
-    """The data sets of dataset_info.json, relative to the file or to the working directory."""
-    homes = [folder / place, folder, Path(place)]
-    home = next((home for home in homes if (home / INFO).is_file()), None)
-    if home is None:
-        looked = ", ".join(dict.fromkeys(str(home / INFO) for home in homes))
-        raise FinetuneError(
-            f"dataset_dir: {place}: no {INFO} that describes the data sets was found "
-            f"(looked for {looked})"
-        )
-    with reading(f"{home / INFO}: cannot be read"):
-        read = json.loads((home / INFO).read_text(encoding="utf-8"))
-    if not isinstance(read, dict):
-        raise FinetuneError(f"{home / INFO}: expected an object, got {type(read).__name__}")
-    return read, home
-
-
-def _source(
-    job: Translation, key: str, name: str, described: Mapping[str, Any], home: Path
-) -> dict[str, Any]:
-    values = described.get(name)
-    if not isinstance(values, dict):
-        hint = did_you_mean(name, described)
-        raise FinetuneError(f"{key}: {name}: not described in {home / INFO}{hint}")
-    at = f"{key}.{name}"
-    preference_methods.refuse_unpaired(f"{key}: {name}", values, job.fields["method"])
-    data: dict[str, Any] = {}
-    hub = values.get("hf_hub_url")
-    data["source"] = text(hub) if hub else str(home / text(values.get("file_name", name)))
-    job.say(f"{at}.{'hf_hub_url' if hub else 'file_name'}", "translated", data["source"])
-    for theirs in ("subset", "split"):
-        if values.get(theirs):
-            data[theirs] = text(values[theirs])
-            job.say(f"{at}.{theirs}", "translated", f"{theirs}={data[theirs]}")
-    if rows := values.get("num_samples"):
-        data["first"] = rows
-        reason = f"first={rows}: the first rows, not a random choice"
-        job.say(f"{at}.num_samples", "differs", reason)
-    _format(job, at, values, data)
-    if "max_samples" in job.source:
-        limit = job.source["max_samples"]
-        both = [rows for rows in (limit, data.get("first")) if isinstance(rows, int)]
-        data["first"] = min(both, default=limit)
-        job.say("max_samples", "differs", f"first={limit} of each source: the first rows")
-    others = {k: v for k, v in values.items() if v not in (None, False)}
-    if hub:
-        for other in ("ms_hub_url", "om_hub_url"):
-            others.pop(other, None)  # the same data set on another hub
-    job.say_values(at, others, SOURCE)
-    return data
-
-
-def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
-    kind = text(values.get("formatting", "alpaca"))
-    columns = {k: text(v) for k, v in _object(values, "columns").items() if v is not None}
-    keys = dict[str, str]()
-    if kind == "alpaca" and job.get("stage") == "pt":
-        data["format"], names = "text", {"prompt": "text"}
-    elif kind == "alpaca":
-        data["format"], names = "alpaca", {**PLAIN_ALPACA, "system": "system", "history": "history"}
-    elif kind in ("sharegpt", "openai"):
-        tags = {**TAGS, **(OPENAI_TAGS if kind == "openai" else {})}
-        tags |= {k: text(v) for k, v in _object(values, "tags").items()}
-        usual = "conversations" if kind == "sharegpt" else "messages"
-        columns.setdefault("messages", usual)
-        keys = _dialect(job, at, tags, columns["messages"], data)
-        wanted = "conversations" if data["format"] == "sharegpt" else "messages"
-        names = {"messages": wanted, "system": "system", "tools": "tools"}
-    else:
-        data["format"], names = kind, {}
-        job.say(f"{at}.formatting", "no counterpart", f"{kind}: alpaca, sharegpt or openai")
-    if values.get("ranking") and data["format"] in preference_methods.RANKED:
-        data["format"] = preference_methods.RANKED[data["format"]]
-        names |= {"chosen": "chosen", "rejected": "rejected"}
-        names |= {"messages": "prompt"} if data["format"] == "preference" else {}
-        job.say(f"{at}.ranking", "translated", f"format={data['format']}")
-    elif job.fields["method"] == "kto":
-        data["format"], names = "kto", names | {"kto_tag": "kto_tag"}
-    job.say(f"{at}.formatting", "translated", f"format={data['format']}")
-    if "images" in columns:
-        names |= {"images": "images"}
-        job.set("model.reads", ["image"])
-    moved = {column: names[name] for name, column in columns.items() if name in names}
-    moved = {column: name for column, name in moved.items() if column != name} | keys
-    if moved:
-        data["columns"] = moved
-    for name, column in columns.items():
-        if name in names:
-            job.say(f"{at}.columns.{name}", "translated", f"{column} is {names[name]}")
-        else:
-            reason = f"{column}: a column that {job.fields['method']} cannot use"
-            job.say(f"{at}.columns.{name}", "no counterpart", reason)
-
-
-def _dialect(
-    job: Translation, at: str, tags: dict[str, str], column: str, data: dict[str, Any]
-) -> dict[str, str]:
-    """Set the format for these tags, and roles of the source's own; returns keys to rename."""
-    pair = (tags["role_tag"], tags["content_tag"])
-    sharegpt = pair == ("from", "value")
-    data["format"] = "sharegpt" if sharegpt else "messages"
-    roles = {"user": {"human", "user"}, "assistant": {"gpt", "assistant"}, "system": {"system"}}
-    roles |= {"observation": {"observation", "tool"}, "function": {"function_call"}}
-    own = {"observation": "tool", "function": "assistant"}
-    for tag, value in tags.items():
-        role = tag.removesuffix("_tag")
-        if role in roles and value not in roles[role]:
-            data.setdefault("roles", {})[value] = own.get(role, role)
-        outcome = "no counterpart" if role == "function" and value in data.get("roles", {}) else ""
-        job.say(f"{at}.tags.{tag}", outcome or "translated", f"{value}")
-    renamed = {} if sharegpt else dict(zip(pair, ("role", "content"), strict=True))
-    return {f"{column}[].{theirs}": ours for theirs, ours in renamed.items() if theirs != ours}
-
-
-def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
-    read = values.get(key) or {}
-    if not isinstance(read, dict):
-        raise FinetuneError(f"{INFO}: {key}: expected an object, got {type(read).__name__}")
-    return read
-
-
-def _mixture(job: Translation) -> None:
-    strategy = text(job.get("mix_strategy", "concat"))
-    if strategy == "concat":
-        job.say("mix_strategy", "translated", "every row of every source once per epoch")
-        job.say("interleave_probs", "not needed", "mix_strategy is concat")
-        return
-    shares = _names(job.get("interleave_probs", ""))
-    for source, share in zip(job.fields.get("data", []), shares, strict=False):
-        source["weight"] = share  # the recipe parses the number or rejects it
-    reason = "weights of the sources; an epoch ends before a row would repeat"
-    job.say("mix_strategy", "differs", reason)
-    job.say("interleave_probs", "translated", reason)

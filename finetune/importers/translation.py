@@ -151,3 +151,10 @@ def mapping(value: Any) -> dict[str, Any]:
 def text(value: Any) -> str:
     """A value as a string; YAML booleans become `true` and `false`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def names_in(value: object) -> list[str]:
+    """The names of a list, or of a text with commas between them."""
+    if isinstance(value, list):
+        return [text(each) for each in value]
+    return [name.strip() for name in text(value).split(",")]
