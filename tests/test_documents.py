@@ -363,6 +363,9 @@ def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
     (pairs,) = re.findall(r"`((?:[\w.]+=[\w.-]+ ?){2,})`", (ROOT / "docs/recipes.md").read_text())
     recipe = catalog.resolve("qwen3_0_6b_lora", pairs.split())
     assert (recipe.optim.lr, recipe.data[0].first) == (1e-4, 1000)
+    (code,) = python_blocks("docs/images.md")
+    recipe = run_python(code)["recipe"]
+    assert (recipe.model.reads, recipe.model.quantization) == (("image",), "nf4")
     (code,) = python_blocks("docs/data.md")
     recipe: Recipe = run_python(f"from finetune import SFT, Data\nrecipe = (SFT(){code})")["recipe"]
     assert [data.format for data in recipe.data] == ["messages", "alpaca", "question_answer"]
@@ -372,7 +375,8 @@ def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
 def test_no_block_of_python_is_left_out():
     counts = {path.name: len(python_blocks(str(path))) for path in DOCUMENTS}
     assert {name: n for name, n in counts.items() if n} == {
-        "README.md": 1, "data.md": 1, "extending.md": 9, "online.md": 1, "recipes.md": 1,
+        "README.md": 1, "data.md": 1, "extending.md": 9, "images.md": 1, "online.md": 1,
+        "recipes.md": 1,
     }  # fmt: skip
 
 

@@ -18,7 +18,13 @@ from finetune.methods.reward import RewardModel
 from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.planner.balance_loss import expert_count
-from finetune.planner.families import ENCODER_DECODER, FAMILIES, MASKED, OTHER_MEDIA
+from finetune.planner.families import (
+    ENCODER_DECODER,
+    FAMILIES,
+    MASKED,
+    OTHER_MEDIA,
+    READS_IMAGES,
+)
 from finetune.recipe import Data, Model, Recipe
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
@@ -33,7 +39,8 @@ def of(kind: str, attention: Any = "eager", **fields: Any) -> Recipe:
     ("kinds", "reason"),
     [
         ("t5 mt5 bart pegasus marian led whisper", ENCODER_DECODER),
-        ("qwen2_vl llava voxtral", OTHER_MEDIA),
+        ("florence2 voxtral", OTHER_MEDIA),
+        ("qwen2_vl llava", READS_IMAGES),
         ("deberta modernbert", MASKED),
     ],
 )

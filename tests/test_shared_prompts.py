@@ -43,7 +43,7 @@ EVERY_DAY = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 OTHERS = [
     kind
     for kind, family in FAMILIES.items()
-    if family.concatenates and not family.recurrent and kind not in EVERY_DAY
+    if family.concatenates and not (family.recurrent or family.reads) and kind not in EVERY_DAY
 ]
 SIDE_BY_SIDE = "side by side without padding, each attending to itself alone"
 ONCE = "a prompt that {} share is computed once"

@@ -167,16 +167,19 @@ def _with_images(
         fillers, counts = [(ids, np.zeros(len(ids), dtype=bool))], [*counts, 1]
     batch = lay(picked, rows, pad_id, device, fillers=fillers)
     tensors = inputs.tensors(images, is_filled)
-    bounds = batch.boundaries
+    bounds, documents = batch.boundaries, [ids for ids, _ in [*picked, *fillers]]
+    if bounds is not None and (rest := bounds.numbers[-1] - sum(map(len, documents))):
+        documents, counts = [*documents, np.full(rest, pad_id)], [*counts, 0]  # up to a multiple
     if bounds is not None and inputs.positions is not None:
-        documents = [ids for ids, _ in [*picked, *fillers]]
-        if (rest := bounds.numbers[-1] - sum(map(len, documents))) > 0:  # up to a multiple
-            documents, counts = [*documents, np.full(rest, pad_id)], [*counts, 0]
         placed = inputs.document_positions(zip(documents, counts, strict=True), tensors)
         bounds = replace(bounds, positions=_on_device(placed.numpy(), device))
     if inputs.token_types is not None:
-        # Of the final ids: on the side where they are padded, whichever that is.
-        tensors[inputs.token_types] = torch.from_numpy(inputs.types(batch.ids.cpu().numpy()))
+        types = np.zeros(tuple(batch.ids.shape), np.int64)
+        if bounds is not None:
+            types[0] = inputs.types(np.concatenate(documents))
+        for row, ids in enumerate(documents if bounds is None else ()):
+            types[row, : len(ids)] = inputs.types(ids)  # padded on the right, as the ids are
+        tensors[inputs.token_types] = torch.from_numpy(types)
     moved = {name: _on_device(value.numpy(), device) for name, value in tensors.items()}
     return replace(batch, images=moved, boundaries=bounds)
 
