@@ -418,8 +418,8 @@ def test_a_lost_key_ends_an_import_with_status_1_and_writes_nothing(typed, tmp_p
             "f.yml: stage: ppo: sft, pt, rm, dpo and kto are imported"),
         ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",
             "f.yml: pref_loss: kto_pair: expected one of sigmoid"),
-        ("model_name_or_path: m\nfinetuning_type: oft",
-            "f.yml: finetuning_type: oft: expected lora, full or freeze"),
+        ("model_name_or_path: m\nfinetuning_type: lisa",
+            "f.yml: finetuning_type: lisa: expected lora, oft, full or freeze"),
         ("model_name_or_path: m\ndataset: d", "f.yml: dataset_dir: data: no dataset_info.json"),
     ],
 )  # fmt: skip
