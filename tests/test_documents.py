@@ -387,8 +387,10 @@ def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
     (text,) = [text for language, text in blocks(ROOT / "docs/recipes.md") if language == "yaml"]
     (tmp_path / "r.yaml").write_text(text)
     assert run_python(code)["recipe"] == catalog.load(tmp_path / "r.yaml")
-    (pairs,) = re.findall(r"`((?:[\w.]+=[\w.-]+ ?){2,})`", (ROOT / "docs/recipes.md").read_text())
-    recipe = catalog.resolve("qwen3_0_6b_lora", pairs.split())
+    pairs = re.findall(r"`((?:[\w.]+=[\w.-]+ ?){2,})`", (ROOT / "docs/recipes.md").read_text())
+    for each in pairs:
+        catalog.resolve("qwen3_0_6b_lora", each.split())
+    recipe = catalog.resolve("qwen3_0_6b_lora", pairs[0].split())
     assert (recipe.optim.lr, recipe.data[0].first) == (1e-4, 1000)
     (code,) = python_blocks("docs/images.md")
     recipe = run_python(code)["recipe"]

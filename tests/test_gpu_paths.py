@@ -208,7 +208,7 @@ def test_flash_attention_3_is_used_where_it_is_installed(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("script", "found"),
     [
-        ("echo 'NVIDIA GB10, [N/A]'", [("NVIDIA GB10", None)]),
+        ("echo 'NVIDIA Thor, [N/A]'", [("NVIDIA Thor", None)]),
         ("echo 'NVIDIA H100 80GB HBM3, 81559'", [("NVIDIA H100 80GB HBM3", 81559 * 2.0**20)]),
         ("sleep 5; echo 'NVIDIA L4, 23034'", []),
         ("echo broken; exit 9", []),
@@ -219,7 +219,7 @@ def test_whatever_nvidia_smi_says_is_read(tmp_path, monkeypatch, script, found):
     monkeypatch.setattr(hardware, "SMI_SECONDS", 1)
     assert hardware.listed() == found
     if found and found[0][1] is None:
-        told = "GB10 reports no dedicated memory; describe it by"
+        told = "Thor reports no dedicated memory; describe it by"
         with pytest.raises(FinetuneError, match=told):
             hardware.installed()
 

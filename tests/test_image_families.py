@@ -40,4 +40,5 @@ def test_a_family_trains_as_in_plain_transformers(rows, tmp_path, name, free):
         base, rows, chat.images.whole, data.documents, chosen, given["optim"]["lr"]
     )
     found = steps(trained(tmp_path / "run", given))
-    assert close(found, wanted)
+    # A step of AdamW at 1e-3 moves a weight of a tiny gradient by the sign of its rounding.
+    assert close(found, wanted, of_norms=5e-5)

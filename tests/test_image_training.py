@@ -88,13 +88,15 @@ def steps(run: Run) -> list[tuple[float, float]]:
     return [(each["loss"], each["grad_norm"]) for each in run.read_metrics("train")]
 
 
-def close(found: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> bool:
+def close(
+    found: list[tuple[float, float]], wanted: list[tuple[float, float]], of_norms: float = 2e-5
+) -> bool:
     """The tolerances of sums in another order: 1e-5 of a loss, 2e-5 of a norm."""
     if not found or len(found) != len(wanted):
         return False
     both = list(zip(found, wanted, strict=True))
     losses = all(a == pytest.approx(b, rel=1e-5) for (a, _), (b, _) in both)
-    return losses and all(a == pytest.approx(b, rel=2e-5) for (_, a), (_, b) in both)
+    return losses and all(a == pytest.approx(b, rel=of_norms) for (_, a), (_, b) in both)
 
 
 @pytest.mark.parametrize("free", ["auto", False])

@@ -211,6 +211,7 @@ def test_a_plan_has_the_time_of_the_reference_and_of_the_kl():
     assert dpo.reference_seconds == pytest.approx(100 * dpo.times.step / 2)
     assert dpo.seconds == pytest.approx(250 * dpo.times.step)
     assert dpo.workload.rows == 2 * kto.workload.rows == 16
-    assert 3 / 2 * dpo.times.flops / 2 == pytest.approx(kto.times.flops)
+    assert dpo.times.flops / 2 == pytest.approx(kto.times.flops)
+    assert kto.times.scoring == pytest.approx(kto.times.step / 3)
     assert kto.reference_seconds == pytest.approx(300 * kto.times.step / 3)
     assert "of them for the reference)" in dpo.page()

@@ -259,13 +259,12 @@ def test_a_stage_that_runs_out_of_memory_is_named_with_its_layers_and_what_to_mo
 
 
 def test_changes_that_a_division_refuses_are_not_suggested():
-    """8-bit moments and a head in chunks do not run under tensor parallelism."""
+    """A head in chunks does not run under tensor parallelism."""
     told = told_of(settled_on("tp", {}), 1)
     assert "rank 1 (tensor 1)" in told
     assert "stage" not in told
     assert "batch.micro_rows=1 (-" in told
     assert "kernels.head" not in told
-    assert "adamw_8bit" not in told
 
 
 def settled_on(backend: str, sizes: dict[str, Any]) -> Plan:

@@ -30,7 +30,7 @@ SHARDED = {name for name, each in BACKENDS.items() if each.shard != "none"}
 
 TOO_SMALL = {
     "local_folder_lora": {8}, "quickstart": {8}, "quickstart_base": {8}, "quickstart_start": {8},
-    "quickstart_dpo": {8}, "quickstart_grpo": {8},
+    "quickstart_dpo": {8}, "quickstart_grpo": {8}, "quickstart_images": {8},
 }  # fmt: skip
 """Shipped recipes whose step has fewer rows than so many processes take at once."""
 

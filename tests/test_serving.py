@@ -201,7 +201,7 @@ BAD = {
     "no message": ({"messages": []}, "messages: "),
     "an unknown role": (said_by("asistant"), "did you mean"),
     "the assistant last": (said_by("assistant"), "the last one is"),
-    "an image": (said_by("user", [{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
+    "an image": (said_by("user", [{"type": "image_url", "image_url": {"url": "x"}}]), "data: URLs"),
     "a long prompt": (said_by("user", "x" * 500), "leave no room"),
     "a variable": ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
     "a temperature": ({"temperature": "hot"}, "temperature: "),

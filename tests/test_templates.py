@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from finetune.cli import main as cli
 from finetune.data.chat.chat_templates import template_variables, with_defaults
 from finetune.data.chat.render import Chat, load_chat
+from finetune.data.chat.tokens import Tokens
 from finetune.data.formats import Conversation, Text, read_row
 from finetune.data.rows.encode import Chunk, Encoder
 from finetune.errors import FinetuneError
@@ -578,7 +579,7 @@ def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template, train
 def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch):
     chat = chat_of(CHATML)
     quick = chat.render(TALK, "assistant")
-    monkeypatch.setattr(Chat, "_place", lambda *_: None)
+    monkeypatch.setattr(Tokens, "place", lambda *_: None)
     assert chat.render(TALK, "assistant") == quick
 
 

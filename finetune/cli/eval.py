@@ -84,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = evaluate(request)
     folder = arguments.output or results.folder_of(found, arguments.name)
     written = results.write(found, folder)
-    share(Run(Path(arguments.model)))
+    if (Path(arguments.model) / "recipe.json").is_file():
+        share(Run(Path(arguments.model)))
     if arguments.json:
         print(json.dumps(written, indent=2, ensure_ascii=False))
     else:
@@ -141,14 +142,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
     if arguments.rows_of is not None:
         open_run(arguments.rows_of)
-    if (arguments.step or "").isdecimal():
-        bring(Run(Path(arguments.model)), int(arguments.step))
     problems = [
         f"--{name.replace('_', '-')} {path}: no such file"
         for name in ("schema", "database", "general_text", "key_file")
         if (path := getattr(arguments, name)) is not None and not path.is_file()
     ]
     is_run = (Path(arguments.model) / "recipe.json").is_file()
+    if is_run and (arguments.step or "").isdecimal():
+        bring(Run(Path(arguments.model)), int(arguments.step))
     has_rows = arguments.rows_of or arguments.data or arguments.tasks
     if not has_rows and not is_run:
         problems.append(

@@ -6,7 +6,7 @@ from pathlib import Path
 from finetune.errors import FinetuneError
 from finetune.runs.run import Run
 
-FILES = ("recipe.json", "job.json", "job/log.txt", "run.lock")
+FILES = ("plan.json", "job.json", "job/log.txt", "run.lock")
 """A directory with one of them is a run's."""
 COMPLETE = ("finished", "stopped early")
 

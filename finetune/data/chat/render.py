@@ -197,7 +197,6 @@ class Chat:
             rendered = with_last_end(turns, rendered)
             text += rendered.marked.text[length:]
         tokens = self._tokens(text)
-        notes = rendered.notes | whole.notes
         if train_on == "all":
             if sample.untrained:
                 raise FinetuneError(
@@ -207,7 +206,8 @@ class Chat:
                 )
             ids = tokens.ids
             images = placed_images(sample.images, whole, tokens)
-            return Row(ids, [True] * len(ids), self._bos_notes(ids) | notes, images)
+            notes = self._bos_notes(ids) | rendered.notes | whole.notes
+            return Row(ids, [True] * len(ids), notes, images)
         answers = [
             number
             for number, message in enumerate(sample.messages)
@@ -230,7 +230,8 @@ class Chat:
                 last = ids[behind - 1]
             self._check_end(last, rendered.marked.written(number) or text[slice(*said[-1])])
         images = placed_images(sample.images, whole, tokens, apart)
-        return Row(ids, trained, self._bos_notes(ids) | notes, images)
+        notes = self._bos_notes(ids) | rendered.notes | whole.notes
+        return Row(ids, trained, notes, images)
 
     def _placed(
         self, text: str, tokens: Tokens, spans: list[Span]
