@@ -218,8 +218,6 @@ class Batch(metaclass=Checked):
     """Rows per forward pass on one device; affects memory and speed only."""
     max_length: Positive = 1024
     """Maximum document length in tokens; a pair has two documents."""
-    min_length: Positive = 1
-    """Minimum document length in tokens: shorter rows are dropped and counted."""
     overlong: Literal["error", "drop", "truncate", "split"] = "error"
     """How to treat rows longer than `max_length`; `split` cuts them into several rows."""
     packing: bool = False
@@ -230,6 +228,8 @@ class Batch(metaclass=Checked):
     """Compute a prompt of several answers once: `auto` where exact, `true` or refuse to run."""
     micro_tokens: Positive | None = None
     """Token slots per forward pass on one device, filled with rows; replaces `micro_rows`."""
+    min_length: Positive = 1
+    """Minimum document length in tokens: shorter rows are dropped and counted."""
 
 
 @dataclass(frozen=True, config=STRICT)
