@@ -227,7 +227,7 @@ def find_runs(folder: Path) -> list[Run]:
 
     def inside(place: Path, depth: int) -> Iterator[Run]:
         run = Run(place)
-        if is_run(place):
+        if is_run(place) or (depth and run.recipe.is_file()):
             yield run
         elif depth < DEEPEST:
             with contextlib.suppress(OSError):
