@@ -81,10 +81,12 @@ def _expected_of_division(plan: Plan, what: str, whole: int, stored: dict[str, i
 
     Tensor parallelism replicates norms, and the gradient of an embedding is unsharded (torch 2.13).
     """
-    mesh, tables = plan.mesh, min(stored["tables"], whole)
-    layers = math.ceil(UNEVEN * (whole - tables) / mesh.pipeline / mesh.tensor)
+    mesh, tables, tensor = plan.mesh, min(stored["tables"], whole), plan.mesh.tensor
+    if plan.recipe.adapter is not None and what != "parameters":
+        tables, tensor = 0, 1  # one factor of each pair is on every process
+    layers = math.ceil(UNEVEN * (whole - tables) / mesh.pipeline / tensor)
     kept = stored["small"] if mesh.tensor > 1 else 0
-    held = tables if what == "gradients" else math.ceil(tables / mesh.tensor)
+    held = tables if what == "gradients" else math.ceil(tables / tensor)
     return kept + math.ceil(UNEVEN * (layers + held) / mesh.shard)
 
 
