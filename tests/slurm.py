@@ -23,6 +23,7 @@ from pathlib import Path
 
 from conftest import ROOT, build_tiny, end_tree, environment, write_recipe
 
+from finetune.launchers.slurm import STATES
 from finetune.runs.attempts import cost
 from finetune.runs.run import Run, read_object
 
@@ -135,7 +136,7 @@ class Slurm:
         """Take both nodes from a job for a second, by a job of a higher partition."""
         words = ["--parsable", "--partition=high", "--exclusive", "--nodes=2", "--output=/dev/null"]
         other = self.ask("sbatch", *words, "--wrap=sleep 1")
-        self.wait(lambda: self.state(other) not in ("PENDING", "RUNNING"))
+        self.wait(lambda: STATES.get(self.state(other), "ended") == "ended")
 
     def submit(self, finetune: Callable[..., object], *words: str | Path) -> str:
         """`finetune launch` on both nodes; returns the number of the job."""
@@ -260,7 +261,7 @@ def main(times: int) -> None:
         with running(folder / "slurm") as slurm:
             job = slurm.submit(finetune, recipe, *shared, "--output", run.root)
             moments = preempted(slurm, run, job, times, seed=times)
-            slurm.wait(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 1200)
+            slurm.wait(lambda: STATES.get(slurm.state(job), "ended") == "ended", 1200)
         events = [json.loads(line) for line in run.attempts.read_text().splitlines()]
         begun = [each["time"] for each in events if each["event"] == "start"]
         stepped = [each["time"] for each in run.read_metrics("train")]

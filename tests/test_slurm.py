@@ -9,6 +9,7 @@ import slurm as clusters
 from conftest import FP32, Finetune, apart, start, write_recipe
 from slurm import Slurm, curve, files_of, preempted
 
+from finetune.launchers.slurm import STATES
 from finetune.runs.attempts import cost
 from finetune.runs.run import Run
 
@@ -24,6 +25,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def no_job_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "slurm" in request.fixturenames:
+        request.getfixturevalue("slurm").ask("scancel", "--user=root")
+
+
 @pytest.fixture
 def recipe(tiny, tmp_path: Path) -> Path:
     return write_recipe(tmp_path / "recipe.json", tiny.fields(**SECTIONS))
@@ -31,7 +39,7 @@ def recipe(tiny, tmp_path: Path) -> Path:
 
 def ended(slurm: Slurm, job: str) -> str:
     """Wait for the end of a job, and return its state."""
-    slurm.wait(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 600)
+    slurm.wait(lambda: STATES.get(slurm.state(job), "ended") == "ended", 600)
     return slurm.state(job)
 
 

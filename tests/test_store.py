@@ -238,6 +238,7 @@ class Line(threading.Thread):
 
     def down(self) -> None:
         """No connection stays or is made."""
+        self.listening.shutdown(socket.SHUT_RDWR)  # wakes accept, which close does not
         self.listening.close()
         for each in self.ends:
             with contextlib.suppress(OSError):
