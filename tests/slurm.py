@@ -136,7 +136,7 @@ class Slurm:
         """Take both nodes from a job for a second, by a job of a higher partition."""
         words = ["--parsable", "--partition=high", "--exclusive", "--nodes=2", "--output=/dev/null"]
         other = self.ask("sbatch", *words, "--wrap=sleep 1")
-        self.wait(lambda: STATES.get(self.state(other), "ended") == "ended")
+        self.wait(lambda: self.state(other) not in ("PENDING", "RUNNING"))
 
     def submit(self, finetune: Callable[..., object], *words: str | Path) -> str:
         """`finetune launch` on both nodes; returns the number of the job."""
