@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, StreamingResponse
 
-from finetune.board import chat, data_page, jobs_api, new_run, pages, run_page, uploads
+from finetune.board import chat_page, data_page, jobs_api, new_run, pages, run_page, uploads
 from finetune.board.access import PAGE_OF_A_RUN, Access
 from finetune.board.jobs import Jobs
 from finetune.board.shelf import Shelf
@@ -314,7 +314,7 @@ def _chats(board: Board) -> APIRouter:
 
     @routes.get("/chat")
     def page(request: Request, run: str) -> Response:
-        found = chat.page(shelf, tasks, run)
+        found = chat_page.page(shelf, tasks, run)
         if isinstance(found, Response):
             return found
         return HTMLResponse(pages.page("loading", request, **found))
@@ -322,19 +322,21 @@ def _chats(board: Board) -> APIRouter:
     @routes.api_route("/talk/{id}/v1/{path:path}", methods=["GET", "POST"])
     async def talk(id: str, path: str, request: Request) -> Response:
         body = await request.body()
-        served = await run_in_threadpool(chat.by_id, tasks, id)
-        return await run_in_threadpool(chat.forward, served, request.method, f"/v1/{path}", body)
+        served = await run_in_threadpool(chat_page.by_id, tasks, id)
+        return await run_in_threadpool(
+            chat_page.forward, served, request.method, f"/v1/{path}", body
+        )
 
     @routes.get("/v1/models")
     def models() -> dict[str, Any]:
-        return chat.models(tasks)
+        return chat_page.models(tasks)
 
     async def answer(request: Request) -> Response:
         body = await request.body()
-        served = await run_in_threadpool(chat.by_model, shelf, tasks, body)
+        served = await run_in_threadpool(chat_page.by_model, shelf, tasks, body)
         if isinstance(served, Response):
             return served
-        return await run_in_threadpool(chat.forward, served, "POST", request.url.path, body)
+        return await run_in_threadpool(chat_page.forward, served, "POST", request.url.path, body)
 
     for path in ("/v1/chat/completions", "/v1/completions"):
         routes.post(path)(answer)

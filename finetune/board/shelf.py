@@ -13,7 +13,7 @@ from finetune.board.curves import Curves
 from finetune.errors import FinetuneError
 from finetune.reports.comparison import flat
 from finetune.runs.environment import public
-from finetune.runs.metrics import Ended, Evaluated, History, Measured, Saved, Start, Trained, parse
+from finetune.runs.metrics import History, history_of, parse
 from finetune.runs.progress import Watch, find_runs
 from finetune.runs.run import Run, read_object
 from finetune.runs.summary import title
@@ -147,13 +147,4 @@ def history(watch: Watch) -> History:
     measured = [watch.measured] if watch.measured else []
     listed = [*watch.starts, *watch.warnings, *measured, *watch.evaluations, *watch.saved, *last]
     listed.sort(key=lambda record: (record.get("step") or 0, record.get("time") or 0.0))
-    records = [parse(watch.run, record) for record in [*listed, *end]]
-    return History(
-        starts=tuple(record for record in records if isinstance(record, Start)),
-        trained=tuple(record for record in records if isinstance(record, Trained)),
-        measured=tuple(record for record in records if isinstance(record, Measured)),
-        evaluated=tuple(record for record in records if isinstance(record, Evaluated)),
-        saved=tuple(record for record in records if isinstance(record, Saved)),
-        ends=tuple(record for record in records if isinstance(record, Ended)),
-        records=tuple(records),
-    )
+    return history_of([parse(watch.run, record) for record in [*listed, *end]])

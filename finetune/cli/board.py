@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from finetune.board.serve import serve
+    from finetune.board.listen import serve
 
     root, name = arguments.runs, ""
     if (root / "recipe.json").is_file():

@@ -365,7 +365,11 @@ class History:
 
 def read_history(run: Run) -> History:
     """Every complete record of a run; raises FinetuneError if one has an unknown structure."""
-    records = [parse(run, fields) for fields in run.read_metrics()]
+    return history_of([parse(run, fields) for fields in run.read_metrics()])
+
+
+def history_of(records: Sequence[Record]) -> History:
+    """The history of some records, in their order."""
     return History(
         starts=tuple(record for record in records if isinstance(record, Start)),
         trained=tuple(record for record in records if isinstance(record, Trained)),
