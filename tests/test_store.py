@@ -265,7 +265,9 @@ def line(server: int, monkeypatch: pytest.MonkeyPatch) -> Line:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
     import fsspec
 
-    fsspec.filesystem("s3", skip_instance_cache=True).makedirs("bucket", exist_ok=True)
+    # One made for an earlier line is kept by fsspec, whose key has no endpoint of the environment.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    fsspec.filesystem("s3").makedirs("bucket", exist_ok=True)
     return made
 
 
