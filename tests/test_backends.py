@@ -236,7 +236,7 @@ def test_a_disk_holds_what_zero_infinity_offloads(tiny, train, finetune, tmp_pat
     sections = {"model": {"name": str(model)}, "max_steps": 4, "saving": {"every": 2}}
     recipe = write_recipe(tmp_path / "r.json", tiny.fields(**sections))
     alone, offloaded = train("single", **sections), ft.Run(tmp_path / "nvme")
-    # DeepSpeed compiles an operator first: five minutes of a core, which others may use too.
+    # DeepSpeed compiles an operator first: two minutes of a core, which others may use too.
     launch(finetune, recipe, "zero3_nvme", offloaded.root, seconds=2400)
     # DeepSpeed steps each piece with another kernel than torch's; four steps apart by 2e-5.
     assert apart(alone, offloaded) < 5e-5
