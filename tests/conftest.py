@@ -20,6 +20,7 @@ import hurried  # noqa: F401
 import pytest
 
 import finetune as ft
+from finetune import backend as backends
 from finetune import catalog
 from finetune.kernels.pointwise import compile_chains
 from finetune.process.warm import TRAINING, Warm
@@ -192,6 +193,7 @@ def tiny(shared: Path) -> Tiny:
 
 
 Train = Callable[..., Run]
+Runs = Callable[[str, dict[str, dict[str, Any]]], dict[str, Run]]
 
 
 @pytest.fixture
@@ -244,6 +246,31 @@ def run_of(tiny: Tiny, finetune: "Finetune", shared: Path) -> Train:
             assert done.status == 0, done.output
 
         return Run(once(shared / "runs" / key, make))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def runs_of(shared: Path) -> Runs:
+    """Finished runs that one launch trains in turn: `runs_of("ddp", {"a": fields})["a"]`.
+
+    As `run_of`, in fp32 on two processes, or as many as the backend divides a model over.
+    """
+
+    def run(backend: str, recipes: dict[str, dict[str, Any]]) -> dict[str, Run]:
+        named = json.dumps([recipes, backend], sort_keys=True)
+        key = f"{backend}-{hashlib.sha256(named.encode()).hexdigest()[:12]}"
+
+        def make(place: Path) -> None:
+            place.mkdir()
+            places = {str(place / name): fields for name, fields in recipes.items()}
+            words = (ROOT / "tests/train_recipes.py", write_recipe(place / "recipes.json", places))
+            axes = backends.load(backend).axes
+            sizes = axes.variables() if axes.any else {}
+            accelerate_launch(backend, place, *words, env=sizes).passed()
+
+        folder = once(shared / "in_turn" / key, make)
+        return {name: Run(folder / name) for name in recipes}
 
     return run
 

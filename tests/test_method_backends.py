@@ -5,11 +5,10 @@ from typing import Any
 
 import method_matrix
 import pytest
-from conftest import Tiny, accelerate_launch, once, read, write_recipe
+from conftest import Runs, Tiny, read
 from divided import sources_of
 from preference import other_model
 
-from finetune import backend as backends
 from finetune import catalog
 from finetune.runs.run import Run
 
@@ -29,8 +28,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
 class Work:
     """Recipes, and what one process or a backend makes of them."""
 
-    def __init__(self, folder: Path, tiny: Tiny, sources: dict[str, dict[str, str]]) -> None:
-        self.folder, self.sources = folder, sources
+    def __init__(
+        self, folder: Path, tiny: Tiny, sources: dict[str, dict[str, str]], runs_of: Runs
+    ) -> None:
+        self.sources, self.runs_of = sources, runs_of
         sizes: dict[str, Any] = {
             "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8,
             "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False,
@@ -61,26 +62,13 @@ class Work:
         return given
 
     def run(self, method: str, backend: str, model: str, methods: list[str]) -> Run:
-        """A run of a method; some backends train all methods one after another in one launch."""
-        machine = backends.load(backend)
-        methods = methods if machine.shard == "none" else [method]
-
-        def make(place: Path) -> None:
-            place.mkdir()
-            recipes = {str(place / each): self.fields(each, model) for each in methods}
-            words = (TRAIN, write_recipe(place / "recipes.json", recipes))
-            sizes = machine.axes.variables() if machine.axes.any else {}
-            accelerate_launch(backend, self.folder, *words, env=sizes).passed()
-
-        return Run(once(self.folder / f"{backend}-{model}-{methods[0]}", make) / method)
-
-
-TRAIN = Path(__file__).parent / "train_recipes.py"
+        """A run of a method; all methods of a backend are trained in one launch."""
+        return self.runs_of(backend, {each: self.fields(each, model) for each in methods})[method]
 
 
 @pytest.fixture(scope="module")
-def work(tiny, sources, tmp_path_factory) -> Work:
-    return Work(tmp_path_factory.mktemp("work"), tiny, sources)
+def work(tiny, sources, runs_of, tmp_path_factory) -> Work:
+    return Work(tmp_path_factory.mktemp("work"), tiny, sources, runs_of)
 
 
 def assert_equal(run: Run, alone: Run) -> None:
