@@ -1,7 +1,7 @@
 """The optimizer does what the recipe says, step by step; each micro-batch has a mask of its own."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import (
     Finetune,
+    Runs,
     Tiny,
     Train,
     apart,
@@ -534,32 +535,36 @@ def test_an_optimizer_shards_and_resumes_on_one_process(
 
     A gradient that is summed in another order may get another code: a small part of a step.
     """
-    resumes(optim, "fsdp_full_shard", run_of, finetune, tmp_path)
+    sections = {"optim": optim, **HALVES}
+    goes_on(run_of(**sections), run_of("fsdp_full_shard", **sections), finetune, tmp_path)
+
+
+ELEMENTS: dict[str, dict[str, Any]] = {
+    "free": FREE,
+    "average": {"ema_decay": 0.6},
+    "sgd": {"name": "sgd", "lr": 0.5, "arguments": {"momentum": 0.9}},
+}
+HALVES: dict[str, Any] = {"saving": {"every": 0.5, "keep": 3}, "evaluation": {"every": 0.5}}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["zero1", "zero2_offload", "zero3", "ddp", "tp", "pp"])
-@pytest.mark.parametrize(
-    "optim",
-    [FREE, {"ema_decay": 0.6}, {"name": "sgd", "lr": 0.5, "arguments": {"momentum": 0.9}}],
-    ids=["free", "average", "sgd"],
-)
+@pytest.mark.parametrize("name", ELEMENTS)
 def test_any_state_of_elements_is_saved_by_every_engine(
-    optim: dict[str, Any], backend: str, run_of: Train, finetune: Finetune, tmp_path: Path
+    name: str, backend: str, tiny: Tiny, runs_of: Runs, finetune: Finetune, tmp_path: Path
 ) -> None:
-    resumes(optim, backend, run_of, finetune, tmp_path)
+    recipes = {each: tiny.fields(optim=optim, **HALVES) for each, optim in ELEMENTS.items()}
+    one, several = (runs_of(each, recipes)[name] for each in ("single", backend))
+    goes_on(one, several, finetune, tmp_path)
+
+
+ROWS = {"pp": ("adamw_8bit", "muon", "adafactor"), "tp": ("adamw_4bit", "adamw_8bit", "muon")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        ("pp", "adamw_8bit"), ("pp", "muon"), ("pp", "adafactor"),
-        ("tp", "adamw_4bit"), ("tp", "adamw_8bit"), ("tp", "muon"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("backend", "name"), [(key, name) for key in ROWS for name in ROWS[key]])
 def test_state_of_rows_is_saved_where_a_model_is_divided(
-    backend: str, name: str, tiny: Tiny, run_of: Train, finetune: Finetune, tmp_path: Path
+    backend: str, name: str, tiny: Tiny, runs_of: Runs, finetune: Finetune, tmp_path: Path
 ) -> None:
     """With rows that two processes divide into whole blocks."""
     config = LlamaConfig(
@@ -567,8 +572,15 @@ def test_state_of_rows_is_saved_where_a_model_is_divided(
         num_key_value_heads=2, vocab_size=512, tie_word_embeddings=False,
     ).to_diff_dict()  # fmt: skip
     model = {"name": None, "config": config, "tokenizer": str(tiny.model)}
-    optim = {"name": name, "lr": 1e-3}
-    resumes(optim, backend, run_of, finetune, tmp_path, model=model)
+
+    def recipes(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        return {
+            each: tiny.fields(optim={"name": each, "lr": 1e-3}, model=model, **HALVES)
+            for each in names
+        }
+
+    one = runs_of("single", recipes(dict.fromkeys(sum(ROWS.values(), ()))))[name]
+    goes_on(one, runs_of(backend, recipes(ROWS[backend]))[name], finetune, tmp_path)
 
 
 def test_a_cut_inside_of_a_block_is_refused_before_a_step(
@@ -581,23 +593,14 @@ def test_a_cut_inside_of_a_block_is_refused_before_a_step(
     assert "tensor parallelism cuts (64, 64) into (64, 32), inside of a block" in output
 
 
-def resumes(
-    optim: dict[str, Any],
-    backend: str,
-    run_of: Train,
-    finetune: Finetune,
-    tmp_path: Path,
-    **more: Any,
-) -> None:
-    saving = {"every": 0.5, "keep": 3}
-    sections = {"optim": optim, "saving": saving, "evaluation": {"every": 0.5}, **more}
-    whole = run_of("single", **sections)
-    cut = cut_off(run_of(backend, **sections), tmp_path / "cut", 3)
+def goes_on(one: Run, several: Run, finetune: Finetune, tmp_path: Path) -> None:
+    """A run of several processes that ends after half of its steps is continued by one."""
+    cut = cut_off(several, tmp_path / "cut", 3)
     words = ("train", cut.recipe, "--resume", "--precision", "fp32", "--output", cut.root)
     finetune(*words, "--backend", "single").passed()
-    assert whole.steps() == [3, 6]
-    assert apart(whole, cut) < 1e-5
-    assert apart(whole, cut, "eval") < 1e-5
+    assert one.steps() == [3, 6]
+    assert apart(one, cut) < 1e-5
+    assert apart(one, cut, "eval") < 1e-5
 
 
 def test_a_state_of_bitsandbytes_continues_in_our_own_codes() -> None:

@@ -3,19 +3,23 @@
 from typing import Any
 
 import pytest
-from conftest import Tiny, assert_same_losses, problems_of, slow
+from conftest import Runs, Tiny, assert_same_losses, problems_of, slow
 
 import finetune as ft
 from finetune import catalog
 
-RULES = [{"token_weight": "eaft", "eaft_alpha": 0.5}, {"token_weight": "dft"}]
-RULES += [{"label_smoothing": 0.2}]
+RULES: dict[str, dict[str, Any]] = {
+    "eaft": {"token_weight": "eaft", "eaft_alpha": 0.5},
+    "dft": {"token_weight": "dft"},
+    "smoothed": {"label_smoothing": 0.2},
+}
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", ["fsdp_full_shard", *map(slow, ("zero3", "tp", "pp", "sp"))])
-def test_backends_have_the_losses_of_one_process(run_of, backend: str, rule: dict[str, Any]):
-    assert_same_losses(run_of(**rule), run_of(backend, **rule))
+def test_backends_have_the_losses_of_one_process(runs_of: Runs, tiny: Tiny, backend: str, rule):
+    recipes = {name: tiny.fields(**sections) for name, sections in RULES.items()}
+    assert_same_losses(*(runs_of(each, recipes)[rule] for each in ("single", backend)))
 
 
 def test_a_plain_loss_and_one_that_weighs_it_exclude_each_other(tiny: Tiny):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, apart, losses, problems_of, slow
+from conftest import Runs, Tiny, Train, apart, losses, problems_of, slow
 from peft import PeftConfig, PeftModel
 from test_optim import FREE
 from transformers import AutoModelForCausalLM
@@ -72,9 +72,11 @@ def test_a_tuner_trains_and_plain_peft_computes_its_loss(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2"])
 @pytest.mark.parametrize("kind", TUNERS)
-def test_a_tuner_on_two_processes_is_that_of_one(kind: str, backend: str, run_of: Train):
-    sections = {"adapter": section(kind), "evaluation": {"every": 3}}
-    one, two = run_of(**sections), run_of(backend, **sections)
+def test_a_tuner_on_two_processes_is_that_of_one(
+    kind: str, backend: str, tiny: Tiny, runs_of: Runs
+):
+    recipes = {each: tiny.fields(adapter=section(each), evaluation={"every": 3}) for each in TUNERS}
+    one, two = (runs_of(each, recipes)[kind] for each in ("single", backend))
     assert apart(one, two) < 1e-5
     assert apart(one, two, "eval") < 1e-5
 
