@@ -1,6 +1,5 @@
 """Compare completions and rewards of online methods, and score those of plain transformers."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from finetune.inference.sampling import Completion
 from finetune.methods.online import Online
 from finetune.recipe import Recipe
 from finetune.rewards.process import RewardProcess
-from finetune.runs.run import Run
+from finetune.runs.run import Run, read_lines
 from finetune.training.online.reward_columns import column_names, reward_columns
 from finetune.training.online.sampled import mean, total
 from finetune.verification.proofs.proof import Tolerance
@@ -33,7 +32,7 @@ def differences(reference: Run, run: Run, tolerance: Tolerance) -> list[str]:
     """Completions, rewards and metrics of samplings that differ from the reference."""
     if not reference.completions.is_file():
         return []
-    wrong = _compare_texts(_completions(reference), _completions(run))
+    wrong = _compare_texts(*(list(read_lines(each.completions)) for each in (reference, run)))
     alone, here = _measures(reference), _measures(run)
     for step, wanted in alone.items():
         for name, value in wanted.items():
@@ -52,10 +51,6 @@ def _compare_texts(alone: list[dict[str, Any]], here: list[dict[str, Any]]) -> l
         for key in ("step", "prompt", "completion", "rewards")
         if first[key] != second[key]
     ]
-
-
-def _completions(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.completions.read_text("utf-8").splitlines()]
 
 
 def _measures(run: Run) -> dict[int, dict[str, float]]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from finetune.errors import FinetuneError, TrainingFailure
 from finetune.launchers.accelerate import begin
 from finetune.process import warm
 from finetune.runs.limits import usable_cores
-from finetune.runs.run import Run, write_json
+from finetune.runs.run import Run, read_lines, write_json
 
 LIMIT_SECONDS = 1800
 """Seconds for one run; a start that compiles a DeepSpeed operator takes minutes."""
@@ -236,10 +235,4 @@ def _link(source: str, target: str) -> None:
 
 def steps_of(path: Path) -> dict[int, dict[str, float]]:
     """Optimizer steps in a metrics file by step number, without an incomplete last line."""
-    found: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            if record.get("kind") == "train":
-                found[record["step"]] = record
-    return found
+    return {each["step"]: each for each in read_lines(path) if each.get("kind") == "train"}
