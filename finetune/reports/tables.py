@@ -138,6 +138,11 @@ def templates(html: bool = True) -> jinja2.Environment:
     return found
 
 
+def rendered(template: str, **values: Any) -> str:
+    """The text of a page or a card from its template."""
+    return templates(html=".html" in template).get_template(template).render(values)
+
+
 def with_pictures(text: str, images: object = ()) -> Markup:
     """HTML of a text that shows images, given by their `data:` URLs, in their places."""
     first, *pieces = text.split(PLACE)
