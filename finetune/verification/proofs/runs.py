@@ -210,15 +210,12 @@ def copy_at_step(source: Run, target: Run, step: int) -> None:
     """
     shutil.rmtree(target.root, ignore_errors=True)
     target.root.mkdir(parents=True)
-    for name in (source.recipe, source.metrics, source.reference):
-        if name != source.reference or name.is_file():
-            shutil.copy2(name, target.root / name.name)
-    if source.completions.is_file():
-        shutil.copy2(source.completions, target.completions)
-    if source.rollouts.exists():
-        shutil.copytree(source.rollouts, target.rollouts)
-    if source.initial_adapter.exists():
-        shutil.copytree(source.initial_adapter, target.initial_adapter)
+    for file in (source.recipe, source.metrics, source.reference, source.completions):
+        if file.is_file():
+            shutil.copy2(file, target.root / file.name)
+    for folder in (source.rollouts, source.initial_adapter):
+        if folder.exists():
+            shutil.copytree(folder, target.root / folder.name)
     folder = target.checkpoint(step)
     shutil.copytree(source.checkpoint(step), folder, copy_function=_link)
     progress = progress_of(folder)
