@@ -1,4 +1,4 @@
-"""Export an adapter for vLLM, after checking that vLLM supports it."""
+"""Check that vLLM supports an adapter, and how it is served there."""
 
 import json
 from collections.abc import Iterable
@@ -12,7 +12,6 @@ from finetune.errors import FinetuneError
 from finetune.exporters import adapter
 from finetune.exporters.source import Source
 from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
-from finetune.reports.card import Kind
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank` (vLLM 0.32)."""
@@ -42,11 +41,6 @@ def check(source: Source) -> None:
         raise FinetuneError(
             *(f"--format vllm: {reason}; --format merged can be served" for reason in reasons)
         )
-
-
-def write(source: Source, folder: Path) -> Kind:
-    """Write the adapter in PEFT's format, after `check`."""
-    return adapter.write(source, folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
