@@ -105,10 +105,8 @@ class Merge:
         for unit in self.base.units:
             merged = self._stored(self._merged(unit))
             broken = [name for name, value in merged.items() if not is_finite(value)]
-            if broken:
-                raise TrainingFailure(
-                    *(f"{self.adapter}: {name} is not finite after merging" for name in broken)
-                )
+            told = (f"{self.adapter}: {name} is not finite after merging" for name in broken)
+            refuse(told, TrainingFailure)
             yield merged
             del merged  # before the next unit is allocated
 

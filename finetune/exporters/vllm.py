@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from finetune.data.images.processor import FILES
-from finetune.errors import FinetuneError
+from finetune.errors import refuse
 from finetune.exporters import adapter
 from finetune.exporters.source import Source
 from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
@@ -37,10 +37,7 @@ def check(source: Source) -> None:
     config = adapter.check(source).to_dict()
     assert source.adapter is not None, "checked"
     reasons = problems(config, tensor_shapes(source.adapter / ADAPTER_WEIGHTS))
-    if reasons:
-        raise FinetuneError(
-            *(f"--format vllm: {reason}; --format merged can be served" for reason in reasons)
-        )
+    refuse(f"--format vllm: {reason}; --format merged can be served" for reason in reasons)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers import AddedToken, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.models.load_checks import token_rows
 from finetune.recipe import LoRA, Recipe
 
@@ -260,9 +260,7 @@ def token_indices(
             else:
                 ids.add(id)
         found[name] = sorted(ids)
-    if problems:
-        unique = dict.fromkeys(f"adapter.trainable_token_indices: {each}" for each in problems)
-        raise FinetuneError(*unique)
+    refuse(dict.fromkeys(f"adapter.trainable_token_indices: {each}" for each in problems))
     return found
 
 
