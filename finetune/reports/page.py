@@ -61,7 +61,6 @@ def report(run: Run) -> Path:
             title=heading,
             verdict=status,
             state=state,
-            made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
             tiles=tiles,
             charts=charts,
             drawings=drawn,

@@ -3,7 +3,6 @@
 The page is self-contained: no scripts, fonts or requests.
 """
 
-import time
 from pathlib import Path
 
 from finetune.planner.estimate import wording as words
@@ -52,7 +51,6 @@ def _text(prediction: Prediction) -> str:
         waits=plan.pipeline_words(),
         links=_links(prediction),
         text=f"{prediction.page()}\n\n{plan.explain('cuda')}",
-        made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,6 @@ def _page(record: Mapping[str, Any]) -> str:
         kinds=KINDS,
         words=WORDS,
         grids=[_grid(check) for check in record["checks"]],
-        made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
     )
 
 
