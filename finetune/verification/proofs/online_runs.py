@@ -1,5 +1,6 @@
 """Compare completions and rewards of online methods, and score those of plain transformers."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -87,9 +88,6 @@ def mean_reward(
     names = column_names(subject.data.train)
     columns = reward_columns(tokenizer, names, rows, np.arange(len(rows)), completions)
     rewards = recipe.eval_reward_funcs or recipe.reward_funcs
-    process = RewardProcess(rewards, recipe.reward_timeout)
-    try:
+    with contextlib.closing(RewardProcess(rewards, recipe.reward_timeout)) as process:
         scores, _ = process.score(columns)
-    finally:
-        process.close()
     return mean(total(np.array(scores, dtype=np.float64), rewards))
