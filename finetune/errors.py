@@ -53,10 +53,10 @@ def problems_of(checks: Iterable[Callable[..., Iterable[str]]], *values: object)
     return list(dict.fromkeys(each for check in checks for each in check(*values)))
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise FinetuneError with the problems, if there are any."""
+def refuse(problems: Iterable[str], kind: type[FinetuneError] = FinetuneError) -> None:
+    """Raise FinetuneError, or another `kind` of it, with the problems, if there are any."""
     if found := list(problems):
-        raise FinetuneError(*found)
+        raise kind(*found)
 
 
 @contextlib.contextmanager

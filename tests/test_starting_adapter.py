@@ -298,7 +298,7 @@ def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, adapter, t
         f"model.name={full.final}",
         f"model.adapter={tmp_path / 'empty'}": "has no adapter: it has no adapter_config.json",
         "model.adapter=./nowhere": "no such folder: ./nowhere; give a run",
-        f"model.adapter={tiny.data}": "is a file; name the folder",
+        f"model.adapter={tiny.data}": f"no such folder: {tiny.data}; give a run",
         f"model.name={adapter}": f"to train it further, set model.name={tiny.model} "
         f"model.adapter={adapter}",
         f"model.name={with_config}": f"model.adapter={with_config}",

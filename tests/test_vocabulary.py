@@ -140,15 +140,6 @@ def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny, tmp_path, train)
     assert losses(train("cut", resume=True, **sections, max_steps=4)) == losses(straight)
 
 
-def test_an_id_that_no_table_can_hold_is_refused(tiny, tmp_path):
-    folder = Path(shutil.copytree(tiny.model, tmp_path / "model"))
-    model = read(folder / "tokenizer.json")["model"]
-    model["vocab"][next(iter(model["vocab"]))] = 2**31
-    change_json(folder / "tokenizer.json", model=model)
-    with pytest.raises(ft.FinetuneError, match="has id 2,147,483,648, above 100,000,000"):
-        load_tokenizer(ft.SFT(model=ft.Model(name=str(folder))))
-
-
 def test_tokens_of_the_tokenizer_that_have_no_row_are_named(tiny, tmp_path, train):
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     tokenizer.add_tokens(ADDED)

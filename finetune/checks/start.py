@@ -24,7 +24,7 @@ from finetune.checks.model import finite_weights
 from finetune.data.prepare import Prepared
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import trained_shapes
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.errors import FinetuneError, TrainingFailure, refuse
 from finetune.models import soundness
 from finetune.models.load_checks import token_rows
 from finetune.models.model import compute_dtype
@@ -152,14 +152,11 @@ def agree(everybody: list[Identity]) -> str:
         for field, theirs in dataclasses.asdict(other).items():
             if theirs != first[field]:
                 apart.setdefault((field, theirs), []).append(rank)
-    if apart:
-        raise FinetuneError(
-            *(
-                f"{_ranks(ranks)} from rank 0 in {field}: {theirs} instead of {first[field]}; "
-                f"{ALIKE[field]}"
-                for (field, theirs), ranks in apart.items()
-            )
-        )
+    refuse(
+        f"{_ranks(ranks)} from rank 0 in {field}: {theirs} instead of {first[field]}; "
+        f"{ALIKE[field]}"
+        for (field, theirs), ranks in apart.items()
+    )
     alike = f"recipe {first['recipe']}, data {first['data']}, {first['libraries'].split(', ')[0]}"
     return f"{len(everybody)} agree on {alike}" if everybody[1:] else f"1: {alike}"
 
@@ -274,9 +271,7 @@ def rehearsal(job: Job) -> str:
     folder = place.checkpoint(progress.step)
 
     def verify() -> None:
-        found = damage(folder)
-        if found:
-            raise TrainingFailure(*(f"rehearsal: {problem}" for problem in found))
+        refuse((f"rehearsal: {problem}" for problem in damage(folder)), TrainingFailure)
 
     engine.on_rank_0(verify)
     differing = checkpoint.compare(engine, folder)

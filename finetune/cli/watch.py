@@ -1,7 +1,6 @@
 """`finetune watch`: follow a run until it ends."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -58,19 +57,14 @@ def _records(run: "Run") -> Iterator[None]:
     """
     from finetune.reports.display import Display
     from finetune.runs.metrics import parse
+    from finetune.runs.progress import Appended
+    from finetune.runs.run import objects
 
-    display, read, shown, node = Display(run), 0, 0.0, None
+    display, appended, shown = Display(run), Appended(run.metrics), 0.0
     while True:
-        if run.metrics.exists():
-            read = read if node == (node := run.metrics.stat().st_ino) else 0
-            with run.metrics.open("rb") as file:
-                file.seek(read)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    read += len(line)
-                    record = parse(run, json.loads(line))
-                    if record.time > shown:
-                        shown = record.time
-                        display.show(record)
+        for _, block in appended.blocks():
+            for record in (parse(run, fields) for fields in objects(block.splitlines())):
+                if record.time > shown:
+                    shown = record.time
+                    display.show(record)
         yield

@@ -36,6 +36,7 @@ from finetune.distributed.reader import Reader
 from finetune.errors import FinetuneError, refuse
 from finetune.planner import Plan
 from finetune.process import rendezvous
+from finetune.process.attributes import changed
 
 T = TypeVar("T")
 
@@ -304,14 +305,9 @@ class Engine(Ranks):
         """Run a forward pass of a micro-batch from `local_batches`, without gradients."""
         loss_of(0, self.model)
 
-    @contextlib.contextmanager
-    def running(self, model: nn.Module) -> Iterator[None]:
+    def running(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Context in which forward passes run another model, which was built by this engine."""
-        usual, self.model = self.model, model
-        try:
-            yield
-        finally:
-            self.model = usual
+        return changed(self, model=model)
 
     def counted_elsewhere(self, model: nn.Module) -> set[int]:
         """The `id`s of parameters that a process with other layers holds and counts too."""

@@ -52,12 +52,12 @@ def filled(
             narrow = dtype if all(slot.is_cast for slot in slots) else None
             value = _complete(name, held.get(name), slots[0].current(), stages, narrow)
             for slot in slots:
-                slot.put(value)
+                put(slot.module, slot.leaf, value)
         yield
     finally:
         for slots in places.values():
             for slot in slots:
-                slot.put(torch.empty_like(slot.current(), device="meta"))
+                put(slot.module, slot.leaf, torch.empty_like(slot.current(), device="meta"))
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -86,11 +86,13 @@ class _Slot:
     def current(self) -> torch.Tensor:
         return getattr(self.module, self.leaf)
 
-    def put(self, value: torch.Tensor) -> None:
-        if self.leaf in self.module._parameters:
-            self.module._parameters[self.leaf] = nn.Parameter(value, requires_grad=False)
-        else:
-            self.module._buffers[self.leaf] = value
+
+def put(owner: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace a tensor of a module by one that may have another device, dtype or shape."""
+    if name in owner._parameters:
+        owner._parameters[name] = nn.Parameter(value, requires_grad=False)
+    else:
+        owner._buffers[name] = value
 
 
 def _places(blank: nn.Module) -> dict[str, list[_Slot]]:

@@ -22,6 +22,7 @@ from finetune.distributed.workarounds import without_deepspeed
 from finetune.planner import Plan
 from finetune.planner.estimate.sharding.zero import REDUCE_BUCKET
 from finetune.process import rendezvous
+from finetune.process.attributes import changed
 from finetune.process.imports import collecting_later, compiling_later
 
 
@@ -362,12 +363,8 @@ def without_values() -> Iterator[None]:
     ZeRO-3 of DeepSpeed 0.19 reads and formats the values of every parameter for a message that it
     does not print.
     """
-    described = nn.Parameter.__repr__
-    nn.Parameter.__repr__ = object.__repr__
-    try:
+    with changed(nn.Parameter, __repr__=object.__repr__):
         yield
-    finally:
-        nn.Parameter.__repr__ = described
 
 
 def _restore_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> None:

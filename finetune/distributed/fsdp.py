@@ -195,7 +195,7 @@ class Fsdp(Native):
         mesh = self.plan.mesh
         return mesh.replicate, mesh.place(self.rank)["replicate"]
 
-    def first_element(self, parameter: nn.Parameter) -> int:
+    def first_row(self, parameter: nn.Parameter) -> int:
         """FSDP2 shards the first dimension."""
         data = parameter.data
         if not isinstance(data, DTensor):
@@ -203,7 +203,7 @@ class Fsdp(Native):
         _, offsets = compute_local_shape_and_global_offset(
             parameter.shape, data.device_mesh, data.placements
         )
-        return offsets[0] * parameter.shape[1:].numel()
+        return offsets[0]
 
 
 def _mesh_of(info: Any) -> Mesh:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from finetune.backend.axes import Axes
 from finetune.distributed.parameters import unsharded_shape
 from finetune.errors import FinetuneError
 from finetune.planner.schedules import parts_of, spans
+from finetune.process.attributes import changed
 
 PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style of replicated parameters whose gradients are partial sums."""
@@ -79,20 +81,13 @@ def dividing(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[
             f"{', '.join(lost)}, which dividing a model ({axes.words()}) needs; use a "
             "version that has it (5.23), or fsdp_full_shard"
         )
-    before = {name: getattr(mixin, name) for name in NAMES}
-
-    def tensor(model: PreTrainedModel, along: DeviceMesh, plan: dict[str, str]) -> PreTrainedModel:
-        return _tensor(before["apply_tensor_parallelism"], model, along, plan)
-
     replaced: dict[str, Callable[..., Any]] = {
         "initialize_distributed_mesh": lambda _: (device, meshes),
         "apply_pipeline_parallelism": lambda model, along: _stages(model, along, axes),
-        "apply_tensor_parallelism": tensor,
+        "apply_tensor_parallelism": functools.partial(_tensor, mixin.apply_tensor_parallelism),
         "apply_fully_sharded_data_parallelism": lambda model, *_: model,
     }
-    for name, function in replaced.items():
-        setattr(mixin, name, function)
-    try:
+    with changed(mixin, **replaced):
         if not _divides(axes):
             yield {}
             return
@@ -100,9 +95,6 @@ def dividing(meshes: Meshes, device: torch.device, axes: Axes) -> Iterator[dict[
         if axes.experts > 1:
             sizes["fsdp_size"] = meshes.layers["fsdp"].size()
         yield {"distributed_config": DistributedConfig(**sizes)}
-    finally:
-        for name, function in before.items():
-            setattr(mixin, name, function)
 
 
 def _divides(axes: Axes) -> bool:

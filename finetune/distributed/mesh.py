@@ -8,7 +8,7 @@ transformers 5.23 no longer has.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from finetune.data.rows.collate import MicroBatch
 from finetune.distributed import complete, context, layers, sequence
 from finetune.distributed.boxes import Box
 from finetune.distributed.filling import padded
-from finetune.distributed.fragments import Fragment, scalar_state
+from finetune.distributed.fragments import Fragment
 from finetune.distributed.layers import NAMED
-from finetune.distributed.parameters import local, row_state
+from finetune.distributed.parameters import local
 from finetune.distributed.plan_differences import DIVIDED, Compare
 from finetune.distributed.reader import Reader
-from finetune.distributed.unsharded import Native, scalar_values
+from finetune.distributed.unsharded import Native
 from finetune.planner import mesh_rules
 from finetune.planner.mesh import AXES
 from finetune.process.quiet import mesh_kept_from_accelerate
@@ -275,49 +275,19 @@ class MeshEngine(Native):
 
     # Checkpoints ---------------------------------------------------------------------------------
 
-    def fragments(self) -> Iterator[Fragment]:
-        states = self._states()
-        numbers = scalar_values(states.values())
-        for name, parameter in self.trained():
-            writes, offsets = self.block(parameter)
-            values = {"weight": local(parameter.data).detach()} if writes else {}
-            whole, scalars = dict[str, torch.Tensor](), dict[str, float]()
-            for key, value in states.get(id(parameter), {}).items():
-                if not isinstance(value, torch.Tensor):
-                    scalars[key] = value
-                elif value.dim() == 0:
-                    scalars[key] = numbers[id(value)]
-                elif value.shape == parameter.shape:
-                    values |= {key: local(value).detach()} if writes else {}
-                elif value.shape[0] == parameter.shape[0]:
-                    writes_rows, at = self.block(value)
-                    if writes_rows:
-                        rows = {key: local(value).detach()}
-                        yield Fragment(name, 0, rows, shape=tuple(value.shape), offsets=at)
-                elif self.writes_unsharded:
-                    whole[key] = value
-            yield Fragment(name, 0, values, whole, scalars, offsets)
+    def written(
+        self, name: str, parameter: nn.Parameter, values: dict[str, torch.Tensor]
+    ) -> Fragment:
+        first = next(iter(values.values()))
+        shape = None if first.shape == parameter.shape else tuple(first.shape)
+        writes, offsets = self.block(first if shape else parameter)
+        blocks = {key: local(value).detach() for key, value in values.items()} if writes else {}
+        return Fragment(name, 0, blocks, offsets=offsets, shape=shape)
 
-    def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
-        owners = self.owners()
-        for name, parameter in self.trained():
-            extra, part = extras(name), local(parameter.data)
-            box = Box(self.block(parameter)[1], tuple(part.shape))
-            part.copy_(reader.box(name, "weight", box))
-            if not (extra.values or extra.whole or extra.scalars):
-                continue  # saved before the optimizer's first step
-            state: dict[str, Any] = {key: each.to(part.device) for key, each in extra.whole.items()}
-            for key in extra.values:
-                shape = reader.shape(name, key)
-                # With the placements of the parameter: the optimizer updates both together.
-                rows = shape != parameter.shape
-                made = row_state(parameter, *shape[1:]) if rows else parameter.data
-                box = Box(self.block(made)[1], tuple(local(made).shape))
-                values = reader.box(name, key, box)
-                state[key] = torch.empty_like(made, dtype=values.dtype)
-                local(state[key]).copy_(values)
-            state |= scalar_state(extra.scalars, part.device)
-            owners[id(parameter)].state[parameter] = state
+    def part(
+        self, reader: Reader, name: str, key: str, parameter: nn.Parameter, made: torch.Tensor
+    ) -> torch.Tensor:
+        return reader.box(name, key, Box(self.block(made)[1], tuple(local(made).shape)))
 
     def block(self, tensor: torch.Tensor) -> Block:
         """Whether this process writes its part of a tensor, and the offsets of the part.

@@ -30,6 +30,7 @@ from finetune.errors import TrainingFailure
 from finetune.kernels.balance import documents_of
 from finetune.planner import schedules
 from finetune.process import rendezvous
+from finetune.process.attributes import changed
 
 LossOf = Callable[[int, nn.Module], torch.Tensor]
 PASS = "stage pass"
@@ -83,12 +84,8 @@ class PipelineEngine(MeshEngine):
 
     @contextlib.contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
-        usual, self.stages = self.stages, self._stages(model)
-        try:
-            with super().running(model):
-                yield
-        finally:
-            self.stages = usual
+        with changed(self, stages=self._stages(model)), super().running(model):
+            yield
 
     @property
     def casts(self) -> bool:
@@ -160,10 +157,8 @@ class PipelineEngine(MeshEngine):
             return torch.zeros(1)
 
         if self.teacher is not None:
-            usual, self.stages = self.stages, self.teacher_stages
-            with torch.no_grad():
+            with changed(self, stages=self.teacher_stages), torch.no_grad():
                 self._run(batches, [0] * len(batches), keep, training=False, seen={})
-            self.stages = usual
         # The student's loss calls the teacher's head itself, and not the forward pass of its
         # stage, in which FSDP2 would gather the head's weight.
         sharded = [each for each in self.teacher_stages if isinstance(each, FSDPModule)]
@@ -384,16 +379,13 @@ class Stage(nn.Module):
         if not self.several:
             yield base
             return
-        kept, norm = base.layers, base.norm
-        base.layers = nn.ModuleList(
+        own = nn.ModuleList(
             layer if index in self.span else layers.PipelineIdentityLayer()
-            for index, layer in enumerate(kept)
+            for index, layer in enumerate(base.layers)
         )
-        base.norm = norm if self.last else layers.PipelineIdentityLayer()
-        try:
+        norm = base.norm if self.last else layers.PipelineIdentityLayer()
+        with changed(base, layers=own, norm=norm):
             yield base
-        finally:
-            base.layers, base.norm = kept, norm
 
 
 @dataclasses.dataclass(frozen=True)

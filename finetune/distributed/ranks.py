@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from finetune.errors import FinetuneError, TrainingFailure, of_a_file
 from finetune.process import rendezvous
+from finetune.process.attributes import changed
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -74,12 +75,9 @@ class Ranks(abc.ABC):
         if self.world == 1:
             yield
             return
-        usual = self.control
-        self.control = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
-        try:
+        group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+        with changed(self, control=group):
             yield
-        finally:
-            self.control = usual
 
     def from_first(self, value: Any) -> Any:
         """Broadcast the value of rank 0; the values of other ranks are ignored."""

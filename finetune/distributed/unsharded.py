@@ -1,6 +1,7 @@
 """Engines for one process and for DistributedDataParallel, with unsharded weights and state."""
 
 import contextlib
+import dataclasses
 import datetime
 import gc
 import math
@@ -27,21 +28,43 @@ class Native(Engine):
     def plugin(self, nvme_path: Path, timeout: datetime.timedelta) -> dict[str, Any]:
         return {"cpu": on_cpu(), "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout)]}
 
-    def first_element(self, parameter: nn.Parameter) -> int:
-        """Offset of this rank's part in the flattened parameter."""
+    def first_row(self, parameter: nn.Parameter) -> int:
+        """Row of the unsharded parameter at which this rank's part begins."""
         return 0
 
     def copies(self) -> tuple[int, int]:
         """Number of ranks that hold the same part, and this rank's index; each writes a share."""
         return 1, 0
 
+    def written(
+        self, name: str, parameter: nn.Parameter, values: dict[str, torch.Tensor]
+    ) -> Fragment:
+        """What this rank writes of values of one shape, which are cut as the parameter is.
+
+        Their shape is that of the parameter, or another one with as many rows.
+        """
+        shape = next(iter(values.values())).shape
+        flat = {key: local(value).detach().reshape(-1) for key, value in values.items()}
+        copies, mine = self.copies()
+        numel = next(iter(flat.values())).numel()
+        share = -(-numel // copies)
+        begin = min(mine * share, numel)
+        start = self.first_row(parameter) * math.prod(shape[1:]) + begin
+        kept = {key: value[begin : begin + share] for key, value in flat.items()}
+        return Fragment(name, start, kept, shape=None if shape == parameter.shape else tuple(shape))
+
+    def part(
+        self, reader: Reader, name: str, key: str, parameter: nn.Parameter, made: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's part of a value in a checkpoint, which is cut as `made` is."""
+        start = self.first_row(parameter) * math.prod(made.shape[1:])
+        return reader.range(name, key, start, local(made).numel()).view(local(made).shape)
+
     def fragments(self) -> Iterator[Fragment]:
         states = self._states()
         numbers = scalar_values(states.values())
         for name, parameter in self.trained():
-            flat = _flat(parameter.data)
-            keep = self._share(flat)
-            values = {"weight": flat[keep]}
+            values = {"weight": parameter.data}
             whole: dict[str, torch.Tensor] = {}
             scalars: dict[str, float] = {}
             for key, value in states.get(id(parameter), {}).items():
@@ -50,55 +73,31 @@ class Native(Engine):
                 elif value.dim() == 0:
                     scalars[key] = numbers[id(value)]
                 elif value.shape == parameter.shape:
-                    values[key] = _flat(value)[keep]
+                    values[key] = value
                 elif value.shape[0] == parameter.shape[0]:
-                    yield self._of_rows(name, key, value, parameter)
-                elif self.rank == 0:
+                    yield self.written(name, parameter, {key: value})
+                elif self.writes_unsharded:
                     whole[key] = value
-            start = self.first_element(parameter) + keep.start
-            yield Fragment(name, start, values, whole, scalars)
-
-    def _share(self, flat: torch.Tensor) -> slice:
-        """The elements that this rank writes of those that some ranks hold alike."""
-        copies, mine = self.copies()
-        share = -(-flat.numel() // copies)
-        begin = min(mine * share, flat.numel())
-        return slice(begin, begin + share)
-
-    def _of_rows(
-        self, name: str, key: str, value: torch.Tensor, parameter: nn.Parameter
-    ) -> Fragment:
-        """State of each row, which is cut with the rows of the parameter."""
-        shape, flat = tuple(value.shape), _flat(value)
-        keep = self._share(flat)
-        start = self._first_row(parameter) * math.prod(shape[1:]) + keep.start
-        return Fragment(name, start, {key: flat[keep]}, shape=shape)
-
-    def _first_row(self, parameter: nn.Parameter) -> int:
-        return self.first_element(parameter) // max(1, math.prod(parameter.shape[1:]))
+            written = self.written(name, parameter, values)
+            yield dataclasses.replace(written, whole=whole, scalars=scalars)
 
     def restore(self, reader: Reader, extras: Callable[[str], Fragment]) -> None:
         owners = self.owners()
         for name, parameter in self.trained():
-            extra = extras(name)
-            flat, start = _flat(parameter.data), self.first_element(parameter)
-            flat.copy_(reader.range(name, "weight", start, flat.numel()))
+            extra, data = extras(name), parameter.data
+            local(data).copy_(self.part(reader, name, "weight", parameter, data))
             if not (extra.values or extra.whole or extra.scalars):
                 continue  # saved before the optimizer's first step
-            state: dict[str, Any] = dict(extra.whole)
+            state: dict[str, Any] = {key: each.to(data.device) for key, each in extra.whole.items()}
             for key in extra.values:
-                shape, begin, made = reader.shape(name, key), start, parameter.data
-                if shape != parameter.shape:
-                    made = row_state(parameter, *shape[1:])
-                    begin = self._first_row(parameter) * math.prod(shape[1:])
-                values = reader.range(name, key, begin, local(made).numel())
+                shape = reader.shape(name, key)
+                # With the placements of the parameter: the optimizer updates both together.
+                made = data if shape == data.shape else row_state(parameter, *shape[1:])
+                values = self.part(reader, name, key, parameter, made)
                 state[key] = torch.empty_like(made, dtype=values.dtype)
-                _flat(state[key]).copy_(values)
-            state |= scalar_state(extra.scalars, flat.device)
-            owners[id(parameter)].state[parameter] = {
-                key: value.to(flat.device) if isinstance(value, torch.Tensor) else value
-                for key, value in state.items()
-            }
+                local(state[key]).copy_(values)
+            state |= scalar_state(extra.scalars, data.device)
+            owners[id(parameter)].state[parameter] = state
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """Optimizer state of each parameter, by `id`."""
@@ -157,7 +156,3 @@ def scalar_values(states: Iterable[dict[str, Any]]) -> dict[int, float]:
         if (alike := [each for each in scalars if (each.device, each.dtype) == kind])
         for each, number in zip(alike, torch.stack(alike).tolist(), strict=True)
     }
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor).detach().reshape(-1)

@@ -6,14 +6,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError, refuse
 from finetune.evaluation.generations import Answer, Asking, ask
-from finetune.evaluation.questions import (
-    Question,
-    asked_text,
-    expected_text,
-    pictures,
-    references,
-    text_reference_problem,
-)
+from finetune.evaluation.questions import Asked, Question, references, text_reference_problem
 from finetune.inference.generate import Loaded
 
 __all__ = ["Example", "Score", "answers", "exact_match", "references", "samples"]
@@ -72,13 +65,10 @@ def exact_match(
     batch_rows: int = 8,
 ) -> Score:
     """Compare greedy answers with the references, both stripped of outer whitespace."""
-    chosen = questions[:limit]
+    answered = _answered(loaded, questions[:limit], max_new_tokens, batch_rows)
     examples = tuple(
-        Example(asked_text(each), given.text, expected, given.text == expected, given.cut)
-        for each, given in zip(
-            chosen, _answered(loaded, chosen, max_new_tokens, batch_rows), strict=True
-        )
-        for expected in [expected_text(each)]
+        Example(each.prompt, given.text, each.expected, given.text == each.expected, given.cut)
+        for each, given in zip(map(Asked, questions[:limit]), answered, strict=True)
     )
     return Score(len(examples), sum(example.matched for example in examples), examples)
 
@@ -89,13 +79,13 @@ def samples(
     """Rows of `samples.json`: the prompt with its images, both answers, and the reference."""
     return [
         {
-            "prompt": asked_text(each),
-            **pictures(each),
+            "prompt": each.prompt,
+            **each.pictures,
             "before": old,
             "after": new,
-            "expected": expected_text(each),
+            "expected": each.expected,
         }
-        for each, old, new in zip(questions, before, after, strict=True)
+        for each, old, new in zip(map(Asked, questions), before, after, strict=True)
     ]
 
 

@@ -17,7 +17,7 @@ from finetune.data.rows.store import Columns, composed, single_rows
 from finetune.data.samples import Sample
 from finetune.data.tally import Tally
 from finetune.data.values import RowProblem
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.inference.generate import Loaded
 from finetune.kernels.head import WithLoss, give_loss
 from finetune.methods.losses import token_logps
@@ -87,8 +87,7 @@ def _encoded(
             columns += piece
             images += images_of(example, piece)
             owners.append(number)
-    if problems:
-        raise FinetuneError(*problems[:10])
+    refuse(problems[:10])
     return columns, images, owners
 
 

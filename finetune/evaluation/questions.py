@@ -63,12 +63,23 @@ class Asked:
     @property
     def prompt(self) -> str:
         """The prompt, or the last message before the answer."""
-        return asked_text(self.question)
+        if isinstance(self.question, Completion):
+            return self.question.prompt
+        return str(self.question.messages[-2].get("content") or "")
+
+    @property
+    def pictures(self) -> dict[str, list[str]]:
+        """A column with thumbnails of the images in `prompt`; empty without images."""
+        asked = self.question
+        files = () if isinstance(asked, Completion) else asked.messages[-2].get("images", ())
+        return {"images": list(map(thumbnail, files))} if files else {}
 
     @property
     def expected(self) -> str:
         """The text of the reference, stripped of whitespace."""
-        return expected_text(self.question)
+        if isinstance(self.question, Completion):
+            return self.question.completion.strip()
+        return str(self.question.messages[-1].get("content") or "").strip()
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -76,26 +87,6 @@ class Asked:
         if isinstance(self.question, Completion):
             return []
         return [call["function"] for call in self.question.messages[-1].get("tool_calls", ())]
-
-
-def asked_text(question: Question) -> str:
-    """The prompt, or the last message before the answer."""
-    if isinstance(question, Completion):
-        return question.prompt
-    return str(question.messages[-2].get("content") or "")
-
-
-def pictures(question: Question) -> dict[str, list[str]]:
-    """A column with thumbnails of the images in `asked_text`; empty without images."""
-    files = () if isinstance(question, Completion) else question.messages[-2].get("images", ())
-    return {"images": list(map(thumbnail, files))} if files else {}
-
-
-def expected_text(question: Question) -> str:
-    """The text of the reference, stripped of whitespace."""
-    if isinstance(question, Completion):
-        return question.completion.strip()
-    return str(question.messages[-1].get("content") or "").strip()
 
 
 def references(data: Data) -> list[Question]:

@@ -11,7 +11,6 @@ from finetune.errors import FinetuneError
 from finetune.evaluation.contamination import digest, named
 from finetune.evaluation.evaluation import Evaluation, Side, comparable
 from finetune.evaluation.measures import Interval, Measure, difference
-from finetune.evaluation.questions import pictures
 from finetune.reports.evaluation_page import page
 from finetune.runs.environment import public, versions
 from finetune.runs.run import write_json
@@ -144,7 +143,7 @@ def rows_of(evaluation: Evaluation) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "place": named(asked.place),
             "prompt": asked.prompt,
-            **pictures(asked.question),
+            **asked.pictures,
             "expected": asked.expected or json.dumps(asked.calls, ensure_ascii=False),
         }
         for name, side in (("after", evaluation.after), ("before", evaluation.before)):

@@ -1,5 +1,6 @@
 """Score answers with reward functions or reward models, called as in online training."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,11 +50,8 @@ def measure(
     """
     if not rewards:
         return [{} for _ in sides]
-    process = RewardProcess(rewards, TIMEOUT)
-    try:
+    with contextlib.closing(RewardProcess(rewards, TIMEOUT)) as process:
         return [_rewards_of_side(process, asked, answers) for answers in sides]
-    finally:
-        process.close()
 
 
 def _rewards_of_side(

@@ -75,10 +75,7 @@ def find_tasks(words: Sequence[str], limit: int | None, max_new_tokens: int, row
     tasks = Tasks(tuple(names), own, len(folders) < len(names), limit, max_new_tokens, rows)
     known = tasks.manager().all_tasks
     unknown = [name for name in names if name not in known]
-    if unknown:
-        raise FinetuneError(*(
-            f"--tasks: there is no task '{name}'{did_you_mean(name, known)}" for name in unknown
-        ))  # fmt: skip
+    refuse(f"--tasks: there is no task '{name}'{did_you_mean(name, known)}" for name in unknown)
     return tasks
 
 

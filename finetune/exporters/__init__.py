@@ -4,7 +4,7 @@ EXPORTERS: dict[str, str] = {
     "adapter": "finetune.exporters.adapter:write",
     "merged": "finetune.exporters.whole_model:write_merged",
     "model": "finetune.exporters.whole_model:write",
-    "vllm": "finetune.exporters.vllm:write",
+    "vllm": "finetune.exporters.adapter:write",
     "nf4": "finetune.exporters.nf4:write",
     "gguf": "finetune.exporters.gguf:write",
     "ollama": "finetune.exporters.ollama:write",

@@ -19,6 +19,7 @@ from finetune.inference.load import (
     base_model,
     changes_base,
     check_adapter,
+    needs_initial,
     plain_lora,
     tensor_shapes,
 )
@@ -38,10 +39,8 @@ def check(source: Source) -> LoraConfig:
     if not changes_base(config):
         return config
     if source.initial is None and str(config.init_lora_weights).lower() not in RECOMPUTED:
-        raise FinetuneError(
-            f"adapter.init_lora_weights: '{config.init_lora_weights}' cannot be "
-            "recomputed, and the run did not store it"
-        )
+        assert source.adapter is not None, "checked"
+        raise needs_initial(source.adapter, config)
     return _twice_the_rank(config)
 
 

@@ -18,8 +18,9 @@ from finetune.data.scratch import scratch_for
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.exporters import CHECKS, EXPORTERS, vllm
 from finetune.exporters.check import CHECK_ROWS, check, check_lines
-from finetune.exporters.source import Source, is_loadable, open_source, turn_end
+from finetune.exporters.source import Source, is_loadable, open_source
 from finetune.exporters.stream import bytes_of
+from finetune.inference.generate import turn_end
 from finetune.inference.load import ADAPTER_WEIGHTS, Step, tensor_shapes, trained_dtype
 from finetune.reports.card import Kind, write_card
 from finetune.runs.run import Run, open_run, write_json

@@ -15,7 +15,8 @@ from finetune.data.samples import Completion, Conversation
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean
 from finetune.exporters import gguf_tokens, whole_model
 from finetune.exporters.check import prompt_text, prompts
-from finetune.exporters.source import Source, turn_end
+from finetune.exporters.source import Source
+from finetune.inference.generate import turn_end
 from finetune.inference.load import base_config
 from finetune.reports.card import Kind
 from finetune.version import install

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.checkpoints.pretrained import adapter_keys, persistent_buffers
+from finetune.distributed.complete import put
 from finetune.errors import FinetuneError, TrainingFailure, first_line, reading, refuse
 from finetune.exporters.base_tensors import Base, Tensors, result_dtype, rounded
 from finetune.exporters.low_rank import add_product, is_plain
@@ -34,6 +35,7 @@ from finetune.inference.load import (
     subtract_initial,
 )
 from finetune.models.load_checks import token_rows
+from finetune.models.soundness import is_finite
 
 PREFIX = "base_model.model."
 """Prefix of every name in an adapter file."""
@@ -102,11 +104,9 @@ class Merge:
         """
         for unit in self.base.units:
             merged = self._stored(self._merged(unit))
-            broken = [name for name, value in merged.items() if not _is_finite(value)]
-            if broken:
-                raise TrainingFailure(
-                    *(f"{self.adapter}: {name} is not finite after merging" for name in broken)
-                )
+            broken = [name for name, value in merged.items() if not is_finite(value)]
+            told = (f"{self.adapter}: {name} is not finite after merging" for name in broken)
+            refuse(told, TrainingFailure)
             yield merged
             del merged  # before the next unit is allocated
 
@@ -296,20 +296,6 @@ def _with_adapter(
             module, _, last = each.rpartition(".")
             put(model.get_submodule(module), last, trained.get(each, value))
     return model.eval(), {name: tensors[key] for key, name in others.items()}
-
-
-def put(owner: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a tensor of a module by one that may have another device, dtype or shape."""
-    if name in owner._parameters:
-        owner._parameters[name] = nn.Parameter(value, requires_grad=False)
-    else:
-        owner._buffers[name] = value
-
-
-def _is_finite(value: torch.Tensor) -> bool:
-    """Whether all elements are finite, computed without a copy of the tensor."""
-    ends = value.aminmax()
-    return bool(ends.min.isfinite() & ends.max.isfinite()) if value.is_floating_point() else True
 
 
 def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:

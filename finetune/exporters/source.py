@@ -14,7 +14,7 @@ from finetune.checkpoints.stop_tokens import base_reference, generation_config
 from finetune.errors import FinetuneError
 from finetune.exporters.base_tensors import as_trained, open_base
 from finetune.exporters.merge import Merge
-from finetune.inference.generate import stop_ids, turn
+from finetune.inference.generate import stop_ids
 from finetune.inference.load import (
     Step,
     base_config,
@@ -92,11 +92,6 @@ class Source:
     def result_dtype(self) -> torch.dtype:
         """Data type of full weights: the requested one, else that of the base's files."""
         return self.dtype or self.stored_dtype
-
-
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Token that ends a turn of the tokenizer's chat template; None without a template."""
-    return turn(tokenizer).end if tokenizer.chat_template is not None else None
 
 
 def open_source(run: Run, step: Step | None, dtype: torch.dtype | None, shard_size: str) -> Source:

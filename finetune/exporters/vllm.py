@@ -1,4 +1,4 @@
-"""Export an adapter for vLLM, after checking that vLLM supports it."""
+"""Check that vLLM supports an adapter, and how it is served there."""
 
 import json
 from collections.abc import Iterable
@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from finetune.data.images.processor import FILES
-from finetune.errors import FinetuneError
+from finetune.errors import refuse
 from finetune.exporters import adapter
 from finetune.exporters.source import Source
 from finetune.inference.load import ADAPTER_WEIGHTS, tensor_shapes
-from finetune.reports.card import Kind
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank` (vLLM 0.32)."""
@@ -38,15 +37,7 @@ def check(source: Source) -> None:
     config = adapter.check(source).to_dict()
     assert source.adapter is not None, "checked"
     reasons = problems(config, tensor_shapes(source.adapter / ADAPTER_WEIGHTS))
-    if reasons:
-        raise FinetuneError(
-            *(f"--format vllm: {reason}; --format merged can be served" for reason in reasons)
-        )
-
-
-def write(source: Source, folder: Path) -> Kind:
-    """Write the adapter in PEFT's format, after `check`."""
-    return adapter.write(source, folder)
+    refuse(f"--format vllm: {reason}; --format merged can be served" for reason in reasons)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

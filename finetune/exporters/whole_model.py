@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from finetune.checkpoints.pretrained import write_settings
-from finetune.errors import FinetuneError, TrainingFailure
+from finetune.errors import FinetuneError, TrainingFailure, refuse
 from finetune.exporters.base_tensors import Tensors, open_trained, rounded
 from finetune.exporters.source import Source
 from finetune.exporters.stream import Weights
@@ -116,5 +116,4 @@ def _refuse_lost(folder: Path, skeleton: Tensors) -> None:
         for name, tensor in skeleton.items()
         if written.get(name) != list(tensor.shape) or not tensor.numel()
     ]
-    if problems:
-        raise TrainingFailure(*problems)
+    refuse(problems, TrainingFailure)

@@ -20,6 +20,7 @@ from finetune.data.images.inputs import ImageInputs
 from finetune.models.load_checks import context_length
 from finetune.models.packed_attention import DOCUMENTS
 from finetune.planner.estimate.sampling_cost import ROOM
+from finetune.process.attributes import changed
 
 if TYPE_CHECKING:
     from finetune.distributed.base import Engine
@@ -302,12 +303,9 @@ def cached_attention(model: nn.Module) -> Iterator[None]:
     """Context manager that replaces the `documents` attention, which does not support a cache."""
     network: Any = network_of(model)
     config = network.config.get_text_config()
-    usual = config._attn_implementation
-    if usual != DOCUMENTS:
+    if config._attn_implementation != DOCUMENTS:
         yield
         return
-    config._attn_implementation = "sdpa" if network._supports_sdpa else "eager"
-    try:
+    cached = "sdpa" if network._supports_sdpa else "eager"
+    with changed(config, _attn_implementation=cached):
         yield
-    finally:
-        config._attn_implementation = usual

@@ -249,8 +249,12 @@ def stop_ids(
 ) -> tuple[int, ...]:
     """All tokens that end an answer: eos of the model and the tokenizer, and the end of a turn."""
     eos = generation.eos_token_id if generation is not None else None
-    end = turn(tokenizer).end if tokenizer.chat_template is not None else None
-    return tuple(all_ends(eos, tokenizer.eos_token_id, end))
+    return tuple(all_ends(eos, tokenizer.eos_token_id, turn_end(tokenizer)))
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Token that ends a turn of the tokenizer's chat template; None without a template."""
+    return turn(tokenizer).end if tokenizer.chat_template is not None else None
 
 
 def prompt_ids(loaded: Loaded, asked: str | Conversation) -> list[int]:

@@ -33,6 +33,7 @@ from finetune.errors import FinetuneError, reading, refuse
 from finetune.models.load_checks import unfilled, unread, within_memory
 from finetune.models.quantization import compute_in, keep_unpacked, loading_arguments
 from finetune.models.scoring import auto_class, draw_head, without_new_head
+from finetune.models.starting_adapter import CHANGES_BASE
 from finetune.models.threads import settle_threads
 from finetune.models.vocabulary import check_words, grow, rows_of_adapter, without_lost_pad
 from finetune.planner.shapes.prequantised import DEQUANTISED, stored_kind
@@ -284,7 +285,7 @@ def initial_adapter(run: Run) -> Path | None:
 def changes_base(config: PeftConfig) -> bool:
     """Whether the adapter's initialization subtracts its product from the base weights."""
     name = str(config.init_lora_weights).lower() if isinstance(config, LoraConfig) else ""
-    return name.startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+    return name.startswith(CHANGES_BASE)
 
 
 def attach(model: PreTrainedModel, adapter: Path, initial: Path | None = None) -> PeftModel:

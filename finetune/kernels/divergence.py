@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.kernels.chunked_loss import Gradients, used_up
-from finetune.kernels.head import LabelledHead, logit_function, plain_head
+from finetune.kernels.head import LabelledHead, logit_function, plain_head, scaled
 from finetune.kernels.mixin import mix_in
 from finetune.kernels.precision import compute_dtype
 from finetune.planner.kernels import GPU_TAUGHT_ENTRIES, TAUGHT_ENTRIES
@@ -130,7 +130,7 @@ class WithTeacher:
             shares = _Stored(taught)
             if teacher is not None:
                 shares = _Gathered(teacher.get_output_embeddings(), seen)
-            wide = _logits(head(hidden), None, *self.logits_of_labelled)
+            wide = scaled(head(hidden), None, *self.logits_of_labelled)
             apart, nll = _losses(wide, targets, taught, shares, slice(None))
             return torch.stack([apart + taught.ce_weight * nll, nll])
         if teacher is None:
@@ -184,7 +184,7 @@ class ChunkedDivergence(torch.autograd.Function):
             for part, logits in grads.chunks(rows):
                 with torch.set_grad_enabled(grads.any):
                     logits.requires_grad_(grads.any)
-                    wide = _logits(logits, bias, scale, cap)
+                    wide = scaled(logits, bias, scale, cap)
                     apart, nll = _losses(wide, targets[part], taught, shares, part)
                     total = apart + taught.ce_weight * nll
                 sums += torch.stack([total.detach(), nll.detach()])
@@ -198,18 +198,6 @@ class ChunkedDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradient of the first sum."""
         return used_up(ctx, grad[0])
-
-
-def _logits(
-    logits: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None
-) -> torch.Tensor:
-    """Logits in fp32, with the model's bias, scale and soft cap."""
-    wide = logits.float()
-    if bias is not None:
-        wide = wide + bias.float()
-    if scale != 1.0:
-        wide = wide * scale
-    return wide if cap is None else (wide / cap).tanh() * cap
 
 
 def _losses(
@@ -263,7 +251,7 @@ class _Shares:
         matrix = head.weight[:vocabulary]
         bias = None if head.bias is None else head.bias[:vocabulary]
         logits = F.linear(self.hidden[part].to(matrix.dtype), matrix)
-        return F.log_softmax(_logits(logits, bias, head.scale, head.cap) / temperature, -1)
+        return F.log_softmax(scaled(logits, bias, head.scale, head.cap) / temperature, -1)
 
     def both(
         self, student: torch.Tensor, part: slice, temperature: float
@@ -280,7 +268,7 @@ class _Gathered(_Shares):
     @torch.no_grad()
     def logps(self, part: slice, vocabulary: int, temperature: float) -> torch.Tensor:
         logits = self.head(self.hidden[part])[:, :vocabulary]
-        wide = _logits(logits, None, self.head.scale, self.head.cap)
+        wide = scaled(logits, None, self.head.scale, self.head.cap)
         return F.log_softmax(wide / temperature, -1)
 
 

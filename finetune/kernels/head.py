@@ -170,10 +170,7 @@ class WithLoss:
         head = self.get_output_embeddings()
         if self.loss_in_chunks:
             return head(hidden, targets, logps, statistics)
-        logits = head(hidden).float()
-        scale, cap = self.logits_of_labelled or (1.0, None)
-        logits = logits * scale if scale != 1.0 else logits
-        logits = (logits / cap).tanh() * cap if cap is not None else logits
+        logits = scaled(head(hidden), None, *(self.logits_of_labelled or (1.0, None)))
         return self._of_logits(logits, targets, logps, statistics)
 
     def _of_logits(
@@ -184,6 +181,18 @@ class WithLoss:
         if self.rule is not None and self.training and not logps:
             return self.rule.summed(logits, targets)
         return _from_logits(logits, targets, logps, statistics)
+
+
+def scaled(
+    logits: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None
+) -> torch.Tensor:
+    """Logits in fp32, with the model's bias, scale and soft cap."""
+    wide = logits.float()
+    if bias is not None:
+        wide = wide + bias.float()
+    if scale != 1.0:
+        wide = wide * scale
+    return wide if cap is None else (wide / cap).tanh() * cap
 
 
 def _from_logits(

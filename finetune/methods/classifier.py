@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import completed_by, optim_of
-from finetune.recipe import STRICT, Head, Kind, Optim, Recipe
+from finetune.methods.pairs import DocumentMethod, completed_by, optim_of
+from finetune.recipe import STRICT, Head, Kind, Optim
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from transformers import PreTrainedModel
 
@@ -28,7 +27,7 @@ MULTI = "multi_label_classification"
 
 
 @dataclass(frozen=True, config=STRICT)
-class Classifier(Recipe):
+class Classifier(DocumentMethod):
     """Learn to predict the class of a text or conversation, several classes, or a number."""
 
     method: ClassVar[str] = "classifier"
@@ -119,12 +118,6 @@ class Classifier(Recipe):
             holds = zip(self.labels, (numbers[name] for name in self.columns), strict=True)
             return ", ".join(name for name, is_it in holds if is_it) or "none of the labels"
         return self.labels[int(numbers["label"])]
-
-    def count(self, batch: "MicroBatch") -> int:
-        return len(batch.last_places)
-
-    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
-        return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum())
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
         """Sum over rows of the cross-entropy, the mean binary cross-entropy of all labels, or the

@@ -26,10 +26,6 @@ class CPO(PairMethod):
     sft_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the chosen answer's mean cross-entropy in a pair's loss."""
 
-    @property
-    def nll_weight(self) -> float:
-        return self.sft_weight
-
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
         """`-log sigmoid(beta (chosen - rejected))` per pair, eq. 3; sums favor short answers."""
         from torch.nn.functional import logsigmoid

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import completed_by, optim_of, preference_advice, token_mean
-from finetune.recipe import STRICT, Kind, Optim, Recipe, Text
+from finetune.methods.pairs import (
+    DocumentMethod,
+    completed_by,
+    optim_of,
+    preference_advice,
+    token_mean,
+)
+from finetune.recipe import STRICT, Kind, Optim, Text
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedModel
 
     from finetune.data.chat.render import Chat
     from finetune.data.rows.collate import MicroBatch
     from finetune.data.rows.example import Example
-    from finetune.data.rows.store import Rows
     from finetune.data.samples import Sample
     from finetune.methods.losses import Loss
     from finetune.training.passes import StepPasses
@@ -29,7 +33,7 @@ FEWEST_ROWS = 16
 
 
 @dataclass(frozen=True, config=STRICT)
-class KTO(Recipe):
+class KTO(DocumentMethod):
     """Learn from answers that are labeled as wanted or unwanted (arXiv:2402.01306)."""
 
     method: ClassVar[str] = "kto"
@@ -98,12 +102,6 @@ class KTO(Recipe):
         last = isinstance(answer, Conversation) and not answer.given
         row = chat.render(answer, "completion" if last else "assistant")
         return Example((row,), {"wanted": float(sample.wanted)})
-
-    def count(self, batch: "MicroBatch") -> int:
-        return len(batch.document_labels)
-
-    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
-        return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum())
 
     def before_step(self, passes: "StepPasses") -> float:
         """The KL of the step in nats, estimated from answers to the prompts of other rows."""

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from finetune.methods.pairs import completed_by, optim_of
 from finetune.recipe import STRICT, Completions, Kind, Optim, Positive, Recipe, Text
 from finetune.recipe.references import BASE, START, reference_of
 from finetune.rewards import REWARDS, Rewards, names
@@ -40,10 +41,6 @@ def _reads_base(init: bool | str) -> bool:
     return isinstance(init, str) and init != "gaussian"
 
 
-def _with_defaults(section: Any) -> Any:
-    return DEFAULTS | section if isinstance(section, dict) else section
-
-
 @dataclass(frozen=True, config=STRICT)
 class Online(Recipe):
     """Learn from completions that the model samples during training.
@@ -56,9 +53,7 @@ class Online(Recipe):
     extremes: ClassVar[tuple[str, ...]] = (LARGEST_RATIO,)
     encoding_fields: ClassVar[tuple[str, ...] | None] = ()
 
-    optim: Annotated[Optim, BeforeValidator(_with_defaults)] = Field(
-        default_factory=lambda: Optim(**DEFAULTS)
-    )
+    optim: Annotated[Optim, completed_by(DEFAULTS)] = optim_of(DEFAULTS)
     reward_funcs: Rewards = ()
     """Reward functions: names, `module:function`, or sections with a weight."""
     eval_reward_funcs: Rewards = ()

@@ -99,7 +99,19 @@ def preference_advice(recipe: Recipe, high_lr: Mapping[str, float]) -> list[str]
     return notes
 
 
-class PairMethod(Recipe):
+class DocumentMethod(Recipe):
+    """A method whose loss is a sum over documents, or over pairs if `document_names` has two."""
+
+    def count(self, batch: "MicroBatch") -> int:
+        documents = batch.last_places if self.head.scored else batch.document_labels
+        return len(documents) // self.documents_per_row
+
+    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
+        documents = rows.bounds[chosen + 1] - rows.bounds[chosen]
+        return int(documents.sum()) // self.documents_per_row
+
+
+class PairMethod(DocumentMethod):
     """A method whose loss is a sum over pairs of a chosen and a rejected answer."""
 
     takes: ClassVar[Kind] = "pairs"
@@ -117,7 +129,7 @@ class PairMethod(Recipe):
     @property
     def nll_weight(self) -> float:
         """Weight of the chosen answer's mean cross-entropy in a pair's loss."""
-        return 0.0
+        return getattr(self, "sft_weight", 0.0)
 
     def advice(self) -> list[str]:
         return preference_advice(self, self.high_lr)
@@ -134,12 +146,6 @@ class PairMethod(Recipe):
     def margin_of(self, sample: "Preference") -> float:
         """Margin that the difference of rewards should exceed, if `columns` has `margin`."""
         return sample.margin
-
-    def count(self, batch: "MicroBatch") -> int:
-        return len(batch.document_labels) // 2
-
-    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
-        return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum()) // 2
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
         """Sum over pairs; the log-probability of an answer is the sum over its tokens."""

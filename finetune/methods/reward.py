@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from finetune.methods.pairs import completed_by, optim_of
-from finetune.recipe import STRICT, Head, Kind, Optim, Recipe
+from finetune.methods.pairs import DocumentMethod, completed_by, optim_of
+from finetune.recipe import STRICT, Head, Kind, Optim
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedModel
 
     from finetune.data.chat.render import Chat
     from finetune.data.rows.collate import MicroBatch
     from finetune.data.rows.example import Example
-    from finetune.data.rows.store import Rows
     from finetune.data.samples import Sample
     from finetune.methods.losses import Loss
 
@@ -25,7 +23,7 @@ DEFAULTS: dict[str, Any] = {"lr": 1e-5, "warmup": 0.1}
 
 
 @dataclass(frozen=True, config=STRICT)
-class RewardModel(Recipe):
+class RewardModel(DocumentMethod):
     """Learn to score answers from pairs (Bradley-Terry; arXiv:2305.18290, eq. 2)."""
 
     method: ClassVar[str] = "reward"
@@ -58,12 +56,6 @@ class RewardModel(Recipe):
 
     def label_of(self, numbers: Mapping[str, float]) -> str:
         return f"margin {numbers['margin']:g}" if numbers["margin"] else ""
-
-    def count(self, batch: "MicroBatch") -> int:
-        return len(batch.last_places) // 2
-
-    def terms(self, rows: "Rows", chosen: "np.ndarray") -> int:
-        return int((rows.bounds[chosen + 1] - rows.bounds[chosen]).sum()) // 2
 
     def loss(self, model: "PreTrainedModel", batch: "MicroBatch") -> "Loss":
         """Sum over pairs, with s the log-sigmoid:

@@ -31,10 +31,6 @@ class SimPO(PairMethod):
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the chosen answer's mean cross-entropy in a pair's loss, as in CPO-SimPO."""
 
-    @property
-    def nll_weight(self) -> float:
-        return self.sft_weight
-
     def pair_losses(self, answers: Answers) -> "torch.Tensor":
         """`-log sigmoid(beta (chosen - rejected) - gamma)` of each pair, eq. 6."""
         from torch.nn.functional import logsigmoid

@@ -114,8 +114,7 @@ def attach_tuner(model: PreTrainedModel, adapter: LoRA, seed: int) -> PeftModel:
         FinetuneError: PEFT cannot attach it, or would not save all that it trains.
     """
     config = tuner_config(adapter, isinstance(getattr(model, "score", None), nn.Linear))
-    if strays := [*misnamed(model, adapter)]:
-        raise FinetuneError(*strays)
+    refuse(misnamed(model, adapter))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the same on every rank and engine, which have complete layers
         try:
@@ -155,8 +154,7 @@ def attach(
         tied = model.config.tie_word_embeddings and bool(adapter.modules_to_save)
         config.ensure_weight_tying = bool(grown) and tied
     try:
-        if strays := [*misnamed(whole, adapter)]:
-            raise FinetuneError(*strays)
+        refuse(misnamed(whole, adapter))
         chosen = given or targets.resolve_names(whole, config, adapter)
         with warnings.catch_warnings():
             # PEFT 0.21 matches patterns with the names of modules only, not of parameters.

@@ -9,7 +9,7 @@ from peft import PeftModel
 from torch import nn
 
 from finetune.distributed.parameters import unsharded_numel
-from finetune.errors import FinetuneError
+from finetune.errors import refuse
 from finetune.models import image_parts
 from finetune.models.load_checks import plain_name
 from finetune.models.reachable import unreached
@@ -48,8 +48,7 @@ def without_unreached(
     if not names:
         return model, None
     problems = list(refused(names, model, recipe.adapter))
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     note = left_out(names, model)
     if recipe.adapter is not None and isinstance(model, PeftModel):
         given = excluded(names, model, recipe.adapter.exclude_modules)

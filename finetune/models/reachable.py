@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.distributed.parameters import partitioned, unsharded_shape
 from finetune.kernels.quantised import Linear4bit, Linear8bitLt
+from finetune.process.attributes import changed
 
 ROWS = 2
 """Rows of the pass on `meta` tensors."""
@@ -74,7 +75,9 @@ def _pass_on_meta(model: nn.Module, wanted: list[str], length: int) -> set[str] 
     If the model branches on values, parameters without a gradient are tried again with real values.
     """
     leaves = _leaves(model)
-    with _entered() as entered, _plain_linear(model), _no_validation(), torch.device("meta"):
+    # The argument validation of torch's distributions reads values.
+    unread = changed(Distribution, _validate_args=False)
+    with _entered() as entered, _plain_linear(model), unread, torch.device("meta"):
         pretended = _Pretended()
         with pretended, _Lists():
             ids = torch.ones(ROWS, length, dtype=torch.long)
@@ -324,17 +327,6 @@ def _seconds_left(model: nn.Module, until: float) -> Generator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextlib.contextmanager
-def _no_validation() -> Generator[None]:
-    """Disable the argument validation of torch's distributions, which reads values."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def _autocast(

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.kernels.mixin import mix_in
 from finetune.planner.families import family_of
 from finetune.planner.padding import rope_types
 
@@ -52,14 +52,9 @@ def separate_documents(model: PreTrainedModel) -> None:
         )
     for module in model.modules():
         if type(module).__name__ in wanted:
-            _mix_in(module, wanted[type(module).__name__], boundaries)
+            mix_in(module, wanted[type(module).__name__], boundaries=boundaries)
     if wanted:
-        _mix_in(model, NotesDocuments, boundaries)
-
-
-def _mix_in(module: nn.Module, mixed_in: type, boundaries: SharedBoundaries) -> None:
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (mixed_in, kind), {"boundaries": boundaries})
+        mix_in(model, NotesDocuments, boundaries=boundaries)
 
 
 class NotesDocuments:

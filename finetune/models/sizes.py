@@ -1,20 +1,19 @@
 """Count the parameters of a model over all pipeline stages."""
 
-from typing import Any
-
 from torch import nn
 
 from finetune.checkpoints.pretrained import is_of_teacher
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import complete
 from finetune.distributed.parameters import unsharded_numel
+from finetune.models.load_checks import full_shape
 
 
 def counts(model: nn.Module) -> tuple[int, int]:
     """Number of trainable and of all parameters; packed 4-bit weights count unpacked."""
     trained = total = 0
     for name, parameter in complete(model).named_parameters():
-        elements = 0 if is_of_teacher(name) else _elements(parameter)
+        elements = 0 if is_of_teacher(name) else full_shape(parameter).numel()
         total += elements
         trained += elements if parameter.requires_grad else 0
     return trained, total
@@ -40,10 +39,3 @@ def stored(engine: Engine, model: nn.Module) -> dict[str, int]:
     ]
     names = ("tables", "parameters", "trained", "small")
     return dict(zip(names, engine.over_stages(counts), strict=True))
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    state: Any = getattr(parameter, "quant_state", None)  # bitsandbytes 4-bit weights only
-    if state is not None:
-        return state.shape.numel()
-    return unsharded_numel(parameter)

@@ -154,14 +154,14 @@ def not_finite(model: nn.Module) -> list[str]:
         if id(parameter) in packed:
             continue  # two weights per byte, which may look like any number: check its scales
         values = getattr(parameter, "ds_tensor", parameter.detach())  # ds_tensor: ZeRO-3 only
-        if not _is_finite(values):
+        if not is_finite(values):
             found.append(plain_name(name))
     for place, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=place, recurse=False):
             kept = name.rsplit(".", 1)[-1] not in module._non_persistent_buffers_set
             if kept and buffer.is_floating_point() and bool(buffer.isnan().any()):
                 found.append(plain_name(name))
-        if not all(map(_is_finite, _scales(module))):
+        if not all(map(is_finite, _scales(module))):
             found.append(plain_name(f"{place}.weight"))
     return list(dict.fromkeys(found))
 
@@ -178,7 +178,7 @@ def _scales(layer: nn.Module) -> Iterator[torch.Tensor]:
         yield from [state] if state is not None else []
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def is_finite(values: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite, judged by the minimum and the maximum."""
     here = values.to_local() if isinstance(values, DTensor) else values
     if not here.is_floating_point() or not here.numel() or here.dtype.itemsize == 1:

@@ -59,8 +59,6 @@ def find(name: str) -> Path:
         FinetuneError: no adapter is found.
     """
     folder = Path(name)
-    if os.path.isfile(folder):
-        raise FinetuneError(f"model.adapter: {name} is a file; name the folder that contains it")
     if not os.path.isdir(folder):
         if HUB_NAME.fullmatch(name) is None:
             raise FinetuneError(

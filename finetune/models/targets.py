@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, refuse
 from finetune.models.load_checks import full_shape
 from finetune.models.scoring import head_of
 from finetune.planner.library_limits import against_parameters
@@ -62,8 +62,7 @@ def resolve_names(model: PreTrainedModel, config: LoraConfig, adapter: LoRA) -> 
     modules = [name for name in modules if name not in set(lost)]
     parameters += [f"{name}.weight" for name in lost if _is_plain(model, f"{name}.weight")]
     parameters = [name for name in parameters if not _outside(name, adapter)]
-    if parameters and (problems := [*against_parameters(adapter)]):
-        raise FinetuneError(*problems)
+    refuse(against_parameters(adapter) if parameters else ())
     if adapter.targets == ALL and any(name.endswith(GATE_AND_UP) for name in parameters):
         ranks.setdefault(GATE_AND_UP, 2 * adapter.r)
         scale = 2.0**0.5 if adapter.use_rslora else 2.0
@@ -102,8 +101,7 @@ def _named(model: nn.Module, adapter: LoRA) -> list[str]:
                 f"and PEFT adapts unquantised matrices and tensors of matrices{expert_words(model)}"
             )
         chosen += found
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     return chosen
 
 

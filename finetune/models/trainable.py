@@ -5,7 +5,7 @@ import re
 from transformers import PreTrainedModel
 
 from finetune.distributed import layers
-from finetune.errors import FinetuneError, did_you_mean
+from finetune.errors import FinetuneError, did_you_mean, refuse
 from finetune.models.gradients import grouped
 from finetune.models.scoring import HEAD
 from finetune.recipe import Recipe
@@ -29,8 +29,7 @@ def freeze_others(model: PreTrainedModel, recipe: Recipe) -> None:
         for each in recipe.model.trainable
         if not any(re.match(each, name) for name in names)
     ]
-    if problems:
-        raise FinetuneError(*problems)
+    refuse(problems)
     wanted = (*recipe.model.trainable, *([HEAD] if recipe.head.scored else []))
     for part in {id(each): each for each in (whole, model)}.values():
         trained = {

@@ -13,16 +13,12 @@ from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers import AddedToken, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, refuse
 from finetune.models.load_checks import token_rows
 from finetune.recipe import LoRA, Recipe
 
 MOST_NAMED = 10
 """Maximum number of tokens that a message names."""
-
-
-MOST_TOKENS = 100_000_000
-"""Maximum id of a token; published vocabularies end below 300,000."""
 
 
 def set_special_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, str]) -> None:
@@ -54,14 +50,10 @@ def check_words(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     vocabulary, which encodes every text as no tokens.
 
     Raises:
-        ValueError: it has no tokens except added ones, or a token id beyond any table.
+        ValueError: it has no tokens except added ones.
     """
-    known = tokenizer.get_vocab()
-    if not set(known) - set(tokenizer.get_added_vocab()):
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
         raise ValueError("the vocabulary is empty: its files are missing")
-    last = max(known, key=known.__getitem__)
-    if known[last] > MOST_TOKENS:  # tokenizers would allocate all ids up to that one
-        raise ValueError(f"the token {last!r} has id {known[last]:,}, above {MOST_TOKENS:,}")
     tokenizer.decode(tokenizer("a")["input_ids"])  # raises for settings of a wrong type
     return tokenizer
 
@@ -268,9 +260,7 @@ def token_indices(
             else:
                 ids.add(id)
         found[name] = sorted(ids)
-    if problems:
-        unique = dict.fromkeys(f"adapter.trainable_token_indices: {each}" for each in problems)
-        raise FinetuneError(*unique)
+    refuse(dict.fromkeys(f"adapter.trainable_token_indices: {each}" for each in problems))
     return found
 
 

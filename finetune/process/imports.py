@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.process.attributes import changed
+
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
@@ -71,8 +73,5 @@ def compiling_later() -> Iterator[None]:
 
         return call
 
-    torch.compile = compile_later
-    try:
+    with changed(torch, compile=compile_later):
         yield
-    finally:
-        torch.compile = compile_now

@@ -21,7 +21,7 @@ from finetune import catalog
 from finetune.data.images.image_file import PLACE
 from finetune.errors import TrainingFailure
 from finetune.evaluation.exact_match import exact_match, references, samples
-from finetune.evaluation.questions import asked_text
+from finetune.evaluation.questions import Asked
 from finetune.inference.generate import load, load_base
 from finetune.quickstart.supervised import print_next, write_lines
 from finetune.quickstart.tokenizer import train_tokenizer
@@ -166,7 +166,7 @@ def quickstart_images(output: Path) -> Run:
             f"quickstart --method images: exact match is {after.share:.1%}, expected {GOAL:.0%}; "
             "choose another --output, and repeat it"
         )
-    question = asked_text(asked[0]).replace(PLACE, "")
+    question = Asked(asked[0]).prompt.replace(PLACE, "")
     print_next(
         console,
         f"chat {run.root} --image {FOLDER}/pictures/held_out-000.png --prompt '{question}'",

@@ -13,7 +13,7 @@ import yaml
 
 from finetune.planner.shapes.config_files import config_paths
 from finetune.planner.shapes.prequantised import stored_kind
-from finetune.reports.tables import cell, templates
+from finetune.reports.tables import cell, rendered
 from finetune.runs import units
 from finetune.runs.environment import public
 from finetune.runs.metrics import History, read_history
@@ -60,36 +60,33 @@ def write_card(
     averaged = ", ".join(f"{each:,}" for each in run.steps()[-count:]) if count > 1 else ""
     step = step or run.best_step() or run.newest() or history.step
     with of_record(run.root):
-        text = (
-            templates(html=False)
-            .get_template("card.md.jinja")
-            .render(
-                front=yaml.safe_dump(
-                    front_matter(recipe, kind, history, scores), sort_keys=False, allow_unicode=True
-                ),
-                scores=scores,
-                title=plain(title(recipe)),
-                base=code(base_model(recipe)),
-                kind=kind,
-                technique=technique(recipe),
-                quantization=plain(str((recipe.get("model") or {}).get("quantization", "none"))),
-                stored=_stored_kind(recipe.get("model") or {}),
-                step=f"{step:,}",
-                averaged=averaged,
-                best=history.best is not None and history.best.step == step,
-                training=[row(*pair) for pair in _training(recipe, history)],
-                data=[row(*cells) for cells in _data(run, history)],
-                sources=[row(*cells) for cells in _sources(recipe)],
-                losses=[row(*cells) for cells in _losses(history)],
-                term=TERMS.get(history.starts[-1].unit if history.starts else "", "trained token"),
-                evaluated=bool(history.evaluated),
-                answers=exact_answers(read_samples(run)),
-                software=[row(*pair) for pair in _software(read_object(run.environment))],
-                code=_loading(recipe, kind, folder),
-                stops=_stops(folder),
-                serve=serve,
-                checked=checked,
-            )
+        text = rendered(
+            "card.md.jinja",
+            front=yaml.safe_dump(
+                front_matter(recipe, kind, history, scores), sort_keys=False, allow_unicode=True
+            ),
+            scores=scores,
+            title=plain(title(recipe)),
+            base=code(base_model(recipe)),
+            kind=kind,
+            technique=technique(recipe),
+            quantization=plain(str((recipe.get("model") or {}).get("quantization", "none"))),
+            stored=_stored_kind(recipe.get("model") or {}),
+            step=f"{step:,}",
+            averaged=averaged,
+            best=history.best is not None and history.best.step == step,
+            training=[row(*pair) for pair in _training(recipe, history)],
+            data=[row(*cells) for cells in _data(run, history)],
+            sources=[row(*cells) for cells in _sources(recipe)],
+            losses=[row(*cells) for cells in _losses(history)],
+            term=TERMS.get(history.starts[-1].unit if history.starts else "", "trained token"),
+            evaluated=bool(history.evaluated),
+            answers=exact_answers(read_samples(run)),
+            software=[row(*pair) for pair in _software(read_object(run.environment))],
+            code=_loading(recipe, kind, folder),
+            stops=_stops(folder),
+            serve=serve,
+            checked=checked,
         )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.reports.drawings import Chart, Curve, Point, chart, finite, smooth
 from finetune.reports.evaluation_page import between, shown
-from finetune.reports.tables import Table, aligned, templates
+from finetune.reports.tables import Table, aligned, rendered
 from finetune.runs import units
 from finetune.runs.environment import public
 from finetune.runs.metrics import History, read_history
@@ -61,7 +61,7 @@ def compared(runs: Sequence[Run], histories: Sequence[History]) -> dict[str, Any
 
 def page(found: Mapping[str, Any]) -> str:
     """The comparison as a self-contained HTML page."""
-    return templates().get_template("comparison.html.jinja").render(**found)
+    return rendered("comparison.html.jinja", **found)
 
 
 def terminal(found: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from finetune.reports.tables import aligned, templates, with_pictures
+from finetune.reports.tables import aligned, rendered, with_pictures
 
 ORDER = ("got worse", "got better", "both wrong", "wrong", "both right", "right", "")
 SHOWN = 40
@@ -47,23 +47,20 @@ def page(results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> st
         if (rows := [row for row in samples if row["change"] == kind])
     ]
     tables = [(name, _confusion(each)) for name, each in results["measures"].items()]
-    return (
-        templates()
-        .get_template("evaluation.html.jinja")
-        .render(
-            title=title(results),
-            subtitle=rows_line(results),
-            compared=compared,
-            lines=lines(results),
-            gate=results["gate"],
-            notes=[*results["notes"], *_also_trained(results)],
-            confusion=[(name, table) for name, table in tables if table],
-            fields=_fields(results),
-            groups=groups,
-            primary=results["primary"],
-            settings=results["settings"],
-            versions=results["versions"],
-        )
+    return rendered(
+        "evaluation.html.jinja",
+        title=title(results),
+        subtitle=rows_line(results),
+        compared=compared,
+        lines=lines(results),
+        gate=results["gate"],
+        notes=[*results["notes"], *_also_trained(results)],
+        confusion=[(name, table) for name, table in tables if table],
+        fields=_fields(results),
+        groups=groups,
+        primary=results["primary"],
+        settings=results["settings"],
+        versions=results["versions"],
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
@@ -28,6 +27,7 @@ from finetune.errors import FinetuneError
 from finetune.methods import find_method
 from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.recipe import Data, Kind, Recipe
+from finetune.reports.tables import rendered
 
 BROKEN = "\ufffd"
 """Decoded text of an incomplete character."""
@@ -325,11 +325,9 @@ def write_page(inspection: Inspection, title: str, path: Path) -> None:
     Raises:
         FinetuneError: the file cannot be written.
     """
-    folder = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
     summary = {name: describe(counts) for name, counts in inspection.counts.items()}
-    page = environment.get_template("inspection.html.jinja")
-    text = page.render(title=title, inspection=inspection, summary=summary)
+    about = {"title": title, "inspection": inspection, "summary": summary}
+    text = rendered("inspection.html.jinja", **about)
     try:
         path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:

@@ -18,7 +18,7 @@ from finetune.planner.estimate.moments import Moment
 from finetune.planner.mesh import AXES, Mesh
 from finetune.reports.drawings import Chart, Curve, Drawings, Size, chart, loss_curves
 from finetune.reports.run_sections import sections
-from finetune.reports.tables import templates
+from finetune.reports.tables import rendered
 from finetune.runs import units
 from finetune.runs.environment import command_line, public
 from finetune.runs.metrics import Evaluated, History, Trained, read_history
@@ -55,26 +55,22 @@ def report(run: Run) -> Path:
     with of_record(run.plan):
         drawn, waits = _drawings(run, history)
     with of_record(run.root):
-        text = (
-            templates()
-            .get_template("report.html.jinja")
-            .render(
-                name=run.root.resolve().name,
-                title=heading,
-                verdict=status,
-                state=state,
-                made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
-                tiles=tiles,
-                charts=charts,
-                drawings=drawn,
-                waits=waits,
-                sections=parts,
-                samples=samples[:SHOWN_SAMPLES],
-                exact=exact,
-                more_samples=len(samples) - SHOWN_SAMPLES,
-                recipe=lines,
-                command=command,
-            )
+        text = rendered(
+            "report.html.jinja",
+            name=run.root.resolve().name,
+            title=heading,
+            verdict=status,
+            state=state,
+            tiles=tiles,
+            charts=charts,
+            drawings=drawn,
+            waits=waits,
+            sections=parts,
+            samples=samples[:SHOWN_SAMPLES],
+            exact=exact,
+            more_samples=len(samples) - SHOWN_SAMPLES,
+            recipe=lines,
+            command=command,
         )
     write_whole(run.report, text)
     return run.report

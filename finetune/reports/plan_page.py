@@ -3,13 +3,12 @@
 The page is self-contained: no scripts, fonts or requests.
 """
 
-import time
 from pathlib import Path
 
 from finetune.planner.estimate import wording as words
 from finetune.planner.estimate.predict import Prediction
 from finetune.reports.drawings import Drawings
-from finetune.reports.tables import Cell, Table, templates
+from finetune.reports.tables import Cell, Table, rendered
 from finetune.runs.run import write_whole
 
 WORDS = {
@@ -40,22 +39,18 @@ def _text(prediction: Prediction) -> str:
         [stage.peak for stage in prediction.stages],
         usable=prediction.usable,
     )
-    return (
-        templates()
-        .get_template("plan.html.jinja")
-        .render(
-            title=f"{prediction.workload.layout.name} on {words.machine_words(machine)}",
-            state=WORDS[prediction.status].split(",")[0],
-            status=prediction.status,
-            verdict=plan.mesh.words(),
-            model=plan.recipe.model.name or "from scratch",
-            tiles=_tiles(prediction),
-            drawings=drawings,
-            waits=plan.pipeline_words(),
-            links=_links(prediction),
-            text=f"{prediction.page()}\n\n{plan.explain('cuda')}",
-            made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
-        )
+    return rendered(
+        "plan.html.jinja",
+        title=f"{prediction.workload.layout.name} on {words.machine_words(machine)}",
+        state=WORDS[prediction.status].split(",")[0],
+        status=prediction.status,
+        verdict=plan.mesh.words(),
+        model=plan.recipe.model.name or "from scratch",
+        tiles=_tiles(prediction),
+        drawings=drawings,
+        waits=plan.pipeline_words(),
+        links=_links(prediction),
+        text=f"{prediction.page()}\n\n{plan.explain('cuda')}",
     )
 
 

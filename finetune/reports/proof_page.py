@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune import catalog
 from finetune.errors import FinetuneError, reading
-from finetune.reports.tables import Cell, Table, tables, templates
+from finetune.reports.tables import Cell, Table, rendered, tables
 from finetune.runs import units
 from finetune.runs.run import Run, of_record, write_whole
 
@@ -128,22 +127,18 @@ def write_page(source: Path, target: Path) -> None:
 def _page(record: Mapping[str, Any]) -> str:
     recipe = record["recipe"]
     name = recipe["model"].get("name") or (recipe["model"].get("config") or {}).get("model_type")
-    return (
-        templates()
-        .get_template("proof.html.jinja")
-        .render(
-            title=f"{recipe['method']} of {name}",
-            record=record,
-            facts=_facts(record),
-            overview=overview(record),
-            failures=_failures(record),
-            refused=_refused(record),
-            questions=QUESTIONS,
-            kinds=KINDS,
-            words=WORDS,
-            grids=[_grid(check) for check in record["checks"]],
-            made=time.strftime("%Y-%m-%d %H:%M", time.localtime()),
-        )
+    return rendered(
+        "proof.html.jinja",
+        title=f"{recipe['method']} of {name}",
+        record=record,
+        facts=_facts(record),
+        overview=overview(record),
+        failures=_failures(record),
+        refused=_refused(record),
+        questions=QUESTIONS,
+        kinds=KINDS,
+        words=WORDS,
+        grids=[_grid(check) for check in record["checks"]],
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,12 @@ def templates(html: bool = True) -> jinja2.Environment:
     found.filters |= {"cell": cell, "with_pictures": with_pictures}
     found.tests["exact"] = is_exact
     return found
+
+
+def rendered(template: str, **values: Any) -> str:
+    """The text of a page or a card from its template, which may say when it was `made`."""
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    return templates(html=".html" in template).get_template(template).render(values, made=made)
 
 
 def with_pictures(text: str, images: object = ()) -> Markup:

@@ -370,15 +370,9 @@ def read_history(run: Run) -> History:
 
 def history_of(records: Sequence[Record]) -> History:
     """The history of some records, in their order."""
-    return History(
-        starts=tuple(record for record in records if isinstance(record, Start)),
-        trained=tuple(record for record in records if isinstance(record, Trained)),
-        measured=tuple(record for record in records if isinstance(record, Measured)),
-        evaluated=tuple(record for record in records if isinstance(record, Evaluated)),
-        saved=tuple(record for record in records if isinstance(record, Saved)),
-        ends=tuple(record for record in records if isinstance(record, Ended)),
-        records=tuple(records),
-    )
+    kinds: tuple[type[Any], ...] = (Start, Trained, Measured, Evaluated, Saved, Ended)
+    by_kind = (tuple(each for each in records if isinstance(each, kind)) for kind in kinds)
+    return History(*by_kind, records=tuple(records))
 
 
 def parse(run: Run, fields: Mapping[str, Any]) -> Record:

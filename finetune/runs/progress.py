@@ -8,14 +8,13 @@ Nothing here changes a run. Memory is bounded: steps are counted, and only the l
 """
 
 import contextlib
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from finetune.runs.run import Run
+from finetune.runs.run import Run, objects
 from finetune.runs.standing import holder, is_run
 
 State = Literal[
@@ -67,15 +66,6 @@ class Appended:
                     again = False
 
 
-def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The records in some lines; other lines are skipped."""
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            read = json.loads(line)
-            if isinstance(read, dict):
-                yield cast(dict[str, Any], read)
-
-
 def _no_steps(block: bytes) -> Iterator[bytes]:
     """The lines of a block that are not of steps; this reads a gigabyte in a second or two."""
     for number, part in enumerate((b"\n" + block).split(b"\n" + STEP)):
@@ -115,7 +105,7 @@ class Watch:
         return self
 
     def _take(self, block: bytes) -> None:
-        for record in records(_no_steps(block)):
+        for record in objects(_no_steps(block)):
             match record.get("kind"):
                 case "start":
                     self.end, self._recent = None, []
@@ -133,7 +123,7 @@ class Watch:
                 case _:
                     pass
         at = block.rfind(STEP)
-        for record in records([block[at:].partition(b"\n")[0]] if at >= 0 else []):
+        for record in objects([block[at:].partition(b"\n")[0]] if at >= 0 else []):
             self.last = record
             if isinstance(record.get("time"), int | float):
                 self._recent.append((float(record["time"]), self.step))

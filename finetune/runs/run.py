@@ -35,7 +35,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -162,13 +162,16 @@ class Run:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, which may not exist; other lines are skipped."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
+    return objects(path.read_bytes().splitlines() if path.exists() else ())
+
+
+def objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The objects in some lines; other lines, such as one cut off by a kill, are skipped."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
             read = json.loads(line)
-        except (ValueError, RecursionError):  # cut off by a kill
-            continue
-        if isinstance(read, dict):
-            yield cast(dict[str, Any], read)
+            if isinstance(read, dict):
+                yield cast(dict[str, Any], read)
 
 
 def open_run(root: str | Path) -> Run:

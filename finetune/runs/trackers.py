@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from finetune import extensions
-from finetune.errors import FinetuneError, reading
+from finetune.errors import FinetuneError, reading, refuse
 from finetune.runs.metrics import Evaluated, Listener, Record, Trained
 from finetune.runs.run import Run
 
@@ -39,10 +39,7 @@ def open_trackers(accelerator: "Accelerator", run: Run, recipe: Mapping[str, Any
     accelerator.log_with = [*filter_trackers(built_in, run.root), *started]
     found = {str(tracker) for tracker in accelerator.log_with}
     missing = [name for name in built_in if name not in found]
-    if missing:
-        raise FinetuneError(
-            *(f"trackers: {name!r} is not installed; run: pip install {name}" for name in missing)
-        )
+    refuse(f"trackers: {name!r} is not installed; run: pip install {name}" for name in missing)
     names = ", ".join(recipe["trackers"])
     with reading(f"trackers: one of {names} does not start"):  # no account, no server, a full quota
         accelerator.init_trackers(

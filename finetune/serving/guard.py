@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from finetune.serving.problem import problem
+from finetune.serving.serve import LOCAL
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
 JSON = "application/json"
 LARGEST_BODY = 8 * 2**20
 """Maximum bytes of a request."""

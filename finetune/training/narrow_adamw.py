@@ -6,6 +6,7 @@ a part of a row, and what is stored so depends on the complete tensor alone. So 
 depend on the number of processes, bit for bit, which the blocks of bitsandbytes and torchao do.
 """
 
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.distributed.parameters import local, local_gradient, row_state
 from finetune.errors import FinetuneError
+from finetune.training.schedule_free import AdamW
 
 SMALLEST = 4096
 """Elements of the smallest tensor that is stored in codes, as in bitsandbytes."""
@@ -31,7 +33,7 @@ Table = tuple[torch.Tensor, torch.Tensor]
 """The values of a map on a device, and the middles between them."""
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(AdamW):
     """AdamW with moments in 8 bits, both in the dynamic map of arXiv:1511.04561."""
 
     bits: ClassVar[int] = 8
@@ -39,17 +41,9 @@ class AdamW8bit(torch.optim.Optimizer):
     """Elements of the largest block."""
     maps: ClassVar[dict[str, Map]] = {"exp_avg": (True, 7), "exp_avg_sq": (False, 7)}
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, given)
-        self.tables: dict[torch.device, dict[str, Table]] = {}
+    @functools.cached_property
+    def tables(self) -> dict[torch.device, dict[str, Table]]:
+        return {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -21,22 +21,26 @@ CHUNK = 2**24
 """Elements updated at once, so that the copy of a chunk is small next to a model."""
 
 
-class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """AdamW without a schedule; the operations are those of schedulefree 1.4, in their order.
-
-    The mean weighs a step by the square of its learning rate, so that warmup counts less.
-    """
+class AdamW(torch.optim.Optimizer):
+    """The arguments of our variants of AdamW."""
 
     def __init__(
         self,
         params: Any,
-        lr: float = 2.5e-3,
+        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
         given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, given)
+
+
+class ScheduleFreeAdamW(AdamW):
+    """AdamW without a schedule; the operations are those of schedulefree 1.4, in their order.
+
+    The mean weighs a step by the square of its learning rate, so that warmup counts less.
+    """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

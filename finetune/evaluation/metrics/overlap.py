@@ -86,15 +86,12 @@ def _reason_against(library: str) -> str | None:
     return None
 
 
-def _is_long(asked: Sequence[Asked], settings: Settings) -> bool:
-    return sum(len(each.expected.split()) for each in asked) / len(asked) >= LONG
-
-
 def _long_here(library: str) -> Any:
     """A function that tests whether references are long and the library is installed."""
 
     def suits(asked: Sequence[Asked], settings: Settings) -> bool:
-        return _is_long(asked, settings) and _reason_against(library) is None
+        words = sum(len(each.expected.split()) for each in asked)
+        return words >= LONG * len(asked) and _reason_against(library) is None
 
     return suits
 

@@ -1,5 +1,6 @@
 """Sample and score completions of an online method's initial model, without a run."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -84,11 +85,9 @@ def _first_samples(
     inputs = image_inputs(recipe.model, chat.images, alone=True)
     found = sample(model, wanted, pad, recipe.sampling_rows, recipe.seed, 0, inputs)
     columns = reward_columns(tokenizer, names, train, prompts, found)
-    process = RewardProcess(recipe.reward_funcs, recipe.reward_timeout)
-    try:
+    given = recipe.reward_funcs, recipe.reward_timeout
+    with contextlib.closing(RewardProcess(*given)) as process:
         scores, failed = process.score(columns, skip=True)
-    finally:
-        process.close()
     totals = records.total(np.array(scores, dtype=np.float64), recipe.reward_funcs)
     shown = [
         Scored(

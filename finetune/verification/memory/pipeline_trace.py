@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.pipelining import schedules
 
 from finetune.distributed.pipeline import PASS, PipelineEngine
+from finetune.process.attributes import changed
 from finetune.verification.memory.trace import Counts, Rehearsed, Step
 from finetune.verification.memory.tracker import OTHER
 
@@ -120,8 +121,5 @@ def _without_votes() -> Iterator[None]:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
-    kind._warmup_p2p = with_static_shapes
-    try:
+    with changed(kind, _warmup_p2p=with_static_shapes):
         yield
-    finally:
-        kind._warmup_p2p = before

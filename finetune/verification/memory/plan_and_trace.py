@@ -339,8 +339,10 @@ def compare(
 ) -> Verification:
     """Compare formulas with a trace; without a workload the result has only the trace."""
     timeline = None if workload is None else memory.timeline(workload)
-    rows = [_elements("parameters", workload and workload.shape.parameters, traced.parameters)]
-    rows.append(_elements("trained parameters", workload and workload.trained, traced.trained))
+    rows = [
+        Row("parameters", workload and workload.shape.parameters, traced.parameters, "elements"),
+        Row("trained parameters", workload and workload.trained, traced.trained, "elements"),
+    ]
     predicted = {} if timeline is None else _predicted(timeline)
     scale = traced.peak[1]
     for name, found in _components(traced).items():
@@ -356,10 +358,6 @@ def compare(
         rows.append(Row("reduce-scatters, sent", volume and volume.gradients, reduced, scale=sent))
     moments = {} if timeline is None else {m.name: m.total for m in timeline.moments}
     return Verification(tuple(rows), traced, moments, how, tuple(notes))
-
-
-def _elements(name: str, predicted: int | None, traced: int) -> Row:
-    return Row(name, predicted, traced, "elements")
 
 
 def _predicted(timeline: memory.Timeline) -> dict[str, float]:

@@ -19,6 +19,7 @@ from finetune.distributed.base import Engine
 from finetune.distributed.layers import is_elsewhere
 from finetune.distributed.mesh import MeshEngine
 from finetune.models.scoring import head_of
+from finetune.process.attributes import changed
 from finetune.training import optim
 from finetune.verification.memory.fake_model import Packed, counts, layers_of
 from finetune.verification.memory.tracker import (
@@ -263,12 +264,9 @@ def _no_limit(engine: Engine) -> Iterator[None]:
     plan = engine.plan
     if isinstance(engine, MeshEngine):
         unlimited = dataclasses.replace(plan.recipe.optim, max_grad_norm=None)
-        recipe = dataclasses.replace(plan.recipe, optim=unlimited)
-        engine.plan = dataclasses.replace(plan, recipe=recipe)
-    try:
+        plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, optim=unlimited))
+    with changed(engine, plan=plan):
         yield
-    finally:
-        engine.plan = plan
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Compare completions and rewards of online methods, and score those of plain transformers."""
 
-import json
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from finetune.inference.sampling import Completion
 from finetune.methods.online import Online
 from finetune.recipe import Recipe
 from finetune.rewards.process import RewardProcess
-from finetune.runs.run import Run
+from finetune.runs.run import Run, read_lines
 from finetune.training.online.reward_columns import column_names, reward_columns
 from finetune.training.online.sampled import mean, total
 from finetune.verification.proofs.proof import Tolerance
@@ -33,7 +33,7 @@ def differences(reference: Run, run: Run, tolerance: Tolerance) -> list[str]:
     """Completions, rewards and metrics of samplings that differ from the reference."""
     if not reference.completions.is_file():
         return []
-    wrong = _compare_texts(_completions(reference), _completions(run))
+    wrong = _compare_texts(*(list(read_lines(each.completions)) for each in (reference, run)))
     alone, here = _measures(reference), _measures(run)
     for step, wanted in alone.items():
         for name, value in wanted.items():
@@ -52,10 +52,6 @@ def _compare_texts(alone: list[dict[str, Any]], here: list[dict[str, Any]]) -> l
         for key in ("step", "prompt", "completion", "rewards")
         if first[key] != second[key]
     ]
-
-
-def _completions(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.completions.read_text("utf-8").splitlines()]
 
 
 def _measures(run: Run) -> dict[int, dict[str, float]]:
@@ -92,9 +88,6 @@ def mean_reward(
     names = column_names(subject.data.train)
     columns = reward_columns(tokenizer, names, rows, np.arange(len(rows)), completions)
     rewards = recipe.eval_reward_funcs or recipe.reward_funcs
-    process = RewardProcess(rewards, recipe.reward_timeout)
-    try:
+    with contextlib.closing(RewardProcess(rewards, recipe.reward_timeout)) as process:
         scores, _ = process.score(columns)
-    finally:
-        process.close()
     return mean(total(np.array(scores, dtype=np.float64), rewards))

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from finetune.errors import FinetuneError, TrainingFailure
 from finetune.launchers.accelerate import begin
 from finetune.process import warm
 from finetune.runs.limits import usable_cores
-from finetune.runs.run import Run, write_json
+from finetune.runs.run import Run, read_lines, write_json
 
 LIMIT_SECONDS = 1800
 """Seconds for one run; a start that compiles a DeepSpeed operator takes minutes."""
@@ -211,15 +210,12 @@ def copy_at_step(source: Run, target: Run, step: int) -> None:
     """
     shutil.rmtree(target.root, ignore_errors=True)
     target.root.mkdir(parents=True)
-    for name in (source.recipe, source.metrics, source.reference):
-        if name != source.reference or name.is_file():
-            shutil.copy2(name, target.root / name.name)
-    if source.completions.is_file():
-        shutil.copy2(source.completions, target.completions)
-    if source.rollouts.exists():
-        shutil.copytree(source.rollouts, target.rollouts)
-    if source.initial_adapter.exists():
-        shutil.copytree(source.initial_adapter, target.initial_adapter)
+    for file in (source.recipe, source.metrics, source.reference, source.completions):
+        if file.is_file():
+            shutil.copy2(file, target.root / file.name)
+    for folder in (source.rollouts, source.initial_adapter):
+        if folder.exists():
+            shutil.copytree(folder, target.root / folder.name)
     folder = target.checkpoint(step)
     shutil.copytree(source.checkpoint(step), folder, copy_function=_link)
     progress = progress_of(folder)
@@ -236,10 +232,4 @@ def _link(source: str, target: str) -> None:
 
 def steps_of(path: Path) -> dict[int, dict[str, float]]:
     """Optimizer steps in a metrics file by step number, without an incomplete last line."""
-    found: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            if record.get("kind") == "train":
-                found[record["step"]] = record
-    return found
+    return {each["step"]: each for each in read_lines(path) if each.get("kind") == "train"}
