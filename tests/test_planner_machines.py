@@ -70,6 +70,11 @@ def test_a_bridge_joins_two_cards_and_no_more(name):
     assert hardware.machine("A100-80", 8).fast
 
 
+def test_fewer_cards_of_a_mesh_use_fewer_links():
+    links = {count: hardware.machine("MI300X", count).link for count in (2, 4, 8, 16)}
+    assert links == {2: 64e9, 4: 336e9 * 3 / 7, 8: 336e9, 16: 336e9}  # PCIe is faster than one link
+
+
 def test_a_process_drives_one_die_of_an_mi250x():
     found = hardware.gpu("AMD Instinct MI250X")
     assert (found.memory, found.flops) == (64 * 2**30 // 10**8 * 10**8, 191.5e12)
