@@ -18,6 +18,7 @@ from benchmarks import (
     kernels,
     memory,
     merge,
+    peaks,
     saving,
     scaling,
     serving,
@@ -34,7 +35,7 @@ ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 """Parts measured by default on GPUs, the most important ones first."""
 PARTS = (
     *EVERYDAY, "answers", "checks", "data", "heads", "kernels", "memory", "merge", "merge_8b",
-    "saving", "scaling", "serving", "shapes", "pipeline",
+    "peaks", "saving", "scaling", "serving", "shapes", "pipeline",
 )  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
@@ -115,6 +116,8 @@ def measure(
             return merge.measure(scratch / part, arguments.repeats, configurations())
         case "merge_8b":
             return merge.measure(scratch / part, arguments.repeats, None, merge.SHAPE_8B)
+        case "peaks":
+            return peaks.measure(scratch / part)
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)

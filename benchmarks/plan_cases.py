@@ -26,6 +26,11 @@ DISPUTED = {
     "that sharding alone is planned 1.3 times as fast as a division"
 }
 """Cases that do not count, with the reason."""
+REASONS = {
+    "measured_peak/torchtune3b_adam8bit": "published: 8-bit moments save 4.2 GiB of the 6.0 by "
+    "which they are smaller; a copy of the largest matrix in fp32 would be 1.5"
+}
+"""Why a prediction is more than a tenth apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +157,7 @@ def main() -> int:
             mark = " " if outcome.within else "!"
             print(
                 f"{mark} {outcome.case}: expected {outcome.expected}, got {outcome.predicted} "
-                f"({outcome.error:.1%}) {outcome.problem}"
+                f"({outcome.error:.1%}) {outcome.problem or REASONS.get(outcome.case, '')}"
             )
     return 0 if all(row["holds"] for row in table.values()) else 1
 

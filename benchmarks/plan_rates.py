@@ -2,7 +2,8 @@
 
     python benchmarks/plan_rates.py
 
-`published_rates.json` has a run per line: source, shape, machine and tokens per second and GPU.
+`published_rates.json` has a run per line: source, shape, machine and tokens per second and GPU;
+`held` marks runs for which no number was chosen.
 """
 
 import dataclasses
@@ -92,15 +93,18 @@ def table(found: list[Rate]) -> str:
         words += ["recomputed"] if case["recompute"] == "full" else []
         words += [case["recompute"] + " recomputed"] if case["recompute"] == "selective" else []
         words += ["compiled"] if case.get("compiled") else []
+        words += ["held out"] if case.get("held") else []
         words += [] if case["gpus"] == 1 else [case["backend"]]
         lines.append(
             f"| {', '.join(words)} | {case['gpus']} x {case['gpu']} | "
             f"{case['tokens_per_second_per_gpu']:,.0f} | {each.planned:,.0f} | {each.ratio:.2f} | "
             f"{case['source']}, {case['year']} |"
         )
+    fitted = [each for each in found if not each.case.get("held")]
     for name, some in (
-        ("before 2025", [each for each in found if each.case["year"] < 2025]),
-        ("from 2025 on", [each for each in found if each.case["year"] >= 2025]),
+        ("before 2025", [each for each in fitted if each.case["year"] < 2025]),
+        ("from 2025 on", [each for each in fitted if each.case["year"] >= 2025]),
+        ("held out", [each for each in found if each.case.get("held")]),
     ):
         near = sum(1 / (1 + WITHIN) <= each.ratio <= 1 + WITHIN for each in some)
         spread = math.exp(sum(abs(math.log(each.ratio)) for each in some) / len(some))
@@ -116,9 +120,10 @@ TITLE = """# Planned rates
 Published and measured rates of training next to those of the plan, by `python
 benchmarks/plan_rates.py`. Four numbers for cards (the share of the peak rate that large products
 reach: A100, H100, H200, MI300X) and six for operations (`finetune/planner/estimate/timing.py`) were
-chosen for all runs together, none for a single run; the range that a plan prints is what most of
-them are within. MPT is planned as GPT-NeoX of the same width, Qwen as Llama. Kernels of others
-(Transformer Engine, fused routing of experts) count as compiled.
+chosen for all runs together that are not marked as held out, none for a single run. Runs that are
+held out judge them: they were collected later, and no number was chosen for them. The range that a
+plan prints is what most runs are within. MPT is planned as GPT-NeoX of the same width, Qwen as
+Llama. Kernels of others (Transformer Engine, fused routing of experts) count as compiled.
 """
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from planning import ask, record
 import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, hardware, timing
+from finetune.planner.estimate import advice, hardware, timing, wording
 from finetune.planner.estimate.adapter_sizes import lora
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
@@ -68,6 +69,11 @@ def test_a_bridge_joins_two_cards_and_no_more(name):
     with pytest.raises(FinetuneError, match=f"a bridge joins two {name}, and a node has 4"):
         hardware.machine(name, 4, link="nvlink")
     assert hardware.machine("A100-80", 8).fast
+
+
+def test_fewer_cards_of_a_mesh_use_fewer_links():
+    links = {count: hardware.machine("MI300X", count).link for count in (2, 4, 8, 16)}
+    assert links == {2: 64e9, 4: 336e9 * 3 / 7, 8: 336e9, 16: 336e9}  # PCIe is faster than one link
 
 
 def test_a_process_drives_one_die_of_an_mi250x():
@@ -139,6 +145,26 @@ def test_a_cpu_plan_counts_time_outside_matrix_products():
     assert found.launches > 0
     # AdamW alone moves 32 bytes a weight.
     assert found.moves > 32 * here.trained / hardware.CPU_BANDWIDTH
+
+
+def test_own_runs_calibrate_the_plan_of_their_card_alone(run_of):
+    run = run_of()
+    asked = f"--calibrate --runs {run.root}"
+    found = record(asked, recipe(), measure=lambda _: 200e9)
+    seconds = [each["seconds"] for each in run.read_metrics("train")][1:]
+    (counted,) = run.read_metrics("memory")
+    foreseen = json.loads(run.plan.read_text())["prediction"]
+    assert found["calibration"]["steps"] == [median(seconds) / foreseen["step_seconds"]]
+    assert found["calibration"]["peaks"] == [counted["peak"] / counted["predicted"]]
+    (line,) = (
+        line for line in ask(asked, recipe(), measure=lambda _: 200e9).splitlines()
+        if line.startswith("calibrated")
+    )  # fmt: skip
+    longer = found["time"]["step"] * found["calibration"]["steps"][0]
+    assert f"by the medians {wording.duration(longer)} a step" in line
+    for more in ("", "--backend ddp"):
+        with pytest.raises(FinetuneError, match=r"--calibrate .* on H100-80 .*\(but 1 on CPU\)"):
+            ask(f"--gpu H100 --gpus 2 {more} {asked}", recipe())
 
 
 def test_a_plan_without_a_gpu_predicts_the_step_time_on_this_cpu(monkeypatch):

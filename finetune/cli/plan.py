@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+from pathlib import Path
 
 from finetune.cli import options
 
@@ -35,6 +36,12 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row-tokens", type=int, help="average tokens per row, for the time")
     parser.add_argument(
         "--fit", action="store_true", help="show the largest micro-batch and fewest changes to fit"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="show what own runs took of their predictions"
+    )
+    parser.add_argument(
+        "--runs", type=options.local_path, default=Path("runs"), help="folder of own runs"
     )
     parser.add_argument(
         "--html", metavar="FILE", help="write a page with the mesh, its memory and its schedule"

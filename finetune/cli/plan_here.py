@@ -10,6 +10,7 @@ from finetune import backend as backends
 from finetune.cli.options import axes_of
 from finetune.errors import FinetuneError
 from finetune.planner.estimate import hardware, memory, wording
+from finetune.planner.estimate.calibration import Calibration, calibration
 from finetune.planner.estimate.judges import judges
 from finetune.planner.estimate.predict import (
     Prediction,
@@ -70,12 +71,14 @@ def plain(
         rows = arguments.rows or local_rows(recipe)
         prediction = predict(job_plan, cpu, rows, row_tokens, here)
     timeline = None if here is None else memory.timeline(here)
+    kept = None if prediction is None else calibrated(arguments, prediction.machine)
     if arguments.json:
         record: dict[str, Any] = dict(job_plan.summary())
         record["memory"] = None if timeline is None else moments(timeline)
         record["source"] = None if here is None else model_source(recipe).where
         record["time"] = None if prediction is None else prediction.summary()["time"]
         record |= {} if found is None else {"verification": found.summary()}
+        record |= {} if kept is None else {"calibration": kept.summary()}
         print(json.dumps(record, indent=2))
         return status(found)
     print(job_plan.explain())
@@ -84,9 +87,16 @@ def plain(
         return 0
     print(f"shapes       {model_source(recipe).where}")
     print(_page(timeline, job_plan.processes, limits.memory().total, prediction))
+    if kept is not None and prediction is not None:
+        print(kept.line(prediction.times.step, timeline.peak.total))
     if found is not None:
         print(f"\n{found.page()}")
     return status(found)
+
+
+def calibrated(arguments: argparse.Namespace, machine: hardware.Machine) -> Calibration | None:
+    """What own runs on the machine's card took of their predictions; None if not asked for."""
+    return calibration(arguments.runs, machine.gpu.name) if arguments.calibrate else None
 
 
 def status(found: "Verification | Stages | None") -> int:

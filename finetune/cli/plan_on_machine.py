@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune import backend as backends
 from finetune.cli.options import axes_of
-from finetune.cli.plan_here import Measure, Verify, plain, status
+from finetune.cli.plan_here import Measure, Verify, calibrated, plain, status
 from finetune.errors import FinetuneError, refuse
 from finetune.planner.estimate import advice, choice, fewest_changes, hardware, wording
 from finetune.planner.estimate.mesh_sizes import slow_links
@@ -127,7 +127,9 @@ def _show(
 
         plan_page.write(prediction, Path(arguments.html))
     traced = verify(planned, workload if prediction.source.exact else None) if verify else None
+    kept = calibrated(arguments, machine)
     if arguments.json:
+        record |= {} if kept is None else {"calibration": kept.summary()}
         record |= {} if fit is None else {"fit": fit}
         record |= {} if traced is None else {"verification": traced.summary()}
         print(json.dumps(record, indent=2))
@@ -135,6 +137,8 @@ def _show(
     print(wording.page(prediction, found))
     print()
     print(planned.explain("cuda"))
+    if kept is not None:
+        print(kept.line(prediction.times.step, prediction.totals.allocated))
     if fit is not None:
         print()
         print(f"largest micro-batch that fits: {fit['largest_micro_rows']} rows")
@@ -175,8 +179,10 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     best = whole[0] if whole else None
     ranked = choice.allowed(recipe, whole, precision)
     first = fewest_changes.before_disk(found, machine, precision)
+    kept = calibrated(arguments, machine)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
+        listed |= {} if kept is None else {"calibration": kept.summary()}
         print(json.dumps(_ranking(ranked, found, machine) | listed, indent=2))
         return 0
     if not ranked:
@@ -217,6 +223,8 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     prediction = _predicted(arguments, planned, machine)
     print(f"\nshapes from {source.where}")
     print(wording.whole_run(prediction))
+    if kept is not None:
+        print(kept.line(prediction.times.step, prediction.totals.allocated))
     words += [f"--precision {usual}"] * (arguments.precision is None and usual != "bf16")
     print(f"in full: --backend {ranked[0].name} {' '.join(words)}")
     return 0

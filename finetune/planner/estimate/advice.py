@@ -114,7 +114,7 @@ def option(workload: Workload, machine: Machine) -> Option:
     peak = max((stage.peak for stage in stages), key=lambda moment: moment.total)
     moved = volume(workload)
     mine = stage_workload.here(workload) if workload.layout.axes.any else workload
-    host = resident.host(mine) * machine.per_node
+    host = max(resident.host(mine)) * machine.per_node
     fits = machine.host_memory is None or host <= machine.host_memory * 0.9
     times = timing.times(workload, machine, moved)
     equal = volume(workload, gradient_width=workload.compute)

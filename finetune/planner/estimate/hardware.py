@@ -47,6 +47,8 @@ class GPU:
     """Bytes of a CUDA context with cuBLAS workspaces, bitsandbytes and Triton modules."""
     pairs: bool = False
     """Whether NVLink is a bridge that connects only two cards."""
+    mesh: bool = False
+    """Whether `nvlink` is that of seven links, one to each other card."""
     peers: bool = True
     """Whether cards copy to each other without the host's memory in between."""
     launch: float = LAUNCH
@@ -77,7 +79,7 @@ def _read(line: str) -> GPU:
         name, float(memory) * 1e9, float(half) * 1e12, float(bandwidth) * 1e9, float(nvlink) * 1e9,
         float(pcie) * 1e9, "fp16" not in words, float(reached), float(single) / float(half),
         0.14e9 if name == "T4" else 0.5e9,  # measured on a T4: fitcheck
-        "pair" in words, "host" not in words, note=note,
+        "pair" in words, "mesh" in words, "host" not in words, note=note,
     )  # fmt: skip
 
 
@@ -388,18 +390,20 @@ def machine(
     chosen = name if isinstance(name, GPU) else gpu(name)
     if count < 1 or nodes < 1 or count % max(nodes, 1):
         problems.append(f"--gpus {count}: does not divide over {nodes} nodes")
-    crowded = chosen.pairs and count // max(nodes, 1) > 2
+    here = count // max(nodes, 1)
+    crowded = chosen.pairs and here > 2
     fast = chosen.nvlink > 0 and not crowded
+    nvlink = chosen.nvlink * (min(1.0, max(1, here - 1) / 7) if chosen.mesh else 1.0)
     lane = chosen.pcie if chosen.peers else chosen.pcie / 2  # to the host's memory and from it
-    inside = max(chosen.nvlink, lane) if fast else lane
+    inside = max(nvlink, lane) if fast else lane
     if link is not None:
         key = _link(link)
         if crowded and key.startswith("nvlink"):
             problems.append(
                 f"--link {link}: a bridge joins two {chosen.name}, and a node has "
-                f"{count // max(nodes, 1)}; use pcie4 or pcie5"
+                f"{here}; use pcie4 or pcie5"
             )
-        rates = LINKS | {"nvlink": chosen.nvlink, "pcie": lane}
+        rates = LINKS | {"nvlink": nvlink, "pcie": lane}
         inside, fast = rates.get(key, inside), key.startswith("nvlink")
         if fast and not chosen.nvlink and (key == "nvlink" or chosen.name in GPUS):
             problems.append(f"--link {link}: {chosen.name} has none; use pcie4 or pcie5")

@@ -37,7 +37,7 @@ ATTENTION, ATTENTION_BACKWARD = 0.55, 2.5
 DEQUANTIZED = 4.5
 # Seconds of a collective of FSDP in addition to its bytes, and of the hooks with which ZeRO-3
 # gathers and frees a module: fitted to runs of 256 to 4,096 tokens on 1, 4 and 8 GPUs.
-GATHER, HOOKS = 150e-6, 500e-6
+GATHER, HOOKS = 150e-6, 400e-6
 
 
 # Of 66 published runs 60 took between 1 / 1.25 and 1.25 of the planned time; one with fused kernels
@@ -249,10 +249,10 @@ def times(
     moves = moved_here / (1 - waits) / machine.gpu.bandwidth + updates
     here = compute + launches + moves if workload.cpu else max(compute + moves, launches)
     links, blocked = communication_seconds(moved, machine, workload)
-    blocked += starting * (layout.group > 1)
     offload = offload_seconds(workload, machine)
     overlap = OVERLAP_FAST if machine.fast else OVERLAP_SLOW
     moving = max(0.0, links + offload - blocked)
+    blocked += starting * (layout.group > 1)
     training = blocked + max(here, moving) + (1 - overlap) * min(here, moving)
     bound: Bound = "launches" if launches > compute + moves else "compute"
     if blocked + moving > here:

@@ -124,12 +124,10 @@ def verdict(prediction: Prediction) -> str:
     if prediction.host:
         known = prediction.machine.host_memory
         limit = f" of {size(known)}" if known else ", give --host-ram to check it"
-        lines.append(f"  host     {size(prediction.host)} per node{limit}")
-    if paged := resident.paged(workload):
-        lines.append(
-            f"  paged    {size(paged)} of the optimizer's moments, in the host's memory as far as "
-            "the GPU's is full"
-        )
+        loads, trains = (each * prediction.machine.per_node for each in resident.host(workload))
+        both = f": {size(loads)} while loading, then {size(trains)}" if loads and trains else ""
+        paged = ", with its moments paged out" if resident.paged(workload) else ""
+        lines.append(f"  host     {size(prediction.host)} per node{limit}{both}{paged}")
     if prediction.disk:
         lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
     return "\n".join(lines)

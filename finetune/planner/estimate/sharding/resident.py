@@ -95,11 +95,11 @@ def loading_on_host(workload: Workload) -> float:
     return 4.0 * workload.shape.parameters if whole else 0.0
 
 
-def host(workload: Workload) -> float:
-    """Bytes of host memory per process, the maximum of loading and training."""
+def host(workload: Workload) -> tuple[float, float]:
+    """Bytes of host memory per process while loading, and then while training."""
     if workload.cpu:  # weights are counted in training
-        return offloaded(workload)
-    return max(loading_on_host(workload), offloaded(workload) + copied(workload))
+        return 0.0, offloaded(workload)
+    return loading_on_host(workload), offloaded(workload) + copied(workload)
 
 
 def copied(workload: Workload) -> float:
