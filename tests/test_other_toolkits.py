@@ -197,6 +197,9 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "--ld_alpha 0.5": {
         "loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0),
         "ld_alpha": 0.5},
+    "python trl/mpo_vlm.py --model_name_or_path m --loss_type sigmoid sft": {
+        "method": "dpo", "model.reads": ("image",),
+        "model.trains": ("language", "connector", "tower")},
     "trl sft --model_name_or_path m --loss_type dft --neftune_noise_alpha 5": {
         "token_weight": "dft", "model.neftune_alpha": 5},
     "trl grpo --model_name_or_path m --reward_funcs think_format_reward own.rewards.mine "

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import copy
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +12,8 @@ from finetune.cli import launch, options
 
 if TYPE_CHECKING:
     from finetune.launchers.sweep import Space
-    from finetune.planner.estimate.hardware import Machine
 
 SUMMARY = "train a recipe with values that are searched, and compare"
-MOST_PLANNED = 256
-"""Maximum number of combinations that are planned before the first trial."""
 MOST_FAILED = 3
 """Trials that fail in a row before the sweep stops."""
 
@@ -37,14 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train the trials that are not finished.
-
-    Raises:
-        FinetuneError: a trial cannot be trained or does not fit, found before the first begins; or
-            the folder has another sweep, or this one and `--resume` is missing.
-        TrainingFailure: several trials failed in a row.
-        Interrupted: stopped by a signal; `--resume` continues.
-    """
     from finetune import catalog
     from finetune.errors import FinetuneError, TrainingFailure, refuse
     from finetune.launchers.sweep import Sweep, space_of
@@ -57,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = catalog.resolve(word, fixed)
     refuse(_unfit(arguments, spaces, bool(recipe.eval_data or recipe.eval_rows)))
     problems: dict[str, str] = {}
-    for words in _extremes(spaces):
+    for words in itertools.product(*([f"{s.key}={w}" for w in s.ends()] for s in spaces)):
         for problem in _against(arguments, [*fixed, *words]):
             problems.setdefault(problem, " ".join(words))
     refuse(f"{words}: {problem}" for problem, words in problems.items())
@@ -105,25 +93,14 @@ def _unfit(
     yield from (f"{key}: given more than once" for key in {*keys} if keys.count(key) > 1)
 
 
-def _extremes(spaces: "Sequence[Space]") -> list[tuple[str, ...]]:
-    """Overrides to plan before the first trial: choices and ends of ranges, in all combinations.
-
-    If these are too many, one value at a time with the first ones of the others.
-    """
-    ends = [[f"{space.key}={word}" for word in space.ends()] for space in spaces]
-    if math.prod(map(len, ends)) <= MOST_PLANNED:
-        return list(itertools.product(*ends))
-    first = [each[0] for each in ends]
-    return [(*first[:n], word, *first[n + 1 :]) for n, each in enumerate(ends) for word in each]
-
-
 def _against(arguments: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     """What stands against a trial: the problems of its plan, or that it does not fit here."""
     from finetune import backend as backends
     from finetune.checks.request import check, read_words
     from finetune.errors import FinetuneError
-    from finetune.planner.estimate import wording
+    from finetune.planner.estimate import hardware, wording
     from finetune.planner.estimate.predict import predict
+    from finetune.runs import limits
 
     try:
         recipe = read_words(arguments.recipe, overrides, arguments.backend)
@@ -136,18 +113,10 @@ def _against(arguments: argparse.Namespace, overrides: Sequence[str]) -> Iterato
         yield from error.problems
         return
     with contextlib.suppress(FinetuneError):  # memory that cannot be predicted
-        found = predict(planned, _here(planned.processes))
+        count, memory = planned.processes, float(limits.memory().total)
+        gpus = hardware.installed()
+        here = hardware.machine(gpus[0], count, host_memory=memory) if gpus else None
+        found = predict(planned, here or hardware.processor(1e12, count, memory))
         if found.status == "no":
             needed, usable = wording.size(found.totals.allocated), wording.size(found.usable)
             yield f"needs {needed} of {usable} usable per process; leave it out"
-
-
-def _here(processes: int) -> "Machine":
-    """This machine, for predictions of memory."""
-    from finetune.planner.estimate import hardware
-    from finetune.runs import limits
-
-    memory = float(limits.memory().total)
-    if gpus := hardware.installed():
-        return hardware.machine(gpus[0], processes, host_memory=memory)
-    return hardware.processor(1e12, processes, memory)  # the rate does not change the memory

@@ -44,6 +44,12 @@ def llamafactory(job: Translation) -> None:
         job.say(key, "translated", f"model.trains={shown(parts)}")
 
 
+def trl(job: Translation) -> None:
+    """Let a script of TRL read images, which trains all parts."""
+    job.set("model.reads", ["image"])
+    job.set("model.trains", PARTS)
+
+
 def _reads(job: Translation, key: str) -> None:
     job.set("model.reads", ["image"])
     job.say(key, "translated", "model.reads=[image]")
