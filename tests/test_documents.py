@@ -195,6 +195,13 @@ def shortly(*more: str) -> Callable[..., None]:
     return lambda words, folder, do: as_it_is(words, folder, do, *more, "--max-new-tokens", "4")
 
 
+def as_one_trial(words: list[str], folder: Path, do: Do) -> None:
+    """A sweep, ended after its first trial."""
+    words[words.index("--trials") + 1] = "1"
+    as_it_is(words, folder, do, "--no-plot", "--precision", "fp32")
+    assert "Trials" in (folder / "runs/r-sweep/index.html").read_text()
+
+
 def as_a_server(words: list[str], folder: Path, do: Do) -> None:
     """Started on a free port, asked for its models, and ended."""
     process = start([*words[1:], "--port", "0"], folder, warm=True)
@@ -243,6 +250,7 @@ CHECKS: dict[str, Callable[[list[str], Path, Do], None]] = {
         ],
         as_a_dry_run,
     ),
+    "finetune sweep": as_one_trial,
     "finetune chat": shortly("--prompt", "hello"),
     "finetune eval": shortly(),
     "finetune export": functools.partial(as_it_is_but, "--llama-cpp", "git clone"),

@@ -17,6 +17,7 @@ from finetune.data.rows.collate import collate
 from finetune.data.rows.store import Rows, TokenColumn, single_rows
 from finetune.kernels.head import give_loss
 from finetune.methods.grpo import GRPO
+from finetune.methods.losses import labelled
 from finetune.methods.online import ADVANTAGE, OLD, REFERENCE, Online
 from finetune.methods.rloo import RLOO
 from finetune.recipe import Batch
@@ -115,3 +116,39 @@ def test_losses_and_gradients_are_the_published_ones(assets: Path, name: str) ->
             if metric in run["own"] and not name.startswith("cispo"):
                 assert value / count == pytest.approx(run["own"][metric], rel=1e-4, abs=1e-5)
         trained.zero_grad()
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_mean_gradient_of_the_entropy_term_is_that_of_the_entropy(loss: Any, on_policy: bool):
+    """The mean over all tokens of a small vocabulary, each as often as it is sampled."""
+    recipe = GRPO(loss_type=loss, entropy_coef=0.3, max_completion_length=1)
+    generator = torch.Generator().manual_seed(3)
+    logits, other = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    logits.requires_grad_(True)
+    logps = logits.log_softmax(-1)
+    entropy = -(logps.exp() * logps).sum()
+    (wanted,) = torch.autograd.grad(-0.3 * entropy, logits, retain_graph=True)
+    old = logps.detach() if on_policy else other.log_softmax(-1)
+    ones, none = torch.ones(7, dtype=torch.int64), torch.zeros(7, dtype=torch.float64)
+    terms, _ = recipe.completion_losses(
+        logps, old, none, ones, entropies=entropy.detach().expand(7)
+    )
+    assert torch.allclose(terms, -0.3 * entropy)
+    (found,) = torch.autograd.grad((old.exp() * terms).sum(), logits)
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_the_entropy_term_of_a_model_is_that_of_its_logits(assets: Path) -> None:
+    found = stored(assets, "grpo_rloo")
+    run = found["runs"]["dapo/full"]
+    recipe = method_of("dapo/full", run["config"], found["longest_completion"])
+    model, some = base(assets), np.arange(3)
+    batch = collate(rows_of(found, run, recipe, free=False), some, 0, "cpu")
+    less = recipe.loss(model, batch).sum
+    more = dataclasses.replace(recipe, entropy_coef=0.3).loss(model, batch).sum
+    places, _ = labelled(batch)
+    logits = model(**batch.inputs(), use_cache=False).logits.flatten(0, 1)[places]
+    logps = logits.double().log_softmax(-1)
+    entropies = -(logps.exp() * logps).sum(-1)
+    assert (more - less).item() == pytest.approx(-0.3 * entropies.sum().item(), rel=1e-5)

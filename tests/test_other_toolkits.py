@@ -17,6 +17,7 @@ from finetune.cli import main as cli
 from finetune.errors import FinetuneError
 from finetune.importers import command_line
 from finetune.methods.distill import Distill
+from finetune.recipe import Group
 from finetune.rewards import Reward
 
 Lost = set[str]
@@ -197,6 +198,14 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "--ld_alpha 0.5": {
         "loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0),
         "ld_alpha": 0.5},
+    "python trl/mpo_vlm.py --model_name_or_path m --loss_type sigmoid sft": {
+        "method": "dpo", "model.reads": ("image",),
+        "model.trains": ("language", "connector", "tower")},
+    "swift sft --model m --dataset a/b --freeze_vit false --vit_lr 1e-6 --freeze_aligner true "
+    "--aligner_lr 1e-5 --loss_scale ignore_empty_think --init_weights pissa_niter_16": {
+        "model.reads": ("image",), "model.trains": ("language", "tower"),
+        "optim.groups": (Group("visual|vision", 1e-6),), "train_on": "assistant",
+        "adapter.init_lora_weights": "pissa_niter_16"},
     "trl sft --model_name_or_path m --loss_type dft --neftune_noise_alpha 5": {
         "token_weight": "dft", "model.neftune_alpha": 5},
     "trl grpo --model_name_or_path m --reward_funcs think_format_reward own.rewards.mine "

@@ -66,11 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.chain is not None:
         from finetune.launchers import chain
 
-        return chain.run(arguments, _train)
-    return _train(arguments)
+        return chain.run(arguments, train)
+    return train(arguments)
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace) -> int:
+    """Train one recipe, or submit it to a cluster; returns the exit status."""
     from finetune import extensions
     from finetune.checks.request import read_words
     from finetune.errors import FinetuneError

@@ -23,13 +23,13 @@ from finetune.version import __version__
 
 VERBS = {
     "init": "init", "import": "import_file", "list": "list", "show": "show", "plan": "plan",
-    "inspect": "inspect", "teach": "teach", "train": "train", "launch": "launch",
+    "inspect": "inspect", "teach": "teach", "train": "train", "launch": "launch", "sweep": "sweep",
     "runs": "runs", "watch": "watch", "stop": "stop", "board": "board",
     "export": "export", "chat": "chat", "serve": "serve", "eval": "eval", "compare": "compare",
     "prove": "prove", "doctor": "doctor", "report": "report", "quickstart": "quickstart",
 }  # fmt: skip
 """Modules of this folder by command, in the order of `finetune --help`."""
-OUTLAST_READERS = ("train", "launch", "prove", "export", "quickstart")
+OUTLAST_READERS = ("train", "launch", "sweep", "prove", "export", "quickstart")
 """Commands that continue when their output is closed."""
 READER_GONE = 141
 """Exit status if the output is closed before its end, the status of SIGPIPE in shells."""
@@ -123,7 +123,7 @@ def _assign_words(arguments: argparse.Namespace, unknown: list[str]) -> None:
         arguments.overrides += pairs
     elif pairs:
         arguments.flags += pairs
-    if arguments.flags and arguments.verb != "launch":
+    if arguments.flags and arguments.verb not in ("launch", "sweep"):
         known = [option for option in arguments.words.format_usage().split() if "--" in option]
         hint = did_you_mean(arguments.flags[0], [option.strip("[]|") for option in known])
         arguments.words.error(f"unrecognized arguments: {' '.join(arguments.flags)}{hint}")

@@ -1,10 +1,18 @@
 """Keys of other toolkits for models that read images."""
 
+from typing import Any
+
 from finetune.importers.translation import Translation, shown, text
 
 PARTS = ["language", "connector", "tower"]
 AUDIO = ("Voxtral", "Qwen2Audio")
 """Starts of the names of processors for sounds."""
+SWIFT = {
+    "freeze_llm": ("language", False),
+    "freeze_aligner": ("connector", True),
+    "freeze_vit": ("tower", True),
+}
+"""The same by ms-swift's keys (`tuner_args.py`)."""
 FROZEN = {
     "freeze_language_model": ("language", False),
     "freeze_multi_modal_projector": ("connector", True),
@@ -38,10 +46,47 @@ def llamafactory(job: Translation) -> None:
     job.say("image_max_pixels", "differs", f"model.reads=[image]; {RESIZED}")
     job.say("video_max_pixels", "not needed", "videos are refused")
     job.say("media_dir", "differs", "paths of images begin at the folder of their file")
-    parts = [part for key, (part, usual) in FROZEN.items() if not job.get(key, usual)]
+    _trained(job, FROZEN)
+
+
+def swift(job: Translation) -> None:
+    """Translate keys of images if a part for images is trained, or they are resized."""
+    frozen = job.get("freeze_vit", True) and job.get("freeze_aligner", True)
+    if frozen and not job.get("freeze_llm") and "max_pixels" not in job.source:
+        told = "text is read; for images set model.reads=[image]"
+        keys = [*SWIFT, "vit_lr", "aligner_lr", "vit_gradient_checkpointing"]
+        job.say_all("differs", {told: " ".join(keys)})
+        return
+    job.set("model.reads", ["image"])
+    parts = _trained(job, SWIFT)
+    job.say("vit_gradient_checkpointing", "not needed", "recomputation gives equal gradients")
+    job.say("max_pixels", "differs", RESIZED)
+    groups = list[dict[str, Any]]()
+    for key, part, match in (
+        ("aligner_lr", "connector", "merger|projector|connector|aligner"),
+        ("vit_lr", "tower", "visual|vision"),
+    ):
+        if part not in parts:
+            job.say(key, "not needed", f"the {part} is frozen")
+        elif key in job.source:
+            groups.append({"match": match, "lr": job.source[key]})
+            job.say(key, "translated", "optim.groups")
+    if groups:
+        job.set("optim.groups", groups)
+
+
+def _trained(job: Translation, keys: dict[str, tuple[str, bool]]) -> list[str]:
+    parts = [part for key, (part, usual) in keys.items() if not job.get(key, usual)]
     job.set("model.trains", parts)
-    for key in FROZEN:
+    for key in keys:
         job.say(key, "translated", f"model.trains={shown(parts)}")
+    return parts
+
+
+def trl(job: Translation) -> None:
+    """Let a script of TRL read images, which trains all parts."""
+    job.set("model.reads", ["image"])
+    job.set("model.trains", PARTS)
 
 
 def _reads(job: Translation, key: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import backends, online_methods, preference_methods, trainer
+from finetune.importers import backends, images, online_methods, preference_methods, trainer
 from finetune.importers.command_line import COMMAND, PROGRAM
 from finetune.importers.translation import Translation, listed, text
 
@@ -41,10 +41,8 @@ ADAPTER = {
 NOT_NEEDED = {
     "prepared rows are cached by their content": "load_from_cache_file",
     "rows are prepared once, in parallel": "dataset_num_proc lazy_tokenize",
-    "text reaches no tower": "freeze_vit freeze_aligner vit_gradient_checkpointing vit_lr "
-        "aligner_lr max_pixels",
     "kernels of the same computation are chosen by kernels":
-        "use_liger_kernel experts_impl padding_free",
+        "use_liger_kernel experts_impl padding_free tuner_backend",
     "the launcher starts the processes": "num_processes ddp_backend",
     "its names are those of swift/self-cognition, which is not among the data":
         "model_author model_name",
@@ -53,7 +51,7 @@ NOT_NEEDED = {
     "logits are computed where they are trained": "use_logits_to_keep",
     "the hub of Hugging Face is used": "use_hf",
     "answers are sampled by `finetune eval`": "max_new_tokens temperature top_p top_k",
-    "config.json has it": "model_type task_type",
+    "config.json has it": "model_type task_type check_model",
 }  # fmt: skip
 
 
@@ -87,6 +85,7 @@ def translate(job: Translation, folder: Path) -> None:
         raise FinetuneError(f"tuner_type: {tuned}: expected lora or full")
     trainer.attention(job, "attn_impl")
     trainer.dtype(job)
+    images.swift(job)
     _adapter(job, tuned == "full")
     _data(job)
     job.set("optim.lr", 1e-5 if tuned == "full" else 1e-4)
@@ -119,16 +118,20 @@ def translate(job: Translation, folder: Path) -> None:
     _method(job, kind)
     for key in ("rpo_alpha", "cpo_alpha"):
         job.say(key, "differs", "sft_weight: the mean over a pair's tokens, not a batch's")
-    loss = text(job.get("loss_scale", "default")).removesuffix("+ignore_empty_think")
-    if loss in TRAINED and job.fields["method"] == "sft":
+    loss = text(job.get("loss_scale", "default")).removesuffix("ignore_empty_think").rstrip("+")
+    loss = loss or "default"
+    if loss == "default" and kind == "grpo":
+        job.say("loss_scale", "not needed", "the loss is that of the method")
+    elif loss in TRAINED and job.fields["method"] == "sft":
         job.set("train_on", TRAINED[loss])
         told = "" if loss == job.get("loss_scale") else "; empty thoughts are trained"
         job.say(
             "loss_scale", "differs" if told else "translated", f"train_on={TRAINED[loss]}{told}"
         )
     job.say("streaming", "differs", "all rows are prepared before the first step")
-    name = text(job.get("template"))
-    job.say("template", "differs", f"{name}: the tokenizer's own template, or model.chat_template")
+    for key in ("template", "agent_template"):
+        own = f"{text(job.get(key))}: the tokenizer's own template, or model.chat_template"
+        job.say(key, "differs", own)
     if "enable_thinking" in job.source:
         job.set("model.chat_template_kwargs", {"enable_thinking": job.source["enable_thinking"]})
         job.say("enable_thinking", "translated", "model.chat_template_kwargs")
@@ -206,6 +209,8 @@ def _adapter(job: Translation, full: bool) -> None:
         return
     for key, (field, value) in ADAPTER.items():
         job.move_or_assume(key, f"adapter.{field}", value)
+    if text(job.get("init_weights")).split("_")[0] in ("true", "gaussian", "pissa", "olora"):
+        job.move("init_weights", "adapter.init_lora_weights")
 
 
 def _data(job: Translation) -> None:

@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.importers import backends, online_methods, preference_methods, trainer
+from finetune.importers import backends, images, online_methods, preference_methods, trainer
 from finetune.importers.command_line import COMMAND, PROGRAM
 from finetune.importers.translation import Translation, listed, mapping, text
 
 LRS = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "orpo": 1e-6, "cpo": 1e-6, "reward": 1e-4}
 LRS |= {"grpo": 1e-6, "rloo": 1e-6}
 """TRL's default learning rates, by the methods that are imported."""
+SCRIPTS = {"gspo": "grpo", "mpo": "dpo", "reward_modeling": "reward"}
+"""Methods of TRL's scripts that are not named after it; `_vlm` at the end is for images."""
 FORMATS = {"sft": "messages", "kto": "kto", "grpo": "prompts", "rloo": "prompts"}
 """Formats by method; those of others are pairs."""
 MOVED = {
@@ -63,10 +65,11 @@ def translate(job: Translation, folder: Path) -> None:
     Raises:
         FinetuneError: no method here matches the command.
     """
-    method = text(job.get(COMMAND, "sft"))
+    script = text(job.get(COMMAND, "sft"))
+    method = SCRIPTS.get(script.removesuffix("_vlm"), script.removesuffix("_vlm"))
     if method not in LRS:
         raise FinetuneError(
-            f"{method}: {', '.join(LRS)} are imported; write the recipe with `finetune init`"
+            f"{script}: {', '.join(LRS)} are imported; write the recipe with `finetune init`"
         )
     if COMMAND not in job.source:
         job.assumed.append("method=sft: for another, finetune import -- trl dpo --config FILE")
@@ -75,6 +78,8 @@ def translate(job: Translation, folder: Path) -> None:
     job.set("method", method)
     backends.translate(job, folder)
     _model(job)
+    if script.endswith("_vlm"):
+        images.trl(job)
     _data(job, method)
     if method not in ONLINE:
         _loss(job, method)

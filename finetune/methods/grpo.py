@@ -66,6 +66,8 @@ class GRPO(Online):
     """Multiply the KL term by the policy ratio, as TRL does by default."""
     reference: Text = "start"
     """Reference of `beta`: the policy's `start`, the `base` without adapter, or a model name."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy of each token's distribution, which is subtracted from its loss."""
 
     def __post_init__(self) -> None:
         if self.use_bias_correction_kl and not self.beta:
@@ -84,6 +86,10 @@ class GRPO(Online):
     @property
     def needs_reference(self) -> bool:
         return self.beta > 0
+
+    @property
+    def always_active(self) -> bool:
+        return self.beta > 0 or self.entropy_coef > 0
 
     def count(self, batch: "MicroBatch") -> int:
         return batch.trained_tokens if self.loss_type in PER_TOKEN else batch.rows
@@ -109,13 +115,17 @@ class GRPO(Online):
         """Sum over tokens (DAPO, CISPO) or completions."""
         from finetune.methods.losses import Loss, token_logps
 
-        logps, balance = token_logps(model, batch)  # (tokens,)
+        wanted = self.entropy_coef > 0
+        logps, balance = token_logps(model, batch, statistics=wanted)  # (tokens,)
+        logps, _, entropies = logps.view(3, -1) if wanted else (logps, None, None)
         old = batch.token_columns.get(OLD, logps.detach())
         reference = batch.token_columns.get(REFERENCE)
         largest = self.vllm_importance_sampling_clip_max
         importance, ratios, extremes = importance_weights(old, batch, largest)
         of_documents = batch.columns[ADVANTAGE], batch.document_labels
-        terms, metrics = self.completion_losses(logps, old, *of_documents, reference, importance)
+        terms, metrics = self.completion_losses(
+            logps, old, *of_documents, reference, importance, entropies
+        )
         return Loss(terms.sum(), metrics | ratios, balance, extremes)
 
     def completion_losses(
@@ -126,6 +136,7 @@ class GRPO(Online):
         lengths: "torch.Tensor",  # (completions,) int64
         reference: "torch.Tensor | None" = None,  # (tokens,)
         importance: "torch.Tensor | None" = None,  # (tokens,)
+        entropies: "torch.Tensor | None" = None,  # (tokens,) without gradient
     ) -> "tuple[torch.Tensor, dict[str, Sum]]":
         """The loss of each completion, (completions,), and the metrics.
 
@@ -140,7 +151,9 @@ class GRPO(Online):
             cispo     sum of -min(r, E) A logp, without gradient of r           arXiv:2506.13585
 
         times `importance` of the token, or its mean over the completion for GSPO,
-        plus `beta` times exp(d) - d - 1, d = reference - logp, summed or averaged in the same way.
+        plus `beta` times exp(d) - d - 1, d = reference - logp, minus `entropy_coef` times the
+        entropy H, summed or averaged in the same way. As the gradient of H is the expectation of
+        -(logp + H) grad(logp), that of the sampled token times r and `importance` estimates it.
         """
         import torch
 
@@ -164,17 +177,21 @@ class GRPO(Online):
             )
         below = (ratio < 1 - low) & (weights < 0)
         metrics = clip_ratios(below, above & (weights > 0))
-        spread = None
+        extra = torch.zeros_like(logps)
         if reference is not None:
             d = reference - logps
             spread = d.exp() - d - 1
             if self.use_bias_correction_kl:
                 spread = spread * (logps - old).exp()
             metrics["kl"] = spread.detach().sum(), len(spread)
+            extra = self.beta * spread
+        if entropies is not None:
+            start = logps.detach()
+            weight = (start - old).exp() * (1.0 if importance is None else importance)
+            moved = weight * (start + entropies) * (logps - start)
+            extra = extra - self.entropy_coef * (entropies - moved)
         if self.loss_type == "gspo":
-            penalty = 0.0 if spread is None else sums_of_completions(spread, lengths) / numbers
-            return terms + self.beta * penalty, metrics
-        whole = terms if spread is None else terms + self.beta * spread
-        sums = sums_of_completions(whole, lengths)
+            return terms + sums_of_completions(extra, lengths) / numbers, metrics
+        sums = sums_of_completions(terms + extra, lengths)
         divisors = {"grpo": numbers, "dr_grpo": self.max_completion_length}
         return sums / divisors.get(self.loss_type, 1), metrics

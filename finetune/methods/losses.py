@@ -54,11 +54,12 @@ def token_loss_sum(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 
 
 def token_logps(
-    model: torch.nn.Module, batch: MicroBatch
+    model: torch.nn.Module, batch: MicroBatch, statistics: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of each trained token, (trained_tokens,) in fp32, and `Loss.balance`.
 
-    Tokens are in the order of the batch. Logits are computed in chunks, which the backward pass
+    Tokens are in the order of the batch. With `statistics`, mean logits and entropies follow, both
+    without gradient, (3 * trained_tokens,). Logits are computed in chunks, which the backward pass
     recomputes. For `model` see `token_loss_sum`.
 
     Raises:
@@ -69,7 +70,7 @@ def token_logps(
             "method: its loss reads the log-probability of each token of a document, and no "
             "process has all tokens of one under this backend; use fsdp_full_shard"
         )
-    return _token_values(model, batch, statistics=False)
+    return _token_values(model, batch, statistics)
 
 
 def _token_values(

@@ -161,6 +161,11 @@ class Online(Recipe):
         return False
 
     @property
+    def always_active(self) -> bool:
+        """Whether a completion without advantage has a gradient too."""
+        return False
+
+    @property
     def penalty(self) -> float:
         """Factor of log(policy / reference), which is subtracted from a completion's reward."""
         return 0.0

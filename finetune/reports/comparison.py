@@ -30,7 +30,11 @@ def compare(roots: Sequence[str | Path]) -> dict[str, Any]:
     """
     if not 2 <= len(roots) <= MOST:
         raise FinetuneError(f"compare: got {len(roots)} runs, expected 2 to {MOST}")
-    runs = [open_run(root) for root in roots]
+    return of_runs([open_run(root) for root in roots])
+
+
+def of_runs(runs: Sequence[Run]) -> dict[str, Any]:
+    """The comparison of any number of runs, as values for `page` and `terminal`."""
     histories = [read_history(run) for run in runs]
     return compared(runs, histories) | {"charts": _charts(names_of(runs), histories)}
 
@@ -79,7 +83,7 @@ def terminal(found: Mapping[str, Any]) -> list[str]:
 def names_of(runs: Sequence[Run]) -> list[str]:
     """Names of the runs' folders, with as much of the path as makes them unique."""
     parts = [run.root.resolve().parts for run in runs]
-    for length in range(1, max(map(len, parts)) + 1):
+    for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names

@@ -315,6 +315,12 @@ def shown_metrics(metrics: Mapping[str, float]) -> list[str]:
     return [f"{name.rsplit('/', 1)[-1]} {value:.4g}" for name, value in first]
 
 
+def judged_by(best: str, loss: float, metrics: Mapping[str, float]) -> float:
+    """The value that `evaluation.best` names, negated if larger is better; NaN if missing."""
+    name, sign = best.removeprefix("-"), 1 if best.startswith("-") else -1
+    return loss if best == "loss" else sign * metrics.get(name, math.nan)
+
+
 @dataclasses.dataclass(frozen=True)
 class History:
     """The records of a run by kind, oldest first."""

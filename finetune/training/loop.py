@@ -17,6 +17,7 @@ from finetune.data.rows.store import Rows
 from finetune.distributed.base import Engine
 from finetune.methods.losses import Sum
 from finetune.recipe import Recipe
+from finetune.runs.metrics import judged_by
 from finetune.training.nonfinite import propagate_nonfinite, suspects
 from finetune.training.optim import learning_rate
 from finetune.training.passes import StepPasses
@@ -141,8 +142,7 @@ class EvalResult:
 
     def judged_by(self, best: str) -> float:
         """The value that `evaluation.best` names, negated if larger is better; NaN if missing."""
-        name, sign = best.removeprefix("-"), 1 if best.startswith("-") else -1
-        return self.loss if best == "loss" else sign * self.metrics.get(name, math.nan)
+        return judged_by(best, self.loss, self.metrics)
 
 
 def feeding(

@@ -121,14 +121,14 @@ class Rollouts:
         )
 
     def _active(self, rows: Rows, chosen: np.ndarray) -> np.ndarray:
-        """Rows with a gradient; without a KL term, rows with a non-zero advantage.
+        """Rows with a gradient: those with a non-zero advantage, or all with a KL or entropy term.
 
         A pipeline computes all rows.
         """
         if self.engine.plan.mesh.pipeline > 1:
             return chosen  # so that each stage has a micro-batch
         counted = rows.labelled[chosen] > 0
-        if not self.recipe.needs_reference or self.recipe.penalty:
+        if not self.recipe.always_active:
             counted &= rows.columns[ADVANTAGE][chosen] != 0
         return chosen[counted]
 
