@@ -1,6 +1,6 @@
 """Store which images documents have, and where: tokens and places, never pixels.
 
-images.npy    (images, 4) int64: document, first token, token behind the last one, file
+images.npy    (images, 4) int32: document, first token, token behind the last one, file
 images.json   each file once: its digest, and its path, size and time, or its place in images.bin
 images.bin    concatenated compressed images that were inside of rows
 """
@@ -38,7 +38,7 @@ class Stored:
 class Images:
     """The images of documents."""
 
-    places: np.ndarray  # (images, 4) int64, by document and token
+    places: np.ndarray  # (images, 4) int32, by document and token
     files: Sequence[Stored]
     data: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))  # (bytes,) uint8
 
@@ -55,7 +55,7 @@ class Images:
                 parts.append(inside)
                 size += len(inside)
         data = np.frombuffer(b"".join(parts), dtype=np.uint8)
-        return cls(np.array(places, dtype=np.int64).reshape(-1, 4), files, data)
+        return cls(np.array(places, dtype=np.int32).reshape(-1, 4), files, data)
 
     def of(self, document: int) -> list[PlacedImage]:
         """The images of a document, in the order of its tokens."""
@@ -141,7 +141,7 @@ class ImagesWriter:
         if self._data is not None:
             self._data.close()
         if self._files:
-            np.save(self._folder / PLACES, np.array(self._places, dtype=np.int64))
+            np.save(self._folder / PLACES, np.array(self._places, dtype=np.int32))
             listed = [list(vars(each).values()) for each in self._files]
             (self._folder / LISTED).write_text(json.dumps(listed), encoding="utf-8")
 
