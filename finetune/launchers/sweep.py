@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -262,7 +263,9 @@ class _Watch:
 
     def _follow(self) -> None:
         reported = len(self.sweep.study.trials[self.trial.number].intermediate_values)
-        while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
+        pause = SECONDS_BETWEEN_LOOKS
+        while not self._ended.wait(pause):
+            began = time.monotonic()
             found = list(self.sweep.judged(self.trial.number))
             for part, value in found[reported:]:
                 self.trial.report(value, round(1000 * part))
@@ -271,3 +274,5 @@ class _Watch:
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
             reported = max(reported, len(found))
+            # The records of a long run are many: reading them takes a fiftieth of the time at most.
+            pause = max(SECONDS_BETWEEN_LOOKS, 50 * (time.monotonic() - began))
