@@ -116,6 +116,7 @@ class Sweep:
         self.states = optuna.trial.TrialState
         self.root, self.spaces, self.seed, self.best = root, tuple(spaces), seed, best
         pruner = optuna.pruners.MedianPruner(prune_after) if prune_after else None
+        root.mkdir(parents=True, exist_ok=True)
         with reading(f"{root / RECORD}: cannot be read by optuna"):
             self.study = optuna.create_study(
                 storage=f"sqlite:///{(root / RECORD).resolve()}", study_name="sweep",
