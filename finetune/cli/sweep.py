@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{root}: has {'this' if known == record else 'another'} sweep; "
             f"{'continue it with --resume, or ' if known == record else ''}choose another --output"
         )
-    write_json(root / "sweep.json", record)
     sweep = Sweep(root, spaces, recipe.seed, recipe.evaluation.best, arguments.prune_after)
+    write_json(root / "sweep.json", record)
     failed = 0
     for trial, words in sweep.trials(arguments.trials):
         place = sweep.run(trial.number).root

@@ -93,6 +93,7 @@ def translate(job: Translation, folder: Path) -> None:
     job.move_all(MOVED)
     if method in ONLINE:
         online_methods.translate(job, method, ONLINE[method])
+    job.say("dataset_streaming", "differs", "all rows are prepared before the first step")
     job.say_all("not needed", NOT_NEEDED)
     trainer.the_rest(job)
 

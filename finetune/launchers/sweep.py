@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -115,6 +116,7 @@ class Sweep:
         self.states = optuna.trial.TrialState
         self.root, self.spaces, self.seed, self.best = root, tuple(spaces), seed, best
         pruner = optuna.pruners.MedianPruner(prune_after) if prune_after else None
+        root.mkdir(parents=True, exist_ok=True)
         with reading(f"{root / RECORD}: cannot be read by optuna"):
             self.study = optuna.create_study(
                 storage=f"sqlite:///{(root / RECORD).resolve()}", study_name="sweep",
@@ -262,7 +264,9 @@ class _Watch:
 
     def _follow(self) -> None:
         reported = len(self.sweep.study.trials[self.trial.number].intermediate_values)
-        while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
+        pause = SECONDS_BETWEEN_LOOKS
+        while not self._ended.wait(pause):
+            began = time.monotonic()
             found = list(self.sweep.judged(self.trial.number))
             for part, value in found[reported:]:
                 self.trial.report(value, round(1000 * part))
@@ -271,3 +275,5 @@ class _Watch:
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
             reported = max(reported, len(found))
+            # The records of a long run are many: reading them takes a fiftieth of the time at most.
+            pause = max(SECONDS_BETWEEN_LOOKS, 50 * (time.monotonic() - began))
