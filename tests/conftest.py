@@ -250,6 +250,9 @@ def run_of(tiny: Tiny, finetune: "Finetune", shared: Path) -> Train:
     return run
 
 
+IN_TURN = ROOT / "tests/train_recipes.py"
+
+
 @pytest.fixture(scope="session")
 def runs_of(shared: Path) -> Runs:
     """Finished runs that one launch trains in turn: `runs_of("ddp", {"a": fields})["a"]`.
@@ -264,7 +267,7 @@ def runs_of(shared: Path) -> Runs:
         def make(place: Path) -> None:
             place.mkdir()
             places = {str(place / name): fields for name, fields in recipes.items()}
-            words = (ROOT / "tests/train_recipes.py", write_recipe(place / "recipes.json", places))
+            words = (IN_TURN, write_recipe(place / "recipes.json", places))
             axes = backends.load(backend).axes
             sizes = axes.variables() if axes.any else {}
             accelerate_launch(backend, place, *words, env=sizes).passed()

@@ -7,10 +7,10 @@ from typing import Any
 import method_matrix
 import pytest
 import torch
-from conftest import read, run_command, write_recipe, written
+from conftest import IN_TURN, read, run_command, write_recipe, written
 from gpus import NEEDS_GPU
 from safetensors.torch import load_file
-from test_method_backends import OF_A_PROCESS, TIES, TRAIN, Work, sources, work
+from test_method_backends import OF_A_PROCESS, TIES, Work, sources, work
 from test_scores import CLASSES, labelled
 
 from finetune.runs.run import Run
@@ -41,7 +41,7 @@ def on_cpu(work: Work) -> Callable[[str], Run]:
     places = {method: work.folder / f"cpu-{method}" for method in method_matrix.METHODS}
     recipes = {str(place): fields_of(work, method) for method, place in places.items()}
     asked = write_recipe(work.folder / "recipes.json", recipes)
-    run_command([sys.executable, str(TRAIN), str(asked)], work.folder, env=ON_CPU).passed()
+    run_command([sys.executable, str(IN_TURN), str(asked)], work.folder, env=ON_CPU).passed()
     return lambda method: Run(places[method])
 
 

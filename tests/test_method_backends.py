@@ -31,7 +31,7 @@ class Work:
     def __init__(
         self, folder: Path, tiny: Tiny, sources: dict[str, dict[str, str]], runs_of: Runs
     ) -> None:
-        self.sources, self.runs_of = sources, runs_of
+        self.folder, self.sources, self.runs_of = folder, sources, runs_of
         sizes: dict[str, Any] = {
             "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8,
             "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False,

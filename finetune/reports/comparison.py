@@ -59,7 +59,7 @@ def compared(runs: Sequence[Run], histories: Sequence[History]) -> dict[str, Any
         "names": names,
         "tables": [table for table in tables if table.rows],
         "same_recipe": not differing,
-        "answers": _answers(runs, names)[:MOST_ANSWERS],
+        "answers": _answers(runs, names)[:MOST_ANSWERS] if runs else [],
     }
 
 
@@ -83,7 +83,7 @@ def terminal(found: Mapping[str, Any]) -> list[str]:
 def names_of(runs: Sequence[Run]) -> list[str]:
     """Names of the runs' folders, with as much of the path as makes them unique."""
     parts = [run.root.resolve().parts for run in runs]
-    for length in range(1, max(map(len, parts), default=0) + 1):
+    for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names

@@ -62,7 +62,7 @@ def calibration(folder: Path, card: str) -> Calibration:
 
 def _measured(run: Run) -> tuple[str | None, float | None, float | None]:
     """The card of a run, and the ratios of its steps and of its peak; None if unknown."""
-    foreseen = read_object(run.plan).get("prediction") or {}
+    foreseen: dict[str, Any] = read_object(run.plan).get("prediction") or {}
     planned = foreseen.get("step_seconds")
     seconds = [each["seconds"] for each in run.read_metrics("train")][1:]
     peaks = [
