@@ -52,7 +52,7 @@ def test_a_killed_sweep_goes_on_as_if_it_had_not_been(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ):
     """The second trial is killed with its sweep after its first checkpoint."""
-    word = recipe(tiny, tmp_path, max_steps=12, saving={"every": 1}, evaluation={"every": 6})
+    word = recipe(tiny, tmp_path, max_steps=30, saving={"every": 1}, evaluation={"every": 15})
     words = ["sweep", word, "optim.lr=1e-4..1e-2:log", *FP32, "--trials", "3"]
     finetune(*words, "--output", "straight", cwd=tmp_path).passed()
     words += ["--output", "cut"]
@@ -78,8 +78,8 @@ def test_a_killed_sweep_goes_on_as_if_it_had_not_been(
 def test_a_trial_that_is_worse_than_the_median_stops_early_and_is_saved(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ):
-    """With steps for ten seconds: records are read twice a second, on a busy machine less often."""
-    long = {"max_steps": 1000, "saving": {"every": 1000}, "evaluation": {"every": 25}}
+    """With steps for seconds: records are read twice a second, on a busy machine less often."""
+    long = {"max_steps": 300, "saving": {"every": 300}, "evaluation": {"every": 25}}
     word = recipe(tiny, tmp_path, **long)
     words = ["optim.lr=1e-2,1e-9", *FP32, "--trials", "2", "--prune-after", "1"]
     done = finetune("sweep", word, *words, "--output", "s", cwd=tmp_path).passed()
@@ -87,7 +87,7 @@ def test_a_trial_that_is_worse_than_the_median_stops_early_and_is_saved(
     second = Run(tmp_path / "s" / "trial-001")
     (end,) = second.read_metrics("end")
     assert end["reason"] == "interrupted"
-    assert second.newest() == end["step"] < 1000
+    assert second.newest() == end["step"] < 300
     assert "stopped early" in done.stdout
 
 

@@ -267,13 +267,13 @@ class _Watch:
         pause = SECONDS_BETWEEN_LOOKS
         while not self._ended.wait(pause):
             began = time.monotonic()
-            found = list(self.sweep.judged(self.trial.number))
-            for part, value in found[reported:]:
+            new = list(self.sweep.judged(self.trial.number))[reported:]
+            for part, value in new:
                 self.trial.report(value, round(1000 * part))
-                if part < 1 and self.trial.should_prune():
-                    self.stopped = True
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
-            reported = max(reported, len(found))
-            # The records of a long run are many: reading them takes a fiftieth of the time at most.
-            pause = max(SECONDS_BETWEEN_LOOKS, 50 * (time.monotonic() - began))
+            reported += len(new)
+            if new and new[-1][0] < 1 and self.trial.should_prune():
+                self.stopped = True
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            # The records of a long run are many: reading them takes a tenth of the time at most.
+            pause = max(SECONDS_BETWEEN_LOOKS, 10 * (time.monotonic() - began))
