@@ -232,7 +232,8 @@ def test_the_cost_of_a_run_is_the_time_of_its_starts(run_of, tmp_path):
 def test_starts_without_a_new_checkpoint_are_counted_from_the_last_submission(tmp_path):
     run = Run(tmp_path / "run")
     start = {"event": "start", "checkpoint": 0, "step": 0, "time": 1}
-    lines(run, start, start, {"event": "submit", "time": 2}, start, {"event": "end", "status": 75})
+    preempted, late = ({"event": "end", "status": 75, "late": late} for late in (False, True))
+    lines(run, start, start, {"event": "submit", "time": 2}, start, late, *[start, preempted] * 9)
     with attempts.attempt(run, most=2):
         pass
     with pytest.raises(Exception, match="started 2 times from step 0 without reaching another"):

@@ -52,6 +52,7 @@ def test_a_signal_saves_and_ends_with_status_75(tiny, tmp_path, number):
 @pytest.mark.parametrize(
     ("backend", "number"),
     [
+        ("single", signal.SIGTERM),
         slow("single", signal.SIGINT),
         ("ddp", signal.SIGTERM),
         slow("fsdp_full_shard", signal.SIGTERM),
@@ -62,7 +63,7 @@ def test_launch_passes_a_signal_on_and_its_status_back(tiny, tmp_path, backend, 
     run = Run(tmp_path / "run")
     words = words_of(tiny, run.root, **LONG)
     words = ["launch", *words[1:], "--backend", backend, "--processes", "12"[backend != "single"]]
-    warm = backend != "single"  # the parent of the only process is the subject
+    warm = number == signal.SIGTERM  # whose processes are not children of those that start them
     told = interrupt_all(start(words, tmp_path, warm), number, run)
     assert told.count(f"interrupted by {signal.Signals(number).name}") == 1
 

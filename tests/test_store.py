@@ -36,6 +36,7 @@ from finetune.checkpoints.copies import Copier
 from finetune.checkpoints.store import Store
 from finetune.cli import main as cli
 from finetune.data.read.remote import fetched
+from finetune.runs.manifest import damage
 from finetune.runs.run import Run
 from finetune.training.run_options import Options
 
@@ -309,6 +310,59 @@ def test_machines_are_lost_and_uploads_cut_and_nothing_of_the_run_is(
     assert losses(store.local) == losses(straight)
     assert equal_state(straight.checkpoint(30), store.local.checkpoint(30))
     assert line.cut > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["file", "s3"])
+def test_machines_without_a_shared_disk_lose_their_disks_and_nothing_else(
+    request: pytest.FixtureRequest, run_of, tiny, tmp_path, scheme
+):
+    """Each writes its part of a checkpoint to the store, and reads from there what it needs."""
+    if scheme == "s3":
+        request.getfixturevalue("line").cuts = True
+    fields: dict[str, Any] = {"max_steps": 40, "saving": {"every": 5, "keep": 2}}
+    straight = run_of("fsdp_full_shard", **fields)
+    address = "s3://bucket/apart" if scheme == "s3" else f"file://{tmp_path}/store/apart"
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**fields))
+    words = ["launch", str(recipe), "--backend", "fsdp_full_shard", "--processes", "2"]
+    words += ["--precision", "fp32", "--no-plot", "--output", address, "--resume", "auto"]
+    first = machines_of(words, tmp_path / "first")
+    wait_for(lambda: max(remote_steps(address), default=0) >= 10, first[0])
+    for each in first:
+        end_tree(each.pid)
+        each.communicate()
+    shutil.rmtree(tmp_path / "first")
+    kept = max(remote_steps(address))
+    assert kept < 40
+    second = machines_of(words, tmp_path / "second")
+    told = [each.communicate(timeout=600) for each in second]
+    assert [each.returncode for each in second] == [0, 0], told
+    (part,) = (tmp_path / "second/1").glob("runs/*/checkpoints/step-????????")
+    assert part.name == f"step-{kept:08d}"  # what it resumed from, without the model
+    assert sorted(each.name for each in part.iterdir()) == ["manifest.json", "state"]
+    assert not list((tmp_path / "second/1").rglob("*.partial/state/*"))
+    store = Store(address)
+    store.local = Run(tmp_path / "copy")
+    store.fetch_to_read(40)
+    assert damage(store.local.checkpoint(40)) == []
+    assert losses(store.local) == losses(straight)
+    assert equal_state(straight.checkpoint(40), store.local.checkpoint(40))
+    again = machines_of(words, tmp_path / "third")
+    told = [each.communicate(timeout=600) for each in again]
+    assert [each.returncode for each in again] == [0, 0], told
+    assert all("complete, nothing to resume" in out for out, _ in told)
+
+
+def machines_of(words: list[str], place: Path) -> list["subprocess.Popen[str]"]:
+    """The launches of two machines, each with a disk of its own."""
+    port = str(free_port())
+    found = []
+    for machine in range(2):
+        (place / str(machine)).mkdir(parents=True)
+        where = ["--num_machines", "2", "--machine_rank", str(machine)]
+        where += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        found.append(start([*words, *where], place / str(machine), warm=True))
+    return found
 
 
 def disk_of(folder: Path) -> Path:

@@ -29,6 +29,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune import catalog
+from finetune.checkpoints.copies import insist, store_of_parts
 from finetune.checkpoints.pretrained import (
     kept_tensors,
     persistent_buffers,
@@ -126,23 +127,30 @@ def write(
         TrainingFailure: on every rank, if any of them could not write (for example on a full
             disk). Earlier checkpoints are not touched.
     """
-    folder = run.checkpoint(progress.step)
+    folder, store = run.checkpoint(progress.step), store_of_parts(run)
     scratch = folder.with_name(f".{folder.name}.partial")
+    parts = [scratch / "state" / _part(rank, engine.world) for rank in range(engine.world)]
     if engine.is_main:
         shutil.rmtree(scratch, ignore_errors=True)
     engine.gather(None, group)  # a barrier: no rank writes before the folder is removed
-    mine = attempt(lambda: _write_fragments(engine, scratch / "state", state.tensors))
+    mine = attempt(lambda: _write_fragments(parts[engine.rank], state.tensors))
+    if store is not None and store.machine and mine is None:
+        mine = attempt(lambda: insist(lambda: store.push_part(parts[engine.rank])))
     # Rank 0 goes on with the files of all ranks.
     _agree(engine, mine, folder, group)
     scalars = engine.gather(state.scalars, group)
     outcome: Any = None
     if engine.is_main:
-        outcome = attempt(
+        if store is not None:
+            outcome = attempt(lambda: insist(lambda: store.fetch_parts(parts)))
+        outcome = outcome or attempt(
             lambda: _complete(
                 engine, scratch, folder, progress, tokenizer, images, scalars, state.shapes
             )
         )
     sizes = _agree(engine, outcome, folder, group)
+    if store is not None and store.machine:
+        parts[engine.rank].unlink()  # machine 0 has it, and the store
     return sizes[0]
 
 
@@ -178,9 +186,12 @@ def causes_of(outcomes: list[Any]) -> str:
     return "; ".join(error.removeprefix("error: ") for error in sorted(errors))
 
 
-def _write_fragments(engine: Engine, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{engine.rank:05d}-of-{engine.world:05d}.safetensors"
+def _part(rank: int, world: int) -> str:
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def _write_fragments(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
     _flush(path)
 

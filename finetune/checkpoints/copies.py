@@ -5,11 +5,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from finetune.checkpoints.store import HERE, Store
 from finetune.errors import FinetuneError, TrainingFailure, first_line
+from finetune.process import rendezvous
 from finetune.runs.addresses import is_address
 from finetune.runs.run import Run
 
@@ -18,16 +19,20 @@ LOOK_SECONDS = 1.0
 BEAT_SECONDS = 20.0
 """Seconds between two writes of the lock by its holder."""
 PATIENCE_SECONDS = 300.0
-"""Seconds for which a failed copy is tried again at the end."""
+"""Seconds for which a failed copy is tried again at the end, or of a part of a checkpoint."""
 
 
 @contextlib.contextmanager
-def stored(output: str | Path, resume: bool | str) -> Iterator[Path]:
+def stored(
+    output: str | Path, resume: bool | str, machine: int = 0, machines: int = 1
+) -> Iterator[Path]:
     """The local directory of a run, copied to its store until the end; of a path, the path.
 
     Args:
         output: A path, or the address of a store.
         resume: As in `finetune.launchers.job.launch`; a resumed run is first copied here.
+        machine: Which of the machines of the job this is. Machine 0 locks and copies.
+        machines: How many there are.
 
     Raises:
         FinetuneError: the store cannot be written, another process trains there, or it has a run
@@ -37,8 +42,12 @@ def stored(output: str | Path, resume: bool | str) -> Iterator[Path]:
     if not is_address(output):
         yield Path(output)
         return
-    store = Store(str(output))
+    store = Store(str(output), machine, machines)
     store.try_out()
+    if machine:
+        store.fetch_to_train(resume)
+        yield store.local.root
+        return
     with store.locked():
         store.fetch_to_train(resume)
         copier = Copier(store)
@@ -82,7 +91,33 @@ def share(run: Run) -> None:
 
 def _store_of(run: Run) -> "Store | None":
     marker = run.root / HERE
-    return Store(json.loads(marker.read_text())["address"]) if marker.is_file() else None
+    return Store(**json.loads(marker.read_text())) if marker.is_file() else None
+
+
+def store_of_parts(run: Run) -> "Store | None":
+    """The store through which the machines of a run exchange parts; None if they share its disk."""
+    store = _store_of(run)
+    return store if store is not None and store.machines > 1 else None
+
+
+def bring_state(run: Run, store: Store, step: int | None) -> None:
+    """Copy what a resumed rank reads to the directory of its machine; its first process does."""
+    if step is not None and store.machine and rendezvous.local_rank() == 0:
+        insist(lambda: store.fetch_state(step))
+
+
+def insist(work: Callable[[], None], say: Callable[[FinetuneError], None] = lambda _: None) -> None:
+    """Do what a store may refuse for a moment; raises its error after `PATIENCE_SECONDS`."""
+    until, pause = time.monotonic() + PATIENCE_SECONDS, 1.0
+    while True:
+        try:
+            return work()
+        except FinetuneError as error:
+            if time.monotonic() > until:
+                raise
+            say(error)
+        time.sleep(pause)
+        pause = min(2 * pause, 30.0)
 
 
 class Copier:
@@ -108,20 +143,13 @@ class Copier:
         self._thread.join()
         if self._lost is not None:
             raise self._lost
-        until, pause = time.monotonic() + PATIENCE_SECONDS, 1.0
-        while True:
-            try:
-                self.store.push()
-                return
-            except FinetuneError as error:
-                if time.monotonic() > until:
-                    raise TrainingFailure(
-                        f"{error}; what is missing there is in {self.store.local.root}: the same "
-                        "command with --resume copies it"
-                    ) from None
-                self._say(error)
-            time.sleep(pause)
-            pause = min(2 * pause, 30.0)
+        try:
+            insist(self.store.push, self._say)
+        except FinetuneError as error:
+            raise TrainingFailure(
+                f"{error}; what is missing there is in {self.store.local.root}: the same command "
+                "with --resume copies it"
+            ) from None
 
     def _work(self) -> None:
         pause, beaten = LOOK_SECONDS, time.monotonic()

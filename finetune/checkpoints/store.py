@@ -6,12 +6,17 @@
 The local directory is in the cache. A checkpoint is complete with its manifest, which is copied
 after its files and the metrics up to it, and removed before them; so whatever ends the copying, the
 store has the run as it was at a checkpoint. Addresses are those of fsspec: s3://, gs://, hf://, ...
+
+Each of several machines has a local directory of its own. Ranks elsewhere write their parts of a
+checkpoint to the store themselves; machine 0, whose directory is that of the run, completes it.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -29,15 +34,22 @@ STALE_SECONDS = 75.0
 """A lock that has not changed for this long belongs to a process that has ended."""
 LOCK = "run.lock"
 HERE = ".store.json"
-"""In the local directory: the address of its store."""
+"""In the local directory: the address of its store, and which of how many machines this is."""
+PART = re.compile(r"rank-(\d+)-of-(\d+)\.safetensors")
+"""What a rank writes of a checkpoint; machine 0 has the first ranks."""
 LOCAL = {LOCK, HERE, "offload", "flight_records", "starting_adapter.json"}
 """Names of a run directory that mean something only on the machine that wrote them."""
 
 
 class Store:
-    """The files of a run at an address, and their local directory."""
+    """The files of a run at an address, and their local directory.
 
-    def __init__(self, address: str) -> None:
+    Attributes:
+        machine: which of the machines of the job this is; only machine 0 has the whole run.
+        machines: how many there are.
+    """
+
+    def __init__(self, address: str, machine: int = 0, machines: int = 1) -> None:
         """Open an address without reading it.
 
         Raises:
@@ -48,7 +60,8 @@ class Store:
         self.root = root.rstrip("/")
         if "/" not in self.root.strip("/"):
             raise FinetuneError(f"{self.address}: give the run a name below it, such as .../my-run")
-        name = _folder_name(self.address)
+        self.machine, self.machines = machine, machines
+        name = _folder_name(self.address) + (f".machine-{machine}" if machine else "")
         self.local = Run(cache("runs") / name)
         self._copied: dict[str, tuple[int, int]] = {}
         """Size and time of the local files that the store has, by name."""
@@ -114,22 +127,30 @@ class Store:
             FinetuneError: `resume` is False, and the store has a run.
         """
         there, local = self.sizes(), self.local
-        if "recipe.json" not in there and local.recipe.exists():
-            # Another run of this name, which somebody has removed from the store.
-            local.root.rename(local.root.with_name(f"{local.root.name}-{secrets.token_hex(4)}"))
         newest = max(steps_of(there), default=0)
         if newest and resume is False:
             raise FinetuneError(
                 f"{self.address}: contains a run up to step {newest}; continue it with --resume, "
                 "or choose another --output"
             )
-        if newest > (local.newest() or 0):
+        if self.machine:
+            shutil.rmtree(local.root, ignore_errors=True)
+            # What says whether the run is complete; `fetch_state` brings the rest.
+            about = {name for name in there if "/" not in name} | {"final/README.md"}
+            about |= {f"checkpoints/{local.checkpoint(newest).name}/manifest.json"}
+            for name in (about & there.keys()) - LOCAL:
+                self._fetch_file(name, local.root / name, there[name])
+        elif "recipe.json" not in there and local.recipe.exists():
+            # Another run of this name, which somebody has removed from the store.
+            local.root.rename(local.root.with_name(f"{local.root.name}-{secrets.token_hex(4)}"))
+        elif newest > (local.newest() or 0):
             kept = {newest, self._best()}
             self._fetch(there, kept)
-        elif newest:
+        else:
             self._note_copied(there)
-        local.root.mkdir(parents=True, exist_ok=True)
-        (local.root / HERE).write_text(json.dumps({"address": self.address}))
+            if self.machines > 1 and (local.newest() or 0) > newest:
+                self.push(prune=False)  # the other machines read the newest from there
+        self._mark()
 
     def fetch_to_read(self, step: int | None = None) -> None:
         """Copy a result to the local directory; see `opened` and `bring`."""
@@ -140,7 +161,54 @@ class Store:
         if not any(name.startswith("final/") for name in there) and step is None:
             wanted = {max(steps_of(there), default=None), self._best()}
         self._fetch(there, wanted)
-        (self.local.root / HERE).write_text(json.dumps({"address": self.address}))
+        if not (self.local.root / HERE).exists():  # a training may use it
+            self._mark()
+
+    def fetch_state(self, step: int) -> None:
+        """Copy what ranks read of a checkpoint to the local directory, and drop all others.
+
+        Raises:
+            FinetuneError: the store does not have the checkpoint.
+        """
+        there = self.sizes()
+        if step not in steps_of(there):
+            raise FinetuneError(f"{self.address}: the checkpoint of step {step} is not complete")
+        shutil.rmtree(self.local.checkpoints, ignore_errors=True)
+        for name in self._files_of(step, there):
+            if PurePosixPath(name).parts[2] in ("state", "manifest.json"):
+                self._fetch_file(name, self.local.root / name, there[name])
+
+    def push_part(self, file: Path) -> None:
+        """Write this machine's part of a checkpoint that is not complete."""
+        self._push(file, self._part(file))
+
+    def _files_of(self, step: int, there: Iterable[str]) -> list[str]:
+        """Names of the files of a complete checkpoint, without parts that an earlier start left."""
+        start = f"checkpoints/{self.local.checkpoint(step).name}/"
+        mine = [name for name in there if name.startswith(start)]
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # a damaged manifest
+            known = json.loads(self.read(f"{start}manifest.json") or b"")["files"]
+            return [n for n in mine if (inside := n.removeprefix(start)) in known
+                    or inside == "manifest.json"]  # fmt: skip
+        return mine
+
+    def fetch_parts(self, files: Iterable[Path]) -> None:
+        """Copy parts of a checkpoint that other machines wrote to where they would be here."""
+        there = self.sizes()
+        for file in files:
+            if not file.exists():
+                name = self._part(file)
+                self._fetch_file(name, file, there.get(name, 0))
+
+    def _part(self, file: Path) -> str:
+        """The name in the store of a part in the folder `.step-N.partial`."""
+        name = file.relative_to(self.local.root).as_posix()
+        return name.replace("/.step-", "/step-").replace(".partial/", "/")
+
+    def _mark(self) -> None:
+        self.local.root.mkdir(parents=True, exist_ok=True)
+        known = {"address": self.address, "machine": self.machine, "machines": self.machines}
+        (self.local.root / HERE).write_text(json.dumps(known))
 
     def push(self, prune: bool = True) -> None:
         """Copy what is new or has changed; `prune` removes the checkpoints that are not here.
@@ -148,25 +216,41 @@ class Store:
         Raises:
             FinetuneError: something could not be copied; it is tried again by the next call.
         """
-        steps = self.local.steps()
+        steps, there = self.local.steps(), self.sizes()
         for step in steps:
             folder = self.local.checkpoint(step)
             files = sorted(self._inside(folder), key=lambda each: each.name == "manifest.json")
             for file in files:
                 if file.name == "manifest.json":
                     self._push(self.local.metrics)
-                self._push(file)
+                if not self._of_another_machine(file, there):
+                    self._push(file)
         for file in self._inside(self.local.root):
             if file.relative_to(self.local.root).parts[0] != "checkpoints":
                 self._push(file)
-        there = self.sizes() if prune else {}
-        gone = [name for name in there if (old := step_of(name)) is not None and old not in steps]
+        # Other machines write the parts of a step that is not complete here.
+        below = math.inf if self.machines == 1 else max(steps, default=0)
+        gone = [
+            name
+            for name in (there if prune else ())
+            if (old := step_of(name)) is not None and old not in steps and old < below
+        ]
         self.remove(sorted(gone, key=lambda name: not name.endswith("/manifest.json")))
         for name in gone:
             self._copied.pop(name, None)
 
-    def _push(self, file: Path) -> None:
+    def _of_another_machine(self, file: Path, there: dict[str, int]) -> bool:
+        """Whether another machine wrote a file to the store, from where this one has it."""
+        part = PART.fullmatch(file.name)
         name = file.relative_to(self.local.root).as_posix()
+        return (
+            part is not None
+            and int(part[1]) >= int(part[2]) // self.machines
+            and there.get(name) == file.stat().st_size
+        )
+
+    def _push(self, file: Path, name: str | None = None) -> None:
+        name = name or file.relative_to(self.local.root).as_posix()
         with asking(
             self.address, f"{name} cannot be written"
         ):  # or was removed for a newer checkpoint
@@ -185,7 +269,7 @@ class Store:
         for step in sorted(steps - {None}, key=lambda each: each or 0):
             folder = self.local.checkpoint(step or 0)
             partial = folder.with_name(f".{folder.name}.partial")
-            mine = [name for name in there if step_of(name) == step]
+            mine = self._files_of(step or 0, there)
             if (folder / "manifest.json").exists() or not mine:
                 continue
             shutil.rmtree(folder, ignore_errors=True)

@@ -19,6 +19,7 @@ import torch
 from finetune import backend as backends
 from finetune import catalog
 from finetune.checkpoints import checkpoint
+from finetune.checkpoints.copies import store_of_parts
 from finetune.checkpoints.staging import Staging
 from finetune.checks.model import finite_weights
 from finetune.data.prepare import Prepared
@@ -263,6 +264,8 @@ def rehearsal(job: Job) -> str:
     engine, built = job.engine, job.built
     if not engine.plan.recipe.saving.rehearse:
         return "off (saving.rehearse=true turns it on)"
+    if store_of_parts(job.run) is not None:
+        raise FinetuneError("saving.rehearse: needs a disk that all machines share; set it false")
     progress, place = built.progress, Run(job.run.root / ".rehearsal")
     started = time.perf_counter()
     state = checkpoint.take(engine, Staging(engine.device))

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli import options
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-attempts",
         type=options.count,
         metavar="N",
-        help="starts in a row without a new checkpoint, counted in the run directory",
+        help="starts in a row that may end without a new checkpoint, but for preemptions",
     )
     parser.add_argument(
         "--join-timeout",
@@ -115,7 +116,12 @@ def _launch(arguments: argparse.Namespace, recipe: "Recipe") -> int:
     words += ["--profile"] if arguments.profile else []
     words += ["--no-plot"] if arguments.no_plot else []
     counted = arguments.max_attempts is not None and not number_of(flags, "machine_rank")
-    with attempt(Run(output), arguments.max_attempts) if counted else contextlib.nullcontext():
+    counting = (
+        attempt(Run(output), arguments.max_attempts, arguments.end_by)
+        if counted
+        else contextlib.nullcontext()
+    )
+    with counting:
         launch(
             recipe, backend, processes or arguments.processes, output,
             options.resume_of(arguments), arguments.precision, arguments=words, flags=flags,
@@ -136,7 +142,7 @@ def _submit(
     from finetune.errors import FinetuneError
     from finetune.launchers import cluster as clusters
     from finetune.launchers.submission import Submission, submit
-    from finetune.runs.run import Run
+    from finetune.runs.run import Run, refuse_scheme
 
     file = None
     if arguments.cluster is not None:
@@ -156,7 +162,8 @@ def _submit(
         )
     machine = backends.sized(machine, count, cluster.nodes, arguments.shard_size)
     plan = check(recipe, machine, count, arguments.precision, files=queue.shares_disk)
-    run, resume = Run(options.output_of(arguments).absolute()), options.resume_of(arguments)
+    output, resume = Path(options.output_of(arguments)), options.resume_of(arguments)
+    run = Run(refuse_scheme(output).absolute())  # where the record of the job is, and its log
     if resume and finished(run, plan):
         print(f"{run.root}: complete, nothing to resume")
         return 0

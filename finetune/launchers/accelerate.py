@@ -14,8 +14,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 from finetune import backend as backends
 from finetune import catalog
 from finetune.backend.axes import KEYS, ROTATION, SCHEDULE, SECTION
@@ -284,9 +282,8 @@ def _started(
 ) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
     """Start a job, forward signals of this process to it, and make sure that it ends.
 
-    Yields the process and the names of the signals received. Torch's agent forwards signals to its
-    workers. The launcher of a single process does not and would leave it running, so the signal is
-    sent to that process directly.
+    Yields the process and the names of the signals received. `finetune.process.loopback` and
+    torch's agent forward them to the workers.
     """
     heard: list[str] = []
     jobs: list[subprocess.Popen[str]] = []
@@ -296,7 +293,7 @@ def _started(
         if heard[:-1] and number != signal.SIGINT:
             return  # a second one would end torch's agent, which waits for the workers to save
         for job in jobs:
-            (worker_alone(job.pid) or job).send_signal(number)
+            job.send_signal(number)
 
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, send) for number in handled_signals()} if main else {}
@@ -316,12 +313,3 @@ def _started(
             if job.poll() is None:
                 job.terminate()
                 job.wait()
-
-
-def worker_alone(pid: int) -> psutil.Process | None:
-    """The single process that `accelerate launch` runs without torch's agent; None if not there."""
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(pid).children():
-            if os.getpgid(child.pid) == pid and "train" in child.cmdline():
-                return child
-    return None

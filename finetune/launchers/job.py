@@ -13,6 +13,7 @@ from finetune.checks.request import check
 from finetune.launchers import LAUNCHERS
 from finetune.planner import Plan
 from finetune.recipe import Recipe
+from finetune.runs.addresses import is_address
 from finetune.runs.run import Run
 
 
@@ -77,7 +78,8 @@ def launch(
     machine, count = backends.divided(machine, processes, axes or {})
     machine = backends.sized(machine, count, machines(flags), shard_size)
     plan = check(recipe, machine, count, precision)
-    with stored(output or Path("runs") / "latest", resume) as folder:
+    here = number_of(flags, "machine_rank") or 0
+    with stored(output or Path("runs") / "latest", resume, here, machines(flags)) as folder:
         run = Run(folder)
         if resume and finished(run, plan) and card(run).is_file():
             print(f"{run.root}: complete, nothing to resume", flush=True)
@@ -85,7 +87,8 @@ def launch(
         if max_restarts:
             # A restarted process gets the arguments of the first. `auto` works for both, once it is
             # checked here that the first may start.
-            claim(run, plan, resume)
+            if not (here and is_address(output)):  # whose directory has only what its ranks read
+                claim(run, plan, resume)
             resume = "auto"
         start(
             Job(

@@ -149,13 +149,13 @@ def submit(launcher: str, queue: Queue[Settings], job: Submission[Settings], dry
     if not job.run.recipe.exists():
         refuse_foreign(job.run.root)
     known = job.recipe.parent.exists()
-    write_json(job.recipe, catalog.to_fields(job.plan.recipe))
-    job.run.log.with_name("stop").unlink(missing_ok=True)
     try:
+        write_json(job.recipe, catalog.to_fields(job.plan.recipe))
+        job.run.log.with_name("stop").unlink(missing_ok=True)
         number, wait = queue.submit(job)
-    except FinetuneError:
+    except (FinetuneError, OSError):
         if not known:
-            shutil.rmtree(job.recipe.parent)
+            shutil.rmtree(job.recipe.parent, ignore_errors=True)
             with contextlib.suppress(OSError):  # it is not empty
                 job.run.root.rmdir()
         raise

@@ -1,19 +1,25 @@
-"""Bind the rendezvous store of a single-machine job to the loopback interface.
+"""Run `accelerate launch` with its store on the loopback interface, and forward signals.
 
-`python -m finetune.process.loopback` is `accelerate launch` with one difference. torch (2.13) binds
-the store through which processes find each other to every network interface, whatever address it is
-given, so that anyone in the same network could read and write it. Here, a store whose address is
-the loopback is bound to the loopback only. Jobs of several machines use another address and are not
-changed.
+`python -m finetune.process.loopback` is `accelerate launch` with two differences. torch (2.13)
+binds the store through which processes find each other to every network interface, whatever address
+it is given, so that anyone in the same network could read and write it. Here, a store whose address
+is the loopback is bound to the loopback only; jobs of several machines use another address and are
+not changed. And a signal reaches a single training process, which `accelerate` (1.15) would leave
+running; torch's agent replaces these handlers by its own.
 """
 
+import contextlib
 import functools
 import importlib
+import os
+import signal
 import socket
 import sys
+from types import FrameType
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.process.signals import handled_signals
 
 MAKERS = (
     "torch.distributed.rendezvous",
@@ -62,8 +68,23 @@ def _store(
     return kind(host_name, port, world_size, is_master, *rest, **named)
 
 
+def forward(number: int, _: FrameType | None) -> None:
+    """Send a signal to the processes that this one started; without any, end by it."""
+    import psutil  # slow
+
+    children = psutil.Process().children()
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            child.send_signal(number)
+    if not children:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
 def main() -> None:
     """Run `accelerate launch` with the arguments of this process."""
+    for number in handled_signals():
+        signal.signal(number, forward)
     from accelerate.commands import launch
 
     from finetune.process import error_report, join

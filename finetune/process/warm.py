@@ -45,7 +45,7 @@ REQUEST = 1 << 20
 """Maximum bytes of a request: arguments, folder and environment variables."""
 
 INTERPRETER = """#!{python} -SE
-import json, os, signal, socket, sys
+import json, os, select, signal, socket, sys
 words = sys.argv[1:]
 if words[:1] not in (["-m"], ["-u"]) and words[:2] != ["-P", "-m"]:
     os.execv({python!r}, [{python!r}, *words])
@@ -53,9 +53,14 @@ asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asked.connect({address!r})
 request = dict(python=sys.argv[0], words=words, folder=os.getcwd(), variables=dict(os.environ))
 socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
+hear, wake = socket.socketpair()
+wake.setblocking(False)
+signal.set_wakeup_fd(wake.fileno())
 process = int(asked.recv(64))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda number, _: os.kill(process, number))
+while asked not in select.select([asked, hear], [], [])[0]:
+    hear.recv(64)
 status = int(asked.recv(64) or -signal.SIGKILL)
 if status < 0:
     if -status != signal.SIGKILL:
@@ -64,6 +69,8 @@ if status < 0:
 os._exit(status)
 """
 """Takes the arguments of `python`, forwards signals, and exits like the process that it requested.
+
+A signal just before it begins to wait would only be handled after the wait, were it not for `wake`.
 
 A plain script, unlike one that torch's agent starts with `-u`, may rely on nothing being imported,
 and code (`-c`) on its parent process: both get a new interpreter.

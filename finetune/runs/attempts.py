@@ -10,35 +10,52 @@ import dataclasses
 import itertools
 import json
 import math
+import signal
 import time
 from collections.abc import Generator
+from types import FrameType
 from typing import Any
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, Interrupted
 from finetune.runs.run import Run, read_lines, read_object
 
 
 @contextlib.contextmanager
-def attempt(run: Run, most: int) -> Generator[None]:
+def attempt(run: Run, most: int, end_by: float | None = None) -> Generator[None]:
     """Record a start of a run and its end.
 
     Args:
-        most: starts in a row without a new checkpoint.
+        most: starts in a row without a new checkpoint. A scheduler may take the machines of a run
+            any number of times: an interrupted start does not count, unless it had most of the time
+            until its limit.
+        end_by: the limit, in seconds since 1970.
 
     Raises:
         FinetuneError: this would be one more.
     """
-    newest = run.newest() or 0
-    since = [each for each in _events(run) if each["event"] != "end"]
-    in_vain = itertools.takewhile(lambda each: each.get("checkpoint") == newest, reversed(since))
-    if len([*in_vain]) >= most:
+    newest, begun = run.newest() or 0, time.time()
+    if _in_vain(_events(run), newest) >= most:
         raise FinetuneError(
             f"{run.root}: started {most} times from step {newest} without reaching another "
             "checkpoint; see its log, and submit it again when it can"
         )
     step = max((each.get("step", 0) for each in run.read_metrics("train")), default=0)
     _append(run, {"event": "start", "checkpoint": newest, "step": step})
+
+    def end(status: int) -> None:
+        late = end_by is not None and time.time() - begun > (end_by - begun) / 2
+        _append(run, {"event": "end", "status": status, "late": late})
+
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ends_at_once(number: int, frame: FrameType | None) -> None:
+        end(Interrupted.exit_status)
+        assert callable(before)
+        before(number, frame)
+
     status = 1
+    if callable(before):  # the command's own, while libraries load: it does not return
+        signal.signal(signal.SIGTERM, ends_at_once)
     try:
         yield
         status = 0
@@ -46,7 +63,23 @@ def attempt(run: Run, most: int) -> Generator[None]:
         status = error.exit_status
         raise
     finally:
-        _append(run, {"event": "end", "status": status})
+        if callable(before):
+            signal.signal(signal.SIGTERM, before)
+        end(status)
+
+
+def _in_vain(events: list[dict[str, Any]], newest: int) -> int:
+    """Starts in a row from the newest checkpoint that count against the run."""
+    count, end = 0, dict[str, Any]()
+    for each in reversed(events):
+        if each["event"] == "end":
+            end = each
+        elif each.get("checkpoint") != newest:
+            break
+        else:
+            count += end.get("status") != Interrupted.exit_status or end.get("late", False)
+            end = {}
+    return count
 
 
 def submitted(run: Run) -> None:

@@ -12,6 +12,7 @@ from finetune.cache import cache, keep_compiled
 from finetune.checkpoints import checkpoint, stop_tokens
 from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
+from finetune.checkpoints.copies import bring_state, store_of_parts
 from finetune.checkpoints.lock import locked, refuse_unshared
 from finetune.checkpoints.resume import claim, refuse_other_data
 from finetune.checkpoints.saver import restore_best
@@ -121,7 +122,10 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     plan, recipe = engine.plan, engine.plan.recipe
     # Before any work: another run may hold the directory, or it may not be one to continue.
     resumed = engine.on_rank_0(claimed)
-    refuse_unshared(run, engine)
+    if (store := store_of_parts(run)) is None:
+        refuse_unshared(run, engine)
+    else:
+        engine.on_every_rank(lambda: bring_state(run, store, resumed))
     tokenizer = model.load_tokenizer(recipe)
     chat = model.load_chat_of(recipe, tokenizer)
     tokenizer.chat_template = chat.saved  # saved: inference then renders as training did
