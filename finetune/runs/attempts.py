@@ -29,7 +29,7 @@ def attempt(run: Run, most: int) -> Generator[None]:
         FinetuneError: this would be one more.
     """
     newest = run.newest() or 0
-    since = [each for each in _events(run) if each["event"] != "end"]
+    since = [each for each in read_lines(run.attempts) if each["event"] != "end"]
     in_vain = itertools.takewhile(lambda each: each.get("checkpoint") == newest, reversed(since))
     if len([*in_vain]) >= most:
         raise FinetuneError(
@@ -60,10 +60,6 @@ def _append(run: Run, fields: dict[str, Any]) -> None:
         file.write(json.dumps(fields | {"time": time.time()}) + "\n")
 
 
-def _events(run: Run) -> list[dict[str, Any]]:
-    return list(read_lines(run.attempts))
-
-
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What the starts of a run cost. Times are in seconds on the clock."""
@@ -83,7 +79,7 @@ class Cost:
 
 def cost(run: Run) -> Cost | None:
     """What a run that was started by a scheduler cost; None for others."""
-    events, job = _events(run), read_object(run.job)
+    events, job = list(read_lines(run.attempts)), read_object(run.job)
     starts = [each for each in events if each["event"] == "start"]
     if not starts:
         return None
