@@ -19,7 +19,7 @@ import finetune as ft
 from finetune import FinetuneError, Options, Run, catalog, export, load, load_base
 from finetune.cli import main as cli
 from finetune.evaluation.contamination import Overlap, overlap
-from finetune.evaluation.open_model import can_switch_off, switched_off
+from finetune.evaluation.open_model import can_switch_off
 from finetune.evaluation.questions import of_run, of_source, spread
 from finetune.runs.run import write_json
 
@@ -107,8 +107,8 @@ def test_an_adapter_that_is_switched_off_is_the_base_bit_for_bit(run):
     tuned = load(run)
     base = load_base(catalog.load(run.recipe), tuned.tokenizer)
     ids = base.model.dummy_inputs["input_ids"]
-    with switched_off(tuned) as off:
-        assert off.model(ids).logits.equal(base.model(ids).logits)
+    with tuned.model.disable_adapter():
+        assert tuned.model(ids).logits.equal(base.model(ids).logits)
     assert not tuned.model(ids).logits.equal(base.model(ids).logits)
 
 

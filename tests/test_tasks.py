@@ -13,7 +13,6 @@ from tiny_run import lora_run
 
 from finetune.cli import main as cli
 from finetune.errors import FinetuneError
-from finetune.evaluation.open_model import switched_off
 from finetune.evaluation.tasks import find_tasks, task_measures
 from finetune.inference.generate import generate, load
 
@@ -59,8 +58,8 @@ def test_a_local_task_is_asked_as_generate_asks(tmp_path):
     assert (measure.name, measure.of_rows.tolist()) == ("words/exact_match", [1, 1, 0])
     (note,) = notes
     assert note.startswith("chats: not reported")
-    with switched_off(loaded) as base:
-        (before,), _ = task_measures(base, tasks)
+    with loaded.model.disable_adapter():
+        (before,), _ = task_measures(loaded, tasks)
     assert before.total < measure.total
     with pytest.raises(FinetuneError, match="there is no task 'wrods'; did you mean 'words'"):
         find_tasks([str(task), "wrods"], None, 8, 2)

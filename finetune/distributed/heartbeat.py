@@ -150,13 +150,12 @@ class Heartbeat:
 
     def _listen(self) -> None:
         """End this process if a rank was lost and the main thread does not report it."""
-        assert self._store is not None
-        if not self._store.check([f"{self._prefix}/lost"]):
+        message = self._published()
+        if message is None:
             lost = self._lost()
             if lost is None:
                 return
-            self._publish(self._describe([lost, *stalled(self._read_all())]))
-        message = self._store.get(f"{self._prefix}/lost").decode()
+            message = self._publish(self._describe([lost, *stalled(self._read_all())]))
         if not self._stopped.wait(GRACE_SECONDS):
             self._dump()
             self._on_loss(TrainingFailure(message))

@@ -24,7 +24,6 @@ from finetune.evaluation.open_model import (
     find_subject,
     open_subject,
     release,
-    switched_off,
 )
 from finetune.evaluation.questions import Asked, general_text, of_run, of_source, spread
 from finetune.evaluation.tasks import Tasks, task_measures
@@ -307,8 +306,8 @@ def _sides(job: _Job, subject: Subject, against: Subject | None) -> tuple[Side, 
     if against is None:
         return after, None
     if against.is_base and isinstance(model, Loaded) and can_switch_off(model):
-        with switched_off(model) as base:
-            return after, job.side(against, base)
+        with model.model.disable_adapter():  # type: ignore[union-attr]
+            return after, job.side(against, model)
     del model
     release()
     return after, job.side(against, open_subject(against))

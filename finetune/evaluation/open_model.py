@@ -1,10 +1,8 @@
 """Find and load the model to evaluate: a run, an adapter, a model folder, a hub name or a URL."""
 
-import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -148,14 +146,6 @@ def can_switch_off(loaded: Loaded | Endpoint) -> bool:
     if isinstance(loaded, Endpoint) or not isinstance(loaded.model, PeftModel):
         return False
     return not changes_base(loaded.model.peft_config["default"])  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def switched_off(loaded: Loaded) -> Iterator[Loaded]:
-    """Context manager that disables the adapter of a loaded model, which then is the base."""
-    assert isinstance(loaded.model, PeftModel)
-    with loaded.model.disable_adapter():
-        yield loaded
 
 
 def release() -> None:

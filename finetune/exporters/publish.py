@@ -17,7 +17,7 @@ from finetune.exporters.export import export
 from finetune.inference.load import open_checkpoint
 from finetune.reports.card import write_card
 from finetune.runs.manifest import differing, read_manifest
-from finetune.runs.run import Run
+from finetune.runs.run import Run, replacing
 from finetune.version import install
 
 
@@ -76,9 +76,8 @@ def _average(run: Run, steps: list[int], kind: str, folder: Path) -> None:
             for name in files[0].keys():  # noqa: SIM118 (not a dict)
                 total = sum(file.get_tensor(name).double() for file in files)
                 means[name] = (total / len(files)).to(files[0].get_tensor(name).dtype)
-        written = path.with_name(f".{path.name}.partial")
-        save_file(means, written, metadata={"format": "pt"})
-        written.rename(path)
+        with replacing(path) as written:
+            save_file(means, written, metadata={"format": "pt"})
 
 
 def describe(run: Run, plot: bool) -> None:

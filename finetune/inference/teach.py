@@ -18,7 +18,7 @@ from finetune.data.rows.store import single_rows
 from finetune.data.rows.teacher_store import ABOUT, IDS, LOGPS, hash_of_rows, label_offsets
 from finetune.data.scratch import scratch_for
 from finetune.errors import FinetuneError
-from finetune.inference.load import load_weights
+from finetune.inference.load import base_model
 from finetune.kernels.divergence import LEAST
 from finetune.methods.losses import labelled
 from finetune.models.image_parts import image_inputs
@@ -48,17 +48,11 @@ def teach(recipe: Recipe, folder: Path, top_k: int = 64) -> int:
         raise FinetuneError(f"--output {folder}: already exists; name another folder")
     tokenizer = load_tokenizer(recipe)
     compare_tokenizer(tokenizer, recipe.taught_by)
-    model = recipe.model
     chat = load_chat_of(recipe, tokenizer)
     data = prepare(recipe, chat, cache("data"))
-    data = data.with_image_inputs(image_inputs(model, chat.images, alone=True))
+    data = data.with_image_inputs(image_inputs(recipe.model, chat.images, alone=True))
     refuse_tokens_without_rows(recipe.taught_by, data)
-    given = as_student(recipe).model
-    teacher = load_weights(
-        str(given.name), revision=given.revision, trust_remote_code=given.trust_remote_code,
-        pickle=given.pickle, attention=given.attention, quantization=given.quantization,
-        reads=model.reads,
-    )  # fmt: skip
+    given, teacher = recipe.taught_by, base_model(as_student(recipe))
     vocabulary = rows_needed(tokenizer)
     if not 0 < top_k <= vocabulary:
         raise FinetuneError(

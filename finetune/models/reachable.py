@@ -94,7 +94,6 @@ def _pass_on_meta(model: nn.Module, wanted: list[str], length: int) -> set[str] 
 def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
     """`_pass_on_meta` with the model's real weights; None if they are partitioned or it fails."""
     reached = set[str]()
-    handles: list[Any] = []
     named = dict(model.named_parameters())
     if any(partitioned(p) or p.is_meta for p in named.values()):
         return None
@@ -108,16 +107,15 @@ def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
 
     device = next(iter(named.values())).device
     try:
-        for name in wanted:
-            handles.append(named[name].register_post_accumulate_grad_hook(noting(name)))
-        with _entered() as entered, _as_text(model), _autocast(named.values(), device):
+        with contextlib.ExitStack() as hooks, _entered() as entered, _as_text(model):
+            for name in wanted:
+                parameter: Any = named[name]
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(noting(name)))
             ids = torch.arange(3, 3 + SHORT, device=device).repeat(ROWS, 1)
-            logits_of(model(input_ids=ids, use_cache=False)).float().sum().backward()
+            with _autocast(named.values(), device):
+                logits_of(model(input_ids=ids, use_cache=False)).float().sum().backward()
     except Exception:  # as above
         return None
-    finally:
-        for handle in handles:
-            handle.remove()
     left = set(wanted) - reached
     used = {_experts_of(name, model) for name in reached}
     idle = {name for name in left if _experts_of(name, model) in entered - used}
@@ -307,11 +305,8 @@ def _plain_linear(model: nn.Module) -> Generator[None]:
 def _entered() -> Generator[set[nn.Module]]:
     """Collect the modules whose forward pass begins inside the context."""
     seen = set[nn.Module]()
-    handle = register_module_forward_pre_hook(lambda module, _: seen.add(module))
-    try:
+    with register_module_forward_pre_hook(lambda module, _: seen.add(module)):
         yield seen
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -322,11 +317,8 @@ def _seconds_left(model: nn.Module, until: float) -> Generator[None]:
         if time.perf_counter() > until:
             raise TimeoutError
 
-    handle = register_module_forward_pre_hook(check)
-    try:
+    with register_module_forward_pre_hook(check):
         yield
-    finally:
-        handle.remove()
 
 
 def _autocast(

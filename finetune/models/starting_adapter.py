@@ -5,7 +5,6 @@ This module does not import torch, so a recipe that contradicts its adapter is r
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from finetune.errors import FinetuneError, reading, refuse
 from finetune.models import starting_run
 from finetune.planner.shapes.config_files import refuse_other_labels
 from finetune.recipe import LoRA, Recipe
+from finetune.runs.manifest import sha256
 from finetune.runs.run import Run, read_object, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -273,11 +273,9 @@ def identity(name: str) -> dict[str, Any]:
     """Folder, hash and base model of an adapter, for the record of a run."""
     folder = find(name)
     fields = read_config(folder)
-    with (folder / WEIGHTS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         "folder": str(folder),
-        "sha256": digest,
+        "sha256": sha256(folder / WEIGHTS),
         "base_model": fields.get("base_model_name_or_path"),
     }
 

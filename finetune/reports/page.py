@@ -5,6 +5,7 @@ missing, so runs in progress, killed runs and runs without evaluation have a pag
 """
 
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from finetune.reports.drawings import Chart, Curve, Drawings, Size, chart, loss_
 from finetune.reports.run_sections import sections
 from finetune.reports.tables import rendered
 from finetune.runs import units
-from finetune.runs.environment import command_line, public
+from finetune.runs.environment import public
 from finetune.runs.metrics import Evaluated, History, Trained, read_history
 from finetune.runs.run import Run, of_record, read_object, write_whole
 from finetune.runs.summary import (
@@ -50,7 +51,7 @@ def report(run: Run) -> Path:
     with of_record(run.samples):
         exact = exact_answers(samples)
     with of_record(run.environment):
-        command = command_line(read_object(run.environment).get("command", []))
+        command = shlex.join(read_object(run.environment).get("command", []))
     parts = sections(run, history)
     with of_record(run.plan):
         drawn, waits = _drawings(run, history)

@@ -8,7 +8,7 @@ from finetune.errors import FinetuneError
 from finetune.reports.drawings import Point, finite, loss_curves
 from finetune.runs import units
 from finetune.runs.metrics import History, read_history
-from finetune.runs.run import Run, read_object
+from finetune.runs.run import Run, read_object, replacing
 from finetune.runs.summary import title
 from finetune.version import install
 
@@ -54,9 +54,8 @@ def plot_loss(run: Run) -> Path | None:
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=9, color=GREY)
-    scratch = run.loss_plot.with_name(f".{run.loss_plot.name}")
-    figure.savefig(scratch, format="png")
-    scratch.replace(run.loss_plot)
+    with replacing(run.loss_plot) as scratch:
+        figure.savefig(scratch, format="png")
     return run.loss_plot
 
 

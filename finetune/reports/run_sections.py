@@ -203,11 +203,7 @@ def _checkpoints(run: Run, history: History) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
     for step in sorted({*there, *saved}):
         record = saved.get(step)
-        marks = [
-            word
-            for word, holds in (("best", step == best), ("newest", step == run.newest()))
-            if holds
-        ]
+        marks = ["best"] * (step == best) + ["newest"] * (step == run.newest())
         rows.append(
             (
                 step,
@@ -265,15 +261,12 @@ def _data(history: History) -> list[Table]:
     if not history.starts:
         return []
     start = history.starts[-1]
-    return [
-        Table(
-            [
-                ("rows for training", start.train_rows),
-                ("rows held out", start.eval_rows),
-                ("tokens with a loss", start.trained_tokens),
-            ]
-        )
+    rows = [
+        ("rows for training", start.train_rows),
+        ("rows held out", start.eval_rows),
+        ("tokens with a loss", start.trained_tokens),
     ]
+    return [Table(rows)]
 
 
 def _backend(history: History) -> list[Table]:

@@ -34,7 +34,7 @@ def attempt(run: Run, most: int, end_by: float | None = None) -> Generator[None]
         FinetuneError: this would be one more.
     """
     newest, begun = run.newest() or 0, time.time()
-    if _in_vain(_events(run), newest) >= most:
+    if _in_vain(read_lines(run.attempts), newest) >= most:
         raise FinetuneError(
             f"{run.root}: started {most} times from step {newest} without reaching another "
             "checkpoint; see its log, and submit it again when it can"
@@ -93,10 +93,6 @@ def _append(run: Run, fields: dict[str, Any]) -> None:
         file.write(json.dumps(fields | {"time": time.time()}) + "\n")
 
 
-def _events(run: Run) -> list[dict[str, Any]]:
-    return list(read_lines(run.attempts))
-
-
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What the starts of a run cost. Times are in seconds on the clock."""
@@ -116,7 +112,7 @@ class Cost:
 
 def cost(run: Run) -> Cost | None:
     """What a run that was started by a scheduler cost; None for others."""
-    events, job = _events(run), read_object(run.job)
+    events, job = list(read_lines(run.attempts)), read_object(run.job)
     starts = [each for each in events if each["event"] == "start"]
     if not starts:
         return None

@@ -7,7 +7,6 @@ import datetime
 import functools
 import platform
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -150,8 +149,3 @@ def public(value: Any) -> Any:
             return {key: public(each) for key, each in value.items()}
         case _:
             return value
-
-
-def command_line(recorded: Sequence[str]) -> str:
-    """A recorded command, quoted for a shell."""
-    return shlex.join(recorded)

@@ -7,7 +7,6 @@ or unshare), there is no network and every file outside of the directory is read
 code does; elsewhere only Python's audit hooks say so, and `isolation` tells which of them holds.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -16,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +70,12 @@ def run(program: str, limits: Limits = DEFAULT) -> Outcome:
 
 def _told(program: str, limits: Limits) -> tuple[Any, bool]:
     """What `inside` reports, and whether it was ended because it took too long."""
-    with tempfile.TemporaryDirectory(prefix="answer-") as folder, _pipe() as (read, write):
+    read, write = os.pipe()
+    with (
+        tempfile.TemporaryDirectory(prefix="answer-") as folder,
+        open(read, "rb", 0) as told,
+        open(write, "wb", 0),
+    ):
         prefix, binds = _namespaces(folder)
         numbers = (write, limits.cpu, limits.memory, FILE_BYTES, FILES, CHANGES)
         child = [sys.executable, "-IB", str(INSIDE), *map(str, numbers), binds]
@@ -89,19 +92,7 @@ def _told(program: str, limits: Limits) -> tuple[Any, bool]:
         finally:
             end_group(process)
         os.set_blocking(read, False)
-        with contextlib.suppress(BlockingIOError):
-            return json.loads(os.read(read, 65_536) or b"null"), late
-    return None, late
-
-
-@contextlib.contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
-    read, write = os.pipe()
-    try:
-        yield read, write
-    finally:
-        os.close(read)
-        os.close(write)
+        return json.loads(told.read(65_536) or b"null"), late
 
 
 def _namespaces(folder: str) -> tuple[list[str], str]:

@@ -271,8 +271,7 @@ def _no_limit(engine: Engine) -> Iterator[None]:
     """A mesh compares the norm with the limit on the host; nothing else of a step does."""
     plan = engine.plan
     if isinstance(engine, MeshEngine):
-        unlimited = dataclasses.replace(plan.recipe.optim, max_grad_norm=None)
-        plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, optim=unlimited))
+        plan = dataclasses.replace(plan, recipe=plan.recipe.with_optim(max_grad_norm=None))
     with changed(engine, plan=plan):
         yield
 

@@ -120,6 +120,9 @@ class Examination:
     def _outcome(
         self, recipe: Recipe, look: Callable[[Engine], None] | None = None
     ) -> reference.Outcome:
+        # Plain transformers balances experts over a whole forward pass, not by document.
+        model = dataclasses.replace(recipe.model, router_aux_loss="none")
+        recipe = dataclasses.replace(recipe, model=model)
         with reference.ours(recipe, self.folder / "offload") as engine:
             free = layout(recipe, engine.module.config).free
             rows = dataclasses.replace(self.rows, padding_free=free)
@@ -149,10 +152,7 @@ class Examination:
         )
 
     def _loss(self) -> tuple[bool, str]:
-        # Plain transformers balances experts over a whole forward pass, not by document.
-        model = dataclasses.replace(self.recipe.model, router_aux_loss="none")
-        alone = dataclasses.replace(self.recipe, model=model)
-        self.ours = self._outcome(alone, self._look)
+        self.ours = self._outcome(self.recipe, self._look)
         self.plain = reference.plain_outcome(self.recipe, self.rows, self.values, self.config)
         loss, self.gradient_apart = self.ours.apart(self.plain)
         return loss <= LOSS, (
@@ -204,9 +204,7 @@ class Examination:
 
     def _compared(self, changed: Recipe) -> tuple[bool, str]:
         """Compare loss and gradient of the same rows under a change that must not affect them."""
-        model = dataclasses.replace(changed.model, router_aux_loss="none")
-        alone = dataclasses.replace(changed, model=model)
-        loss, gradient = self._outcome(alone).apart(self.ours)
+        loss, gradient = self._outcome(changed).apart(self.ours)
         return loss <= LOSS and gradient <= GRADIENT, (
             f"loss {loss:.1e} and gradient {gradient:.1e} from rows by themselves"
         )
