@@ -129,7 +129,7 @@ def _show(
     traced = verify(planned, workload if prediction.source.exact else None) if verify else None
     kept = calibrated(arguments, machine)
     if arguments.json:
-        record |= {} if kept is None else {"calibration": kept.summary()}
+        record |= {} if kept is None else {"calibration": dataclasses.asdict(kept)}
         record |= {} if fit is None else {"fit": fit}
         record |= {} if traced is None else {"verification": traced.summary()}
         print(json.dumps(record, indent=2))
@@ -182,7 +182,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     kept = calibrated(arguments, machine)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
-        listed |= {} if kept is None else {"calibration": kept.summary()}
+        listed |= {} if kept is None else {"calibration": dataclasses.asdict(kept)}
         print(json.dumps(_ranking(ranked, found, machine) | listed, indent=2))
         return 0
     if not ranked:

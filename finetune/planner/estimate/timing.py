@@ -40,8 +40,9 @@ DEQUANTIZED = 4.5
 GATHER, HOOKS = 150e-6, 400e-6
 
 
-# Of 66 published runs 60 took between 1 / 1.25 and 1.25 of the planned time; one with fused kernels
-# for experts took 0.4 of what is planned for PyTorch's (benchmarks/results/rates.md).
+# Of 24 published runs for which no number here was chosen 21 took between 1 / 1.25 and 1.25 of the
+# planned time; one with fused kernels for experts took 0.4 of what is planned for PyTorch's
+# (benchmarks/results/rates.md).
 SPREAD, SPREAD_EXPERTS = 1.25, 2.5
 
 
