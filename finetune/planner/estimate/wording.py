@@ -221,13 +221,6 @@ def time(prediction: Prediction) -> str:
         disk = ", reads and writes of the disk" if prediction.disk else ""
         how = f"copies over PCIe, AdamW on CPU{disk}"
         lines.append(f"  offload       {duration(times.offload)}: {how}")
-    if times.break_even:
-        here = prediction.workload.tokens
-        bound = "bound" if here < times.break_even else "not bound"
-        lines.append(
-            f"                {bound} by PCIe: a micro-step has {here:,} tokens, and copies take "
-            f"as long as computing at {times.break_even:,.0f}"
-        )
     return "\n".join([*lines, whole_run(prediction)])
 
 
