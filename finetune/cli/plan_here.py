@@ -55,7 +55,7 @@ def plain(
             chained=recipe.kernels.pointwise != "eager",
         )
     except FinetuneError as error:
-        if verify is not None:
+        if verify is not None or arguments.calibrate:
             raise
         problem = str(error)
     found = None
