@@ -239,16 +239,11 @@ def whole_run(prediction: Prediction) -> str:
     )
 
 
-def what_to_change(changes: Sequence[Change]) -> str:
+def what_to_change(
+    changes: Sequence[Change], heading: str = "possible changes, and what each saves"
+) -> str:
     """Single changes with the memory that each saves."""
-    lines = ["possible changes, and what each saves"]
-    return "\n".join(lines + [_change(change) for change in changes])
-
-
-def before_disk(changes: Sequence[Change]) -> str:
-    """Changes to try before NVMe offload."""
-    lines = ["before offloading to disk, try these changes, which fit without offload"]
-    return "\n".join(lines + [_change(change) for change in changes])
+    return "\n".join([heading, *map(_change, changes)])
 
 
 def _change(change: Change) -> str:
