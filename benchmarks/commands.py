@@ -11,14 +11,17 @@ SECONDS = 900
 """Time limit in seconds: a command takes a few, but much longer on a shared machine."""
 
 
-def finetune(*words: str | Path, cache: Path) -> str:
+def finetune(*words: str | Path, cache: Path, python: str = sys.executable) -> str:
     """Run `finetune` to its end, with `cache` for prepared rows; returns its standard output.
+
+    Args:
+        python: the interpreter, such as a warm one.
 
     Raises:
         RuntimeError: the command failed; the message has the end of its output.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "finetune", *map(str, words)],
+        [python, "-m", "finetune", *map(str, words)],
         cwd=ROOT,
         env=os.environ | {"FINETUNE_CACHE": str(cache)},
         stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ independently; what the planner refuses is drawn again.
 import dataclasses
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from finetune import catalog
 from finetune.backend import Precision
 from finetune.errors import FinetuneError
 from finetune.planner import plan
+from finetune.process.warm import TRAINING, Warm, available
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Recipe
@@ -180,6 +182,7 @@ def measure(folder: Path, count: int = COUNT, seed: int = 0) -> Result:
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(list(corpus(seed=0, rows=200)), TOKENIZER, folder / "tokenizer")
     values: dict[str, Any] = {}
+    python = Warm(TRAINING).python if available() else sys.executable
     for number, each, recipe in drawn(folder, seed, count):
         path, run = folder / f"{number}.json", Run(folder / f"run-{number}")
         write_json(path, catalog.to_fields(recipe))
@@ -188,7 +191,7 @@ def measure(folder: Path, count: int = COUNT, seed: int = 0) -> Result:
         try:
             finetune(
                 *words, path, "--backend", each.backend, *several, "--precision", each.precision,
-                "--output", run.root, "--no-plot", cache=folder / "cache",
+                "--output", run.root, "--no-plot", cache=folder / "cache", python=python,
             )  # fmt: skip
         except RuntimeError as error:
             values[each.name] = {"number": number, "problem": str(error)[-600:]}

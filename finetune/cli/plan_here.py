@@ -55,7 +55,7 @@ def plain(
             chained=recipe.kernels.pointwise != "eager",
         )
     except FinetuneError as error:
-        if verify is not None:
+        if verify is not None or arguments.calibrate:
             raise
         problem = str(error)
     found = None
@@ -78,7 +78,7 @@ def plain(
         record["source"] = None if here is None else model_source(recipe).where
         record["time"] = None if prediction is None else prediction.summary()["time"]
         record |= {} if found is None else {"verification": found.summary()}
-        record |= {} if kept is None else {"calibration": kept.summary()}
+        record |= {} if kept is None else {"calibration": dataclasses.asdict(kept)}
         print(json.dumps(record, indent=2))
         return status(found)
     print(job_plan.explain())

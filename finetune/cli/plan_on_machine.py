@@ -129,7 +129,7 @@ def _show(
     traced = verify(planned, workload if prediction.source.exact else None) if verify else None
     kept = calibrated(arguments, machine)
     if arguments.json:
-        record |= {} if kept is None else {"calibration": kept.summary()}
+        record |= {} if kept is None else {"calibration": dataclasses.asdict(kept)}
         record |= {} if fit is None else {"fit": fit}
         record |= {} if traced is None else {"verification": traced.summary()}
         print(json.dumps(record, indent=2))
@@ -156,8 +156,7 @@ def _change(change: fewest_changes.Change) -> dict[str, Any]:
 
 def _fit(prediction: Prediction, precision: str) -> dict[str, Any]:
     workload, machine = prediction.workload, prediction.machine
-    path = fewest_changes.shortest(workload, machine, precision)
-    listed = None if path is None else [_change(change) for change in path]
+    listed = _listed(fewest_changes.shortest(workload, machine, precision))
     return {"largest_micro_rows": advice.largest_rows(workload, machine), "shortest": listed}
 
 
@@ -182,7 +181,7 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     kept = calibrated(arguments, machine)
     if arguments.json:
         listed = {"source": source.where, "changes": [_change(change) for change in first]}
-        listed |= {} if kept is None else {"calibration": kept.summary()}
+        listed |= {} if kept is None else {"calibration": dataclasses.asdict(kept)}
         print(json.dumps(_ranking(ranked, found, machine) | listed, indent=2))
         return 0
     if not ranked:
@@ -206,7 +205,8 @@ def _advise(arguments: argparse.Namespace, recipe: Recipe, machine: hardware.Mac
     for hint in (advice.faster(ranked[0], ranked), advice.division(ranked[0], ranked)):
         print(f"\n{hint}" if hint else "", end="\n" if hint else "")
     if first:
-        print(f"\n{wording.before_disk(first)}")
+        heading = "before offloading to disk, try these changes, which fit without offload"
+        print(f"\n{wording.what_to_change(first, heading)}")
     for note in wording.machine_notes(machine, precision == "bf16"):
         print(f"\nnote: {note}")
     if machine.nodes > 1:

@@ -34,7 +34,7 @@ def attempt(run: Run, most: int, end_by: float | None = None) -> Generator[None]
         FinetuneError: this would be one more.
     """
     newest, begun = run.newest() or 0, time.time()
-    if _in_vain(read_lines(run.attempts), newest) >= most:
+    if _in_vain([*read_lines(run.attempts)], newest) >= most:
         raise FinetuneError(
             f"{run.root}: started {most} times from step {newest} without reaching another "
             "checkpoint; see its log, and submit it again when it can"

@@ -16,7 +16,7 @@ from finetune.runs.run import Run, read_object
 class Calibration:
     """Measured over predicted, of each run in a folder that trained on a card."""
 
-    folder: Path
+    folder: str
     card: str
     steps: list[float]
     """Of the median time of a step, after the first."""
@@ -27,14 +27,11 @@ class Calibration:
         """The ratios as text, with a step and a peak as predicted here times their medians."""
         steps, peaks = statistics.median(self.steps), statistics.median(self.peaks)
         return (
-            f"calibrated   {len(self.steps)} runs of {self.folder} on {self.card} took "
-            f"{_range(self.steps)} of their planned steps, and {_range(self.peaks)} of their "
-            f"memory: by the medians {duration(steps * seconds)} a step, {size(peaks * peak)}"
+            f"calibrated   on {self.card}, {len(self.steps)} of the runs in {self.folder} took "
+            f"{steps:.2f} ({min(self.steps):.2f} to {max(self.steps):.2f}) of their planned steps, "
+            f"and {peaks:.2f} ({min(self.peaks):.2f} to {max(self.peaks):.2f}) of their memory: by "
+            f"the medians {duration(steps * seconds)} a step, {size(peaks * peak)}"
         )
-
-    def summary(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return dataclasses.asdict(self) | {"folder": str(self.folder)}
 
 
 def calibration(folder: Path, card: str) -> Calibration:
@@ -43,37 +40,29 @@ def calibration(folder: Path, card: str) -> Calibration:
     Raises:
         FinetuneError: no run there has a prediction and a measurement on the card.
     """
-    found, others = Calibration(folder, card, [], []), Counter[str]()
+    found, others = Calibration(str(folder), card, [], []), Counter[str]()
     for run in find_runs(folder):
-        kind, step, peak = _measured(run)
-        if kind == card and step is not None and peak is not None:
-            found.steps.append(step)
-            found.peaks.append(peak)
-        elif kind is not None:
-            others[kind] += 1
+        foreseen = read_object(run.plan).get("prediction") or {}
+        ratios = _ratios(run, foreseen)
+        if ratios is not None and foreseen["machine"] == card:
+            found.steps.append(ratios[0])
+            found.peaks.append(ratios[1])
+        elif ratios is not None:
+            others[foreseen["machine"]] += 1
     if found.steps:
         return found
-    have = ", ".join(f"{count} on {name}" for name, count in others.items())
+    have = "".join(f"; there are {count} on {name}" for name, count in others.items())
     raise FinetuneError(
-        f"--calibrate {folder}: has no run of two steps or more on {card} with a prediction"
-        f"{f' (but {have})' if have else ''}; train one, or name another folder by --runs"
+        f"--calibrate: {folder} has no run of two steps or more on {card} with a prediction{have}; "
+        "train one, or name another folder by --runs"
     )
 
 
-def _measured(run: Run) -> tuple[str | None, float | None, float | None]:
-    """The card of a run, and the ratios of its steps and of its peak; None if unknown."""
-    foreseen: dict[str, Any] = read_object(run.plan).get("prediction") or {}
-    planned = foreseen.get("step_seconds")
+def _ratios(run: Run, foreseen: dict[str, Any]) -> tuple[float, float] | None:
+    """Measured over predicted of a run's step and peak; None if it lacks one of them."""
     seconds = [each["seconds"] for each in run.read_metrics("train")][1:]
-    peaks = [
-        each["peak"] / each["predicted"]
-        for each in run.read_metrics("memory") if each.get("predicted")
-    ]  # fmt: skip
-    step = statistics.median(seconds) / planned if planned and seconds else None
-    return foreseen.get("machine"), step, peaks[-1] if peaks else None
-
-
-def _range(ratios: list[float]) -> str:
-    """Median, lowest and highest of some ratios."""
-    middle = f"{statistics.median(ratios):.2f}"
-    return f"{middle} ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else middle
+    counted = [each for each in run.read_metrics("memory") if each.get("predicted")]
+    if not (seconds and counted and foreseen.get("step_seconds")):
+        return None
+    peak = counted[-1]["peak"] / counted[-1]["predicted"]
+    return statistics.median(seconds) / foreseen["step_seconds"], peak

@@ -40,8 +40,9 @@ DEQUANTIZED = 4.5
 GATHER, HOOKS = 150e-6, 400e-6
 
 
-# Of 66 published runs 60 took between 1 / 1.25 and 1.25 of the planned time; one with fused kernels
-# for experts took 0.4 of what is planned for PyTorch's (benchmarks/results/rates.md).
+# Of 24 published runs for which no number here was chosen 21 took between 1 / 1.25 and 1.25 of the
+# planned time; one with fused kernels for experts took 0.4 of what is planned for PyTorch's
+# (benchmarks/results/rates.md).
 SPREAD, SPREAD_EXPERTS = 1.25, 2.5
 
 
@@ -128,9 +129,6 @@ class Times:
     """Assumed share of the GPU's rate that products reach."""
     overlap: float
     flops_per_token: float
-    break_even: float
-    """Tokens per micro-step from which copies over PCIe take less time than computation; 0 if
-    nothing is copied."""
 
     @property
     def training(self) -> float:
@@ -176,9 +174,13 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
         return 0.0
     lane = machine.gpu.pcie * PCIE_EFFICIENCY
     waiting = 2 * workload.accumulation * workload.waiting_activations / lane
-    seconds = copy_seconds(workload, machine)
     if layout.offload == "none":
         return waiting
+    moved = workload.trained * (workload.gradient_width + workload.compute)
+    if layout.offload == "all":
+        weights = workload.shape.layers * workload.unit_bytes + workload.outer_bytes
+        moved += 2 * workload.accumulation * weights
+    seconds = moved / layout.group / lane
     seconds += workload.trained / layout.group * CPU_ADAM_BYTES * machine.per_node / HOST_BANDWIDTH
     if layout.device == "nvme":
         # Weights, states and gradients are read and written on the process's share of the disk.
@@ -186,18 +188,6 @@ def offload_seconds(workload: Workload, machine: Machine) -> float:
         weights = 2 * workload.accumulation * nvme.Swapped(workload).waiting_weights
         seconds += (states + weights) / (NVME_BANDWIDTH / machine.per_node)
     return waiting + seconds
-
-
-def copy_seconds(workload: Workload, machine: Machine) -> float:
-    """Seconds per step of copying offloaded weights, gradients and updates over PCIe."""
-    layout = workload.layout
-    if layout.offload == "none" or workload.cpu:
-        return 0.0
-    moved = workload.trained * (workload.gradient_width + workload.compute)
-    if layout.offload == "all":
-        weights = workload.shape.layers * workload.unit_bytes + workload.outer_bytes
-        moved += 2 * workload.accumulation * weights
-    return moved / layout.group / (machine.gpu.pcie * PCIE_EFFICIENCY)
 
 
 def times(
@@ -264,11 +254,9 @@ def times(
         drawn = sampled.seconds / workload.sampled.updates
     bound = "sampling" if drawn > training else bound
     total = round(tokens * layout.processes)
-    even = copy_seconds(workload, machine) / compute * workload.tokens
     return Times(
         compute, launches, moves, updates, links, offload, drawn, scoring,
         drawn + scoring + training, bound, total, work, machine.gpu.reached, overlap, per_token,
-        even,
     )  # fmt: skip
 
 

@@ -221,13 +221,6 @@ def time(prediction: Prediction) -> str:
         disk = ", reads and writes of the disk" if prediction.disk else ""
         how = f"copies over PCIe, AdamW on CPU{disk}"
         lines.append(f"  offload       {duration(times.offload)}: {how}")
-    if times.break_even:
-        here = prediction.workload.tokens
-        bound = "bound" if here < times.break_even else "not bound"
-        lines.append(
-            f"                {bound} by PCIe: a micro-step has {here:,} tokens, and copies take "
-            f"as long as computing at {times.break_even:,.0f}"
-        )
     return "\n".join([*lines, whole_run(prediction)])
 
 
@@ -246,16 +239,11 @@ def whole_run(prediction: Prediction) -> str:
     )
 
 
-def what_to_change(changes: Sequence[Change]) -> str:
+def what_to_change(
+    changes: Sequence[Change], heading: str = "possible changes, and what each saves"
+) -> str:
     """Single changes with the memory that each saves."""
-    lines = ["possible changes, and what each saves"]
-    return "\n".join(lines + [_change(change) for change in changes])
-
-
-def before_disk(changes: Sequence[Change]) -> str:
-    """Changes to try before NVMe offload."""
-    lines = ["before offloading to disk, try these changes, which fit without offload"]
-    return "\n".join(lines + [_change(change) for change in changes])
+    return "\n".join([heading, *map(_change, changes)])
 
 
 def _change(change: Change) -> str:

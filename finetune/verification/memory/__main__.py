@@ -50,7 +50,7 @@ def _as_rank(rank: int, asked: dict[str, Any], answer: Path) -> int:
     plan = Plan(recipe, Backend(**given), asked["processes"])
     try:
         join(rank, plan.processes)
-        steps = rehearse(plan, asked["config"], asked["layers"], asked["backward"])
+        steps = rehearse(plan, asked["config"], asked["layers"])
     except FinetuneError as error:
         answer.write_text(json.dumps({"problems": list(error.problems)}), encoding="utf-8")
         return error.exit_status

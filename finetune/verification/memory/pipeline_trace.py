@@ -33,8 +33,8 @@ class PipelineStep(Step):
         """Bytes of the buffers for what other stages send, of all micro-batches."""
         self.tracker.entered = self._enter_pass
 
-    def run(self, backward: bool = True) -> Rehearsed:
-        found = super().run(backward)
+    def run(self) -> Rehearsed:
+        found = super().run()
         more = round((self.handed or 0) * (self.plan.accumulation / self.micro - 1))
         peaks = {
             name: parts if name == "optimizer step" else parts | {OTHER: parts.get(OTHER, 0) + more}

@@ -257,16 +257,13 @@ class Verification:
         return f"NOT VERIFIED beyond {TOLERANCE:.0%}: {wrong}"
 
 
-def request(
-    plan: Plan, ranks: Sequence[int], layers: Sequence[int], backward: bool = True
-) -> dict[str, Any]:
+def request(plan: Plan, ranks: Sequence[int], layers: Sequence[int]) -> dict[str, Any]:
     """Request for the tracing process, as plain values.
 
     Args:
         plan: what is traced.
         ranks: ranks of the job, which are traced one after the other.
         layers: numbers of layers; for a pipeline, of each part of a stage.
-        backward: trace the backward pass and the update too.
     """
     config, _ = config_of(plan.recipe)
     backend = {k: v for k, v in dataclasses.asdict(plan.backend).items() if k != "path"}
@@ -277,7 +274,6 @@ def request(
         "config": dict(config),
         "ranks": list(ranks),
         "layers": list(layers),
-        "backward": backward,
     }
 
 

@@ -25,16 +25,13 @@ def join(rank: int, processes: int) -> None:
         dist.init_process_group("fake", rank=rank, world_size=processes, store=FakeStore())
 
 
-def rehearse(
-    plan: Plan, config: dict[str, Any], sizes: list[int], backward: bool = True
-) -> list[Rehearsed]:
+def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehearsed]:
     """Take two steps with each number of layers and measure the second.
 
     Args:
         plan: what this process is a rank of.
         config: of the model.
         sizes: numbers of layers; of a pipeline, of each part of a stage.
-        backward: measure the backward pass and the update; else one forward pass.
 
     Raises:
         FinetuneError: transformers does not know the model, or it cannot be traced.
@@ -50,7 +47,7 @@ def rehearse(
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             network = build(engine, config, layers * parts, fake)
             try:
-                steps.append(kind(engine, network, layers * parts, fake).run(backward))
+                steps.append(kind(engine, network, layers * parts, fake).run())
             except DataDependentOutputException as error:
                 raise FinetuneError(
                     f"--verify: the step reads a value of a tensor ({error.func}), and fake "

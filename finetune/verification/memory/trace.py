@@ -135,15 +135,13 @@ class Step:
         checkpointed = self.plan.recipe.model.activation_checkpointing
         return parts.get(OTHER, 0) + (0 if checkpointed else parts.get(CASTS, 0))
 
-    def run(self, backward: bool = True) -> Rehearsed:
-        """Trace the step; without `backward`, only what its forward pass saves."""
+    def run(self) -> Rehearsed:
         with self.fake:
-            if backward:
-                self._warm_up()
-                self.saved = None
+            self._warm_up()
+            self.saved = None
             held = self._hold()
             with self.tracker:
-                gradients = self._step() if backward else self._forward()
+                gradients = self._step()
         return Rehearsed(
             layers=self.count,
             parameters=self.parameters,
@@ -193,11 +191,6 @@ class Step:
         self._micro_batch(last=True)
         return self._end_step()
 
-    def _forward(self) -> int:
-        """Run a forward pass only; returns the bytes of gradients, which it has not."""
-        self._micro_batch(last=True, backward=False)
-        return 0
-
     def _end_step(self) -> int:
         """Update the parameters; returns the bytes of the gradients before it."""
         tracker = self.tracker
@@ -215,7 +208,7 @@ class Step:
             self.engine.clip()
         self.engine.update(taken=True)
 
-    def _micro_batch(self, last: bool, backward: bool = True) -> None:
+    def _micro_batch(self, last: bool) -> None:
         """Run a forward and a backward pass as `train_step` does."""
         engine, tracker = self.engine, self.tracker
         tracker.begin("forward: embedding")
@@ -226,9 +219,8 @@ class Step:
             self.forwards = True
             loss = self._loss(engine.model, batch)
             self.forwards = False
-            if backward:
-                tracker.begin("backward: loss and head")
-                engine.backward(loss * 1.0, last)
+            tracker.begin("backward: loss and head")
+            engine.backward(loss * 1.0, last)
 
     def _loss(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         """The summed loss of a micro-batch, with that of the balance of experts if there is one."""

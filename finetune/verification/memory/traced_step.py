@@ -83,7 +83,7 @@ def measure_layers(recipe: Recipe) -> None:
     plan = Plan(dataclasses.replace(recipe, model=model), Backend("single", "single"), 1)
     approximate.keep(config, extra=0.0)
     with contextlib.suppress(FinetuneError):
-        (steps,) = _rehearse(plan, [0], SIZES, backward=False)
+        (steps,) = _rehearse(plan, [0], SIZES)
         workload = workload_of(plan, approximate.approximate(config))
         few, more = (step["saved"] for step in steps)
         saved = (more - few) / (SIZES[1] - SIZES[0])
@@ -109,7 +109,7 @@ def _stages(plan: Plan, workload: Workload | None) -> Stages:
 
 
 def _rehearse(
-    plan: Plan, ranks: Sequence[int], layers: Sequence[int], backward: bool = True
+    plan: Plan, ranks: Sequence[int], layers: Sequence[int]
 ) -> list[list[plan_and_trace.Step]]:
     """The traced steps of each rank, from processes that run as those of the plan's job."""
     count = str(plan.processes)
@@ -122,7 +122,7 @@ def _rehearse(
         environment |= {"LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
-        write_json(request, plan_and_trace.request(plan, ranks, layers, backward))
+        write_json(request, plan_and_trace.request(plan, ranks, layers))
         command = interpreter.python(
             "-m", "finetune.verification.memory", str(request), str(answer)
         )
