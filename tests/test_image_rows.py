@@ -14,8 +14,11 @@ import pictured
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from finetune import catalog
+from finetune.checks.images import planned
+from finetune.data.images.image_file import ImageFile, PlacedImage, digest_of
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.rows.collate import MicroBatch, collate
 from finetune.data.rows.packing import pack
@@ -24,6 +27,7 @@ from finetune.data.rows.store import Documents, Rows
 from finetune.models.image_parts import image_inputs
 from finetune.models.model import load_chat_of
 from finetune.recipe import Recipe
+from finetune.runs import units
 
 IMAGE, SIDE = 262, 16
 """Id of the token that features replace, and pixels of a side of the square that is one token."""
@@ -187,3 +191,44 @@ def test_the_feed_has_the_pixels_of_two_steps_at_most(base, tmp_path):
             del batch
     assert max(seen) == 2
     assert not alive
+
+
+def test_the_plan_counts_the_images_of_the_data_and_the_parts_of_the_model(base, tmp_path):
+    source = random.Random(2)
+    tokens = drawn(tmp_path, source, 12)
+    shown = written(tmp_path / "rows.jsonl", source, 30, list(tokens))
+    recipe = recipe_of(base, tmp_path / "rows.jsonl", max_length=1024)
+    parts, more, images, largest, decoded = planned(recipe)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(base))
+    tower = model.model.visual
+    merger = sum(parameter.numel() for parameter in tower.merger.parameters())
+    inside = sum(parameter.numel() for parameter in tower.parameters()) - merger
+    text = sum(parameter.numel() for parameter in model.parameters()) - inside - merger
+    assert parts.split("parts        ")[1] == (
+        f"language {text:,} (trained), connector {merger:,}, tower {inside:,} parameters"
+    )
+    assert units.size(2 * (merger + inside)) in more
+    rows = [[tokens[name] for name in of_row] for of_row in shown]
+    assert (
+        f"{sum(map(bool, rows))} of the first 30 rows, {min(map(len, rows))} to "
+        f"{max(map(len, rows))} each; {round(sum(map(sum, rows)) / 30)} tokens in a mean row, at "
+        f"most {max(map(sum, rows))}"
+    ) in images
+    most = max(each for row in rows for each in row)
+    assert f"{most} tokens, {units.size(4 * most * 2 * 3 * 64 * 4 + 24)} of pixels" in largest
+    assert f"decodes {recipe.batch.rows * sum(map(len, rows)) / 30:.3g} images" in decoded
+
+
+def test_images_of_threads_are_those_of_the_complete_processor(base, tmp_path):
+    names = [*drawn(tmp_path, random.Random(3), 9)]
+    files = [ImageFile(path=str(tmp_path / name)) for name in names]
+    placed = [PlacedImage(0, 0, each, digest_of(each.read())) for each in files]
+    processor = load_chat_of(recipe_of(base, tmp_path)).images
+    assert processor is not None
+    found = processor.tensors([placed[:2], [], placed[2:]])
+    opened = [Image.open(tmp_path / name) for name in names]
+    wanted = processor.whole(
+        images=[opened], text=[processor.token * len(opened)], return_tensors="pt"
+    )
+    assert found.keys() == {"pixel_values", "image_grid_thw"}
+    assert all(found[name].equal(wanted[name]) for name in found)

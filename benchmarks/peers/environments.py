@@ -8,7 +8,11 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-PACKAGES = {"trl": ["trl", "peft"], "llamafactory": ["llamafactory"], "unsloth": ["unsloth"]}
+PACKAGES = {
+    "trl": ["trl", "peft", "pillow"],
+    "llamafactory": ["llamafactory"],
+    "unsloth": ["unsloth"],
+}
 """Packages of each environment; versions are in `constraints_NAME.txt`, if it exists."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SECONDS = 1800

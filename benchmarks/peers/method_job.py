@@ -4,6 +4,7 @@ PLACE/job.json     settings of a contender
 PLACE/rows.jsonl   pairs, judged answers or prompts, in the order of steps
 PLACE/ours.jsonl   the same rows, arranged so that the toolkit's shuffle yields that order
 PLACE/model/       random weights in fp32, and a word-level tokenizer
+PLACE/pictures/    for rows with pictures (`image_job`)
 
 Only `write` imports the toolkit.
 """
@@ -13,9 +14,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import image_job
 from benchmarks.peers.workload import CONFIG, RESERVED, Row, short_tokens, words_of
 
-METHODS = ("dpo", "kto", "orpo", "reward", "grpo")
+METHODS = ("dpo", "kto", "orpo", "reward", "grpo", "images")
 PROMPT = 0.38
 """Share of a row that is its prompt."""
 COMPLETION_TOKENS, PROMPT_TOKENS, GENERATIONS = 48, 64, 8
@@ -60,6 +62,7 @@ def pairs(job: MethodJob) -> list[Pair]:
     """Pairs of random words; sequences have the lengths of GSM8K's rows."""
     count, made = job.rows_on_disk * job.steps, list[Pair]()
     vocabulary = SHAPES[job.shape]["vocab_size"]
+    vocabulary -= len(image_job.SPECIAL) if job.method == "images" else 0
     chosen, rejected = (short_tokens(count, job.seed, stream) for stream in (0, 1))
     for number, lengths in enumerate(zip(chosen, rejected, strict=True)):
         prompt = max(1, round(PROMPT * lengths[0]))
@@ -79,6 +82,8 @@ def line_of(job: MethodJob, number: int, pair: Pair) -> dict[str, Any]:
     prompt, first, second = (" ".join(f"w{each}" for each in ids) for ids in pair)
     if job.method == "grpo":
         return {"prompt": prompt}
+    if job.method == "images":
+        return image_job.line_of(number, prompt, first)
     if job.method == "kto":
         wanted = number % 2 == 0
         answer = first if wanted else second
@@ -93,6 +98,9 @@ def documents_of_step(job: MethodJob, step: int) -> list[list[int]]:
     found: list[list[int]] = []
     for number, pair in enumerate(pairs(job)[start : start + job.rows_on_disk], start):
         prompt, *answers = pair
+        if job.method == "images":
+            found.append([*image_job.ids_of(number, SHAPES[job.shape]), *prompt, *answers[0], end])
+            continue
         taken = answers if job.method != "kto" else [answers[number % 2]]
         found += [[*prompt, *answer, end] for answer in taken]
     return found
@@ -128,11 +136,13 @@ def write(place: Path, job: MethodJob) -> None:
     (place / "rows.jsonl").write_text("".join(lines))
     places = np.argsort(permutation(len(lines), job.seed, 0))
     (place / "ours.jsonl").write_text("".join(lines[at] for at in places))
+    if job.method == "images":
+        image_job.write_pictures(place / image_job.FOLDER, len(lines), job.seed)
     if not (place / "model" / "config.json").exists():
-        _write_model(place / "model", SHAPES[job.shape], job.method == "reward")
+        _write_model(place / "model", SHAPES[job.shape], job.method)
 
 
-def _write_model(folder: Path, config: dict[str, Any], scores: bool) -> None:
+def _write_model(folder: Path, config: dict[str, Any], method: str) -> None:
     """Write the model, for reward models with a score head, so that all start from the same one."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -146,15 +156,25 @@ def _write_model(folder: Path, config: dict[str, Any], scores: bool) -> None:
     special = ["<pad>", "<unknown>", "</s>"]
     words = {**{name: number for number, name in enumerate(special)}}
     words |= {f"w{number}": number for number in range(RESERVED, config["vocab_size"])}
+    if method == "images":
+        words = {
+            name: number
+            for name, number in words.items()
+            if number < config["vocab_size"] - len(image_job.SPECIAL)
+        }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=special[1]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=special[0], unk_token=special[1],
         eos_token=special[2], clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)  # fmt: skip
+    )  # fmt: skip
     torch.manual_seed(0)
+    if method == "images":
+        image_job.write_model(folder, config, fast)
+        return
+    fast.save_pretrained(folder)
     kind, more = AutoModelForCausalLM, {}
-    if scores:
+    if method == "reward":
         kind, more = AutoModelForSequenceClassification, {"num_labels": 1}
     made = AutoConfig.for_model("llama", **config, **more)
     kind.from_config(made, dtype=torch.float32).save_pretrained(folder)

@@ -35,7 +35,7 @@ from finetune.training.run_options import Options
 from finetune.training.steps import Training
 from finetune.training.worker import Worker
 
-FORMATS = {"kto": "kto", "grpo": "prompts"}
+FORMATS = {"kto": "kto", "grpo": "prompts", "images": "prompt_completion"}
 LONGEST = 2048
 
 
@@ -98,7 +98,7 @@ def read(
 def recipe_of(job: MethodJob, place: Path) -> Recipe:
     """The recipe of a job, otherwise with defaults; code is compiled as in a run of many tokens."""
     fields: dict[str, Any] = {
-        "method": job.method,
+        "method": "sft" if job.method == "images" else job.method,
         "model": {"name": str(place / "model")},
         "data": [
             {"source": str(place / "ours.jsonl"), "format": FORMATS.get(job.method, "preference")}
@@ -111,6 +111,8 @@ def recipe_of(job: MethodJob, place: Path) -> Recipe:
         "data_checks": "report",
         "seed": job.seed,
     }
+    if job.method == "images":
+        fields["model"]["reads"] = ["image"]
     if job.method in ("dpo", "kto"):
         fields["reference"] = "base"  # so that it does not change with steps
     if job.method == "grpo":

@@ -64,6 +64,30 @@ def arguments(job: MethodJob, place: Path, kept: bool) -> dict[str, Any]:
     return made | ({"gradient_checkpointing": False} if kept else {})
 
 
+def with_pictures(place: Path, rows: Dataset) -> Dataset:
+    """Rows whose files of pictures are decoded when they are read."""
+    from datasets import Image, List
+
+    files = [[str(place / each) for each in of_row] for of_row in rows["images"]]
+    return (
+        rows.remove_columns("images")
+        .add_column("images", files)
+        .cast_column("images", List(Image()))
+    )
+
+
+def image_processor(folder: Path) -> Any:
+    """The model's processor without its part for videos, which needs torchvision."""
+    from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLProcessor
+
+    class OfImages(Qwen2_5_VLProcessor):
+        def check_argument_for_proper_class(self, *_: Any) -> None: ...
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    images = AutoImageProcessor.from_pretrained(folder)
+    return OfImages(images, tokenizer, chat_template=tokenizer.chat_template)
+
+
 def train(job: MethodJob, place: Path, turn: InTurn, kept: bool) -> None:
     """Run the trainer of a method to its last step."""
     given = arguments(job, place, kept)
@@ -84,6 +108,16 @@ def train(job: MethodJob, place: Path, turn: InTurn, kept: bool) -> None:
         lora.task_type, lora.modules_to_save = "SEQ_CLS", ["score"]
         given |= {"model_init_kwargs": {"dtype": "float32"}}
         RewardTrainer(model, args=RewardConfig(**given), peft_config=lora, **common).train()
+    elif job.method == "images":
+        from trl import SFTConfig, SFTTrainer
+
+        lora.target_modules = r".*language_model\..*_proj"  # those of the toolkit's default
+        given |= {"model_init_kwargs": {"dtype": "float32"}, "max_length": None}
+        SFTTrainer(
+            model, args=SFTConfig(**given), peft_config=lora,
+            processing_class=image_processor(place / "model"),
+            **common | {"train_dataset": with_pictures(place, rows)},
+        ).train()  # fmt: skip
     elif job.method == "orpo":
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer

@@ -94,6 +94,10 @@ def below_a_plan(recipe: Recipe) -> Iterator[str]:
 
         for note in composition.planned(recipe, fields):
             yield f"note         {note}"
+    if recipe.model.reads:
+        from finetune.checks import images
+
+        yield from images.planned(recipe)
     for problem in missing_files(recipe):
         yield f"not here     {problem}"
 

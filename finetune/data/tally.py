@@ -50,7 +50,7 @@ class Tally:
     """Tokens of the longest sample, before truncation."""
     longest_place: str = ""
     roles: Counter[str] = field(default_factory=Counter)
-    """Messages by role; prompts, completions and texts count under these names."""
+    """Messages by role and their images; prompts, completions, texts count under these names."""
     columns: Counter[str] = field(default_factory=Counter)
     """Rows with a value in a column that the format does not read, by column; and messages with
     a key that neither the format nor the template reads."""

@@ -42,16 +42,22 @@ def image_inputs(model: Model, processor: ImageProcessor | None, alone: bool) ->
     if processor is None:
         return None
     everywhere = not alone or {TOWER, CONNECTOR} & set(model.trains) != set()
+    return inputs_for(config_of(model), processor, everywhere)
+
+
+def config_of(model: Model) -> PreTrainedConfig:
+    """The config of a recipe's model.
+
+    Raises:
+        FinetuneError: it cannot be read.
+    """
     fields = dict(model.config or {})
     with reading("model: its config cannot be read"):
-        config = (
-            AutoConfig.for_model(fields.pop("model_type"), **fields)
-            if fields
-            else AutoConfig.from_pretrained(
-                model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-            )
+        if fields:
+            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    return inputs_for(config, processor, everywhere)
 
 
 def inputs_for(
@@ -184,10 +190,15 @@ def unquantised(config: PreTrainedConfig) -> list[str]:
 
     A tower is small, and its errors are those of every token of an image.
     """
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
+    model = without_weights(config)
     paths = {id(module): path for path, module in model.named_modules()}
     return [*outside(model, (LANGUAGE,)), paths[id(model.get_output_embeddings())]]
+
+
+def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config on the `meta` device."""
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config)
 
 
 def leave_documents_out(model: PreTrainedModel) -> None:

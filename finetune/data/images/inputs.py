@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.data.images.image_file import PlacedImage
-from finetune.data.images.processor import ImageProcessor
+from finetune.data.images.processor import GRID, ImageProcessor
 
 if TYPE_CHECKING:
     import torch
-
-GRID = "image_grid_thw"
-"""Input with the patches of each image in time, height and width, from which positions follow."""
 
 
 @dataclass(frozen=True)

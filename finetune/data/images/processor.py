@@ -17,6 +17,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,9 @@ from finetune.data.chat.template_spans import Span
 from finetune.data.images.image_file import ImageFile, PlacedImage, decode, digest_of
 from finetune.data.values import RowProblem
 from finetune.errors import FinetuneError, did_you_mean, first_line, reading
+from finetune.process.rendezvous import neighbours
 from finetune.recipe import Model
+from finetune.runs.limits import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +45,9 @@ TEMPLATE_FILE = "chat_template.json"
 """Where older processors have their chat template, which then no tokenizer has."""
 SMALLEST = 8
 """Width and height in pixels of the image of a filler document, before it is resized."""
+GRID = "image_grid_thw"
+"""Input with the patches of each image in time, height and width, from which positions follow. A
+model that has it reads the patches of all images concatenated."""
 UNCUT = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 """Settings that cut an image into tiles, by processor: a filler is one tile."""
 OF_CALLS = {"device", "return_tensors", "disable_grouping", "input_data_format", "data_format"}
@@ -177,6 +183,15 @@ class ImageProcessor:
         whole = "".join([*pieces, text[last:]])
         return Expanded(whole, tuple(found), tuple(after), tuple(digests), frozenset(notes))
 
+    def tokens_of(self, size: Size, alone: bool, name: str) -> int:
+        """Tokens of an image of a size, which may be `alone` in its row.
+
+        Raises:
+            RowProblem: the processor refuses the size.
+        """
+        text = self._expansion(size, alone, name)
+        return len(self.whole.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _expansion(self, size: Size, alone: bool, name: str) -> str:
         """The text of an image: a blank one of its size gives it.
 
@@ -213,10 +228,25 @@ class ImageProcessor:
         Raises:
             FinetuneError: a file is gone, or has changed since its row was prepared.
         """
-        decoded = [[_decoded(each) for each in images] for images in documents if images]
-        if not decoded:
+        import torch
+
+        files = [each for images in documents for each in images]
+        if not files:
             return {}
+        if GRID in self.filler[1]:
+            parts = list(self._threads.map(self._patches, files))
+            return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        decoded = [[_decoded(each) for each in images] for images in documents if images]
         return self._tensors(self._processed(decoded, "the images of a micro-batch"))
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        """Threads for images: one for each core of this process but that of its training."""
+        return ThreadPoolExecutor(max(1, usable_cores() // neighbours() - 1), "images")
+
+    def _patches(self, image: PlacedImage) -> "dict[str, torch.Tensor]":
+        """The tensors of one image, where those of several are concatenated."""
+        return dict(self.images([_decoded(image)], return_tensors="pt"))
 
     def _tensors(self, found: Any) -> "dict[str, torch.Tensor]":
         import torch

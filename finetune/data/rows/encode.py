@@ -13,7 +13,7 @@ from finetune.data.chat.chat_templates import fewest_tokens
 from finetune.data.chat.messages import LOST, further_keys
 from finetune.data.chat.render import Chat
 from finetune.data.formats import read_row, unread_columns
-from finetune.data.images.image_file import PlacedImage
+from finetune.data.images.image_file import PLACE, PlacedImage
 from finetune.data.rows.example import Example
 from finetune.data.rows.store import Columns
 from finetune.data.samples import (
@@ -159,6 +159,9 @@ class Encoder:
                 tally.columns.update(self._unread_keys(sequence))
         texts = _texts(sample)
         tally.roles.update(role for role, _ in texts)
+        if self.chat.images:
+            places = (role for role, text in texts for _ in range(text.count(PLACE)))
+            tally.roles.update(f"images ({role})" for role in places)
         given = [said for said in map(answers, sequences) if False in said]
         if not isinstance(sample, Prompt):
             tally.note("empty", place, any(True not in said for said in given))
