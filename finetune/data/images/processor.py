@@ -15,11 +15,13 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,8 +123,8 @@ class ImageProcessor:
         """
         import transformers
 
-        base = getattr(transformers, self.kind)
-        module = importlib.import_module(base.__module__)
+        module = _module_of(getattr(transformers, self.kind).__module__)
+        base = getattr(module, self.kind)
         if getattr(module, "num2words", base) is None:
             module.num2words = _words_of_videos
         there = {"image_processor": self.images, "tokenizer": copy.deepcopy(self.tokenizer)}
@@ -198,7 +200,8 @@ class ImageProcessor:
         try:
             return self.whole(
                 images=images, text=text, return_text_replacement_offsets=True,
-                images_kwargs={"return_tensors": "pt", **settings}, text_kwargs={"padding": False},
+                images_kwargs={"return_tensors": "pt", **settings},
+                text_kwargs={"padding": False, "return_tensors": None},
             )  # fmt: skip
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise RowProblem(
@@ -279,6 +282,25 @@ def changed(name: str, folder: Path | None = None) -> str:
     """Says that an image is not the one that the rows in a folder were prepared from."""
     again = "start again" if folder is None else f"delete {folder} to prepare the rows again"
     return f"data: {name} has changed since the rows were prepared; restore it, or {again}"
+
+
+def _module_of(name: str) -> Any:
+    """The module of a processor.
+
+    In transformers 5.23 that of Pixtral imports a function of the processor with torchvision.
+    It counts tokens for servers; nothing here calls it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+        beside = name.replace(".processing_", ".image_processing_")
+        sys.modules[beside] = SimpleNamespace(get_resize_output_image_size=None)  # type: ignore[assignment]
+        try:
+            return importlib.import_module(name)
+        finally:
+            del sys.modules[beside]
 
 
 def _words_of_videos(*_: Any) -> str:
