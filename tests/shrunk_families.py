@@ -157,7 +157,7 @@ MADE: dict[str, Callable[[], Made]] = {
         "aya_vision", TILES,
         {"patch_size": 8, "img_size": 32, "downsample_factor": 2, "image_token": "<image>",
          "start_of_img_token": "<begin>", "end_of_img_token": "<finish>",
-         "img_patch_token": "<image>"},
+         "img_patch_token": "<image>", "tile_token": "<row>", "tile_global_token": "<global-img>"},
         text_config=SLIDING,
     ),
     "cosmos3_edge": lambda: family(
@@ -195,6 +195,27 @@ MADE: dict[str, Callable[[], Made]] = {
         "glm_ocr", GLM, images="Glm46VImageProcessorPil", processor="Glm46VProcessor",
         text_config=OF_GLM,
     ),
+    "glm5_next": lambda: family(
+        "glm5_next", GLM,
+        text_config={"num_key_value_heads": 4, "qk_rope_head_dim": 0, "linear_head_dim": 8,
+            "linear_num_heads": 2},
+    ),
+    "granite4_vision": lambda: family(
+        "granite4_vision", {**CUT, "image_grid_pinpoints": POINTS},
+        {**OF_CLIP, "downsample_rate": "1/2"}, image_grid_pinpoints=POINTS,
+        vision_feature_layer=-2, downsample_rate="1/2", deepstack_layer_map=[[-2, 0], [-1, 1]],
+        spatial_target_layers=[0, 0, 1, 1], projector_dropout=0.0,
+        vision_config={"hidden_size": 64}, text_config={"logits_scaling": 2.0},
+        qformer_config={"intermediate_size": 24, "num_hidden_layers": 1,
+            "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+            "use_qformer_text_input": False, "cross_attention_frequency": 1},
+    ),
+    "granite_docling": lambda: family(
+        "granite_docling", {**SQUARE, "max_patches": 4}, {"image_seq_len": 4},
+        vision_config={"scale_factor": 2, "use_fine_route": False,
+            "deepstack_visual_indexes": [0, 1]},
+        text_config={"logits_scaling": 2.0},
+    ),
     "glmga": lambda: family("glmga", GLM, processor="Glm46VProcessor", text_config=OF_GLM),
     "hyperclovax_vision_v2": lambda: family(
         "hyperclovax_vision_v2", QWEN, text_config={"logits_scaling": 0.5}
@@ -206,7 +227,9 @@ MADE: dict[str, Callable[[], Made]] = {
             "num_patches": 4, "projection_dim": 32, "image_token_embed_dim": 32,
             "num_embeddings": 16},
     ),
-    "lfm3_vl": lambda: family("lfm3_vl", QWEN),
+    "lfm3_vl": lambda: family(
+        "lfm3_vl", QWEN, text_config={"layer_types": ["conv", "full_attention"]}
+    ),
     "lighton_ocr": lambda: family(
         "lighton_ocr", PIXTRAL, {"patch_size": 8, "spatial_merge_size": 2}, vision_config=AXIAL
     ),

@@ -1,6 +1,7 @@
 """Each family that reads images trains as in plain transformers, or is refused by name."""
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from finetune import Run, catalog
+from finetune import SFT, Model, Run, catalog
 from finetune.data.prepare import prepare
 from finetune.data.rows.order import rows_of_step
 from finetune.inference.generate import generate, load_folder
 from finetune.models.model import load_chat_of
 from finetune.planner.families import FAMILIES, UNREAD
+from finetune.verification.model_checks.examination import doctor
 
 STEPS, ROWS = 2, 8
 PLAIN = transformers.ProcessorMixin.replace_image_token
@@ -103,6 +105,23 @@ def test_a_family_answers_as_in_plain_transformers(tmp_path, name):
     found = generate(loaded, questions, max_new_tokens=12)
     for answer, question, (_, shown) in zip(found, questions, rows, strict=True):
         assert answer == plain_answer(folder, loaded, question, shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MADE)
+def test_a_family_is_adapted_saved_reloaded_and_merged(tmp_path, name):
+    folder = image_families.saved(name, tmp_path / "base")
+    found = doctor(SFT(Model(str(folder), reads=("image",))).with_lora())
+    assert not [finding for finding in found if finding.passed is False]
+    assert {"images", "saved, reloaded, merged"} <= {each.name for each in found if each.passed}
+
+
+def test_the_processor_of_pixtral_imports_that_of_torchvision():
+    """Else `_module_of` is not needed."""
+    found = importlib.util.find_spec("transformers.models.pixtral.processing_pixtral")
+    assert found is not None
+    assert found.origin is not None
+    assert "from .image_processing_pixtral import get_resize" in Path(found.origin).read_text()
 
 
 @pytest.mark.slow

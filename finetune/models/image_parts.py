@@ -24,7 +24,7 @@ from finetune.models.load_checks import full_shape, plain_name
 from finetune.recipe import Model, Recipe
 
 LANGUAGE, CONNECTOR, TOWER = "language", "connector", "tower"
-MERGERS = ("merger", "merger_list", "patch_merger", "deepstack_merger_list", "deepstack_mergers")
+MERGERS = ("merger", "merger_list", "patch_merger", "deepstack_merger_list", "connector")
 """Modules inside of a tower that connect it with the language model, by their names in
 transformers."""
 TYPES = ("mm_token_type_ids", "token_type_ids")

@@ -43,7 +43,7 @@ FILES = (IMAGE_FILE, WHOLE_FILE, "video_preprocessor_config.json")
 TEMPLATE_FILE = "chat_template.json"
 """Where older processors have their chat template, which then no tokenizer has."""
 SMALLEST = 8
-"""Width and height in pixels of the image of a filler document, before it is resized."""
+"""Least width and height in pixels of the image of a filler document, before it is resized."""
 UNCUT = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 """Settings that cut an image into tiles, by processor: a filler is one tile."""
 OF_CALLS = {"device", "return_tensors", "disable_grouping", "input_data_format", "data_format"}
@@ -141,7 +141,10 @@ class ImageProcessor:
     @cached_property
     def token_ids(self) -> np.ndarray:
         """Ids of the tokens whose embeddings are replaced by features.  # (kinds,) int64"""
-        return np.array(sorted(set(self.whole.image_token_ids)))
+        named = {
+            each for each in self.whole.image_token_ids if each is not None
+        }  # Janus names none
+        return np.array(sorted(named or {self.tokenizer.convert_tokens_to_ids(self.token)}))
 
     def save(self, folder: Path) -> None:
         """Write its files next to those of the tokenizer."""
@@ -237,12 +240,15 @@ class ImageProcessor:
         """A document of one small image, (tokens,) int32, and the tensors of its image."""
         from PIL import Image
 
-        # Not black: an image of zeros could be taken for padding.
-        image = Image.new("RGB", (SMALLEST, SMALLEST), (90, 120, 150))
         known = self.images.valid_kwargs.__annotations__
         uncut = {name: False for name in UNCUT if name in known}
-        found = self._processed([[image]], "a filler", **uncut)
-        ids = self.tokenizer(_first_text(found), add_special_tokens=False)["input_ids"]
+        size, most = SMALLEST, 1
+        while most == 1 and size < 512:  # Mistral 3 of transformers 5.23 cannot read an image of one token
+            # Not black: an image of zeros could be taken for padding.
+            image = Image.new("RGB", (size, size), (90, 120, 150))
+            found = self._processed([[image]], "a filler", **uncut)
+            ids = self.tokenizer(_first_text(found), add_special_tokens=False)["input_ids"]
+            size, most = 2 * size, max(map(ids.count, self.token_ids.tolist()))
         return np.array(ids, dtype=np.int32), self._tensors(found)
 
 
