@@ -192,9 +192,12 @@ FAMILIES: dict[str, Family] = {
         ),
         _IMAGES,
     ),
-    "mistral_large4": dataclasses.replace(_IMAGES, logits="softcapped"),
+    **dict.fromkeys(
+        ("granite4_vision", "granite_docling"), dataclasses.replace(_IMAGES, logits="divided")
+    ),
+    "mistral_large4": dataclasses.replace(_IMAGES, logits="softcapped", concatenates=False),
     "hyperclovax_vision_v2": dataclasses.replace(_IMAGES, logits=None),
-    "lfm3_vl": dataclasses.replace(_IMAGES, concatenates=False),
+    **dict.fromkeys(("glm5_next", "lfm3_vl"), dataclasses.replace(_IMAGES, concatenates=False)),
     # The tokens of an image see each other, which attention of documents does not know.
     "gemma3": Family(reads=("image",), logits="plain", concatenates=False),
     "gemma4": dataclasses.replace(_IMAGES, logits="softcapped", concatenates=False),

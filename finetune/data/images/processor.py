@@ -242,8 +242,9 @@ class ImageProcessor:
 
         known = self.images.valid_kwargs.__annotations__
         uncut = {name: False for name in UNCUT if name in known}
-        size, most = SMALLEST, 1
-        while most == 1 and size < 512:  # Mistral 3 of transformers 5.23 cannot read an image of one token
+        size, ids, most = SMALLEST, list[int](), 1
+        # Mistral 3 of transformers 5.23 cannot read an image of one token.
+        while (most == 1 or not ids) and size < 512:
             # Not black: an image of zeros could be taken for padding.
             image = Image.new("RGB", (size, size), (90, 120, 150))
             found = self._processed([[image]], "a filler", **uncut)
