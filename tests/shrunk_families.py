@@ -198,17 +198,7 @@ MADE: dict[str, Callable[[], Made]] = {
     "glm5_next": lambda: family(
         "glm5_next", GLM,
         text_config={"num_key_value_heads": 4, "qk_rope_head_dim": 0, "linear_head_dim": 8,
-            "linear_num_heads": 2},
-    ),
-    "granite4_vision": lambda: family(
-        "granite4_vision", {**CUT, "image_grid_pinpoints": POINTS},
-        {**OF_CLIP, "downsample_rate": "1/2"}, image_grid_pinpoints=POINTS,
-        vision_feature_layer=-2, downsample_rate="1/2", deepstack_layer_map=[[-2, 0], [-1, 1]],
-        spatial_target_layers=[0, 0, 1, 1], projector_dropout=0.0,
-        vision_config={"hidden_size": 64}, text_config={"logits_scaling": 2.0},
-        qformer_config={"intermediate_size": 24, "num_hidden_layers": 1,
-            "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-            "use_qformer_text_input": False, "cross_attention_frequency": 1},
+            "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"]},
     ),
     "granite_docling": lambda: family(
         "granite_docling", {**SQUARE, "max_patches": 4}, {"image_seq_len": 4},

@@ -207,8 +207,7 @@ def _refuse_unfit(model: PreTrainedModel, recipe: Recipe) -> None:
     Raises:
         FinetuneError: with the reason.
     """
-    # A connector may attend to its tower (Granite Vision 4).
-    problem = cross_attention(model.get_decoder() if recipe.model.reads else model)
+    problem = cross_attention(model)
     if problem is not None:
         kind = model.config.model_type
         raise FinetuneError(f"model: '{kind}' cannot be trained here: {problem}; {DECODER_ONLY}")

@@ -42,8 +42,8 @@ FILES = (IMAGE_FILE, WHOLE_FILE, "video_preprocessor_config.json")
 """Files of a processor next to those of its tokenizer, in transformers 5.23."""
 TEMPLATE_FILE = "chat_template.json"
 """Where older processors have their chat template, which then no tokenizer has."""
-SMALLEST = 8
-"""Least width and height in pixels of the image of a filler document, before it is resized."""
+SMALLEST, LARGEST = 8, 512
+"""Width and height in pixels of the image of a filler document, before it is resized."""
 UNCUT = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 """Settings that cut an image into tiles, by processor: a filler is one tile."""
 OF_CALLS = {"device", "return_tensors", "disable_grouping", "input_data_format", "data_format"}
@@ -238,18 +238,21 @@ class ImageProcessor:
     @cached_property
     def filler(self) -> "tuple[np.ndarray, dict[str, torch.Tensor]]":
         """A document of one small image, (tokens,) int32, and the tensors of its image."""
+        return self._filler(SMALLEST)
+
+    def _filler(self, size: int) -> "tuple[np.ndarray, dict[str, torch.Tensor]]":
         from PIL import Image
 
+        # Not black: an image of zeros could be taken for padding.
+        image = Image.new("RGB", (size, size), (90, 120, 150))
         known = self.images.valid_kwargs.__annotations__
         uncut = {name: False for name in UNCUT if name in known}
-        size, ids, most = SMALLEST, list[int](), 1
+        found = self._processed([[image]], "a filler", **uncut)
+        ids = self.tokenizer(_first_text(found), add_special_tokens=False)["input_ids"]
+        most = max(map(ids.count, self.token_ids.tolist()))
         # Mistral 3 of transformers 5.23 cannot read an image of one token.
-        while (most == 1 or not ids) and size < 512:
-            # Not black: an image of zeros could be taken for padding.
-            image = Image.new("RGB", (size, size), (90, 120, 150))
-            found = self._processed([[image]], "a filler", **uncut)
-            ids = self.tokenizer(_first_text(found), add_special_tokens=False)["input_ids"]
-            size, most = 2 * size, max(map(ids.count, self.token_ids.tolist()))
+        if (most == 1 or not ids) and size < LARGEST:
+            return self._filler(2 * size)
         return np.array(ids, dtype=np.int32), self._tensors(found)
 
 
