@@ -257,6 +257,8 @@ def plain_steps(
             loss = losses[torch.from_numpy(trained.copy())[1:]].sum() / total
             loss.backward()
             summed += loss.item()
+        tower = model.get_encoder(modality="image").parameters()
+        assert any(weight.grad is not None and weight.grad.any() for weight in tower)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()

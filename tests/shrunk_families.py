@@ -247,6 +247,9 @@ MADE: dict[str, Callable[[], Made]] = {
     ),
     "qwen3_5": lambda: family("qwen3_5", QWEN, text_config=HYBRID),
     "qwen3_5_moe": lambda: family("qwen3_5_moe", QWEN, text_config=HYBRID),
+    "video_llava": lambda: family(
+        "video_llava", CUT, OF_CLIP, images="VideoLlavaImageProcessor"
+    ),
     "video_llama_3": lambda: family(
         "video_llama_3", {"min_pixels": 1024, "max_pixels": 9216, "patch_size": 8, "merge_size": 1}
     ),

@@ -188,7 +188,7 @@ FAMILIES: dict[str, Family] = {
             "idefics3", "internvl", "janus", "lighton_ocr", "llava", "llava_next",
             "llava_next_video", "llava_onevision", "mistral3", "ovis2", "paddleocr_vl",
             "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-            "video_llama_3", "vipllava",
+            "video_llama_3", "video_llava", "vipllava",
         ),
         _IMAGES,
     ),
@@ -247,22 +247,9 @@ FAMILIES: dict[str, Family] = {
 UNREAD: dict[str, str] = {
     **dict.fromkeys(
         (
-            "cohere2_vision",
-            "gemma4_unified",
-            "inkling2",
-            "inkling_mm_model",
-            "kimi_k25",
-            "lfm2_vl",
-            "llama4",
-            "minicpm_ocr",
-            "minimax_m3_vl",
-            "molmo2",
-            "muse_glimmer",
-            "muse_spark",
-            "nemotron_h_omni",
-            "perception_lm",
-            "step3p7",
-            "unlimited_ocr",
+            "cohere2_vision", "gemma4_unified", "inkling2", "inkling_mm_model", "kimi_k25",
+            "lfm2_vl", "llama4", "minicpm_ocr", "minimax_m3_vl", "molmo2", "muse_glimmer",
+            "muse_spark", "nemotron_h_omni", "perception_lm", "step3p7", "unlimited_ocr",
         ),
         "has an image processor for torchvision only, and Pillow resizes images here",
     ),
@@ -272,15 +259,8 @@ UNREAD: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "blip",
-            "blip-2",
-            "git",
-            "idefics2",
-            "instructblip",
-            "instructblipvideo",
-            "kosmos-2",
-            "kosmos-2.5",
-            "pp_chart2table",
+            "blip", "blip-2", "git", "idefics2", "instructblip", "instructblipvideo", "kosmos-2",
+            "kosmos-2.5", "pp_chart2table",
         ),
         "has a processor that rewrites a complete prompt, where images are no tokens of their own",
     ),
@@ -298,13 +278,8 @@ UNREAD: dict[str, str] = {
     **dict.fromkeys(("chameleon", "emu3"), "reads images as ids that a frozen encoder computes"),
     **dict.fromkeys(
         (
-            "cohere_compass",
-            "deepseek_ocr2",
-            "dots3_note",
-            "ernie4_5_vl_moe",
-            "hunyuan_vl",
+            "cohere_compass", "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "hunyuan_vl",
             "qwen4_exp",
-            "video_llava",
         ),
         "has not been compared with plain transformers",
     ),
@@ -318,7 +293,7 @@ UNREAD: dict[str, str] = {
     ),
     "paligemma": "attends to its prompt in both directions",
     "pi0": "predicts movements of a robot",
-}
+}  # fmt: skip
 """Why `model.reads` is refused, for types that transformers loads as models of images and text."""
 
 
