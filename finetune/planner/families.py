@@ -268,7 +268,7 @@ UNREAD: dict[str, str] = {
         ("idefics", "mllama"), "reads images by cross attention, not as tokens of a row"
     ),
     **dict.fromkeys(
-        ("fast_vlm", "gemma3n"), "has a tower of the package timm, with a state of its own"
+        ("fast_vlm", "gemma3n"), "has a tower of the package timm, which is not needed otherwise"
     ),
     **dict.fromkeys(
         ("minicpmv4_6", "minicpmv4_7"),
@@ -289,7 +289,7 @@ UNREAD: dict[str, str] = {
     "mistral4": "reads text alone",
     **dict.fromkeys(
         ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-        "counts positions with values of its modules, and is published with a speaker only",
+        "counts positions with values of its modules, not of its config",
     ),
     "paligemma": "attends to its prompt in both directions",
     "pi0": "predicts movements of a robot",
