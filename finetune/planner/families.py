@@ -198,7 +198,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("glm5_next", "lfm3_vl"), dataclasses.replace(_IMAGES, concatenates=False)),
     # The tokens of an image see each other, which attention of documents does not know.
     "gemma3": Family(reads=("image",), logits="plain", concatenates=False),
-    "gemma4": dataclasses.replace(_IMAGES, logits="softcapped", concatenates=False),
+    "gemma4": Family(reads=("image",), logits="softcapped", concatenates=False),
     "qwen3_5": Family(
         reads=("image",), text_only=True, logits="plain", recurrent=("Qwen3_5GatedDeltaNet",)
     ),
