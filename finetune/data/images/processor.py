@@ -141,10 +141,9 @@ class ImageProcessor:
     @cached_property
     def token_ids(self) -> np.ndarray:
         """Ids of the tokens whose embeddings are replaced by features.  # (kinds,) int64"""
-        named = {
-            each for each in self.whole.image_token_ids if each is not None
-        }  # Janus names none
-        return np.array(sorted(named or {self.tokenizer.convert_tokens_to_ids(self.token)}))
+        # The processor of Janus names none.
+        named = [each for each in self.whole.image_token_ids if each is not None]
+        return np.unique(named or [self.tokenizer.convert_tokens_to_ids(self.token)])
 
     def save(self, folder: Path) -> None:
         """Write its files next to those of the tokenizer."""
