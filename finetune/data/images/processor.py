@@ -309,7 +309,7 @@ def _module_of(name: str) -> Any:
         try:
             return importlib.import_module(name)
         finally:
-            del sys.modules[beside]
+            sys.modules.pop(beside, None)
 
 
 def _words_of_videos(*_: Any) -> str:
