@@ -1,5 +1,6 @@
 """Tiny models of the families that read images, with their processors, and plain transformers."""
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,21 @@ import torch
 import transformers as tf
 from pictured import drawn
 from PIL import Image
+from shrunk_families import (
+    BEGIN,
+    END,
+    IMAGE,
+    MADE,
+    MROPE,
+    OF_CLIP,
+    SPECIAL,
+    SQUARE,
+    VIDEO,
+    VOCABULARY,
+    Made,
+)
 from tiny_run import byte_tokenizer
 
-SPECIAL = ["<image>", "<begin>", "<finish>", "<row>", "<video>"]
-SPECIAL += ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-SPECIAL += [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-IMAGE, BEGIN, END, _, VIDEO = range(260, 265)
-VOCABULARY = 260 + len(SPECIAL)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
@@ -31,7 +40,6 @@ SIGHT: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
     "image_size": 32, "patch_size": 8,
 }  # fmt: skip
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 GRID: dict[str, Any] = {
     "depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
 }  # fmt: skip
@@ -39,10 +47,6 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO,
           "vision_start_token_id": BEGIN, "vision_end_token_id": END}  # fmt: skip
 PIXELS = {"size": {"shortest_edge": 1024, "longest_edge": 9216}, "patch_size": 8, "merge_size": 2}
-SQUARE = {"size": {"height": 32, "width": 32}}
-Made = tuple[Any, Any, str, dict[str, Any], dict[str, str]]
-"""Config, image processor, class of the processor, its settings, and named tokens."""
-
 NAMED = {"image_token": "<image>", "boi_token": "<begin>", "eoi_token": "<finish>"}
 
 
@@ -126,10 +130,6 @@ def clip(config: str, **more: Any) -> Any:
     )  # fmt: skip
 
 
-OF_CLIP = {"patch_size": 8, "vision_feature_select_strategy": "default",
-           "num_additional_image_tokens": 1}  # fmt: skip
-
-
 def llava() -> Made:
     made = clip("LlavaConfig", vision_feature_layer=-2)
     images = tf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE["size"])
@@ -192,7 +192,7 @@ RIGHT: dict[str, Callable[[], Made]] = {
         qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, glm4v, glm4v_moe, idefics3, smolvlm, llava,
         llava_next, llava_onevision, gemma3, internvl,
     )
-}  # fmt: skip
+} | MADE  # fmt: skip
 """Families whose losses are those of plain transformers."""
 
 
@@ -202,7 +202,7 @@ def saved(name: str, folder: Path) -> Path:
     tokenizer = byte_tokenizer(None)
     tokenizer.add_tokens(SPECIAL, special_tokens=True)
     place = "<begin>" if name == "gemma3" else "<image>"
-    if kind.startswith(("Qwen", "Glm")):  # else two images in a row would be one
+    if images.valid_kwargs.__annotations__.keys() & {"merge_size"}:  # else two would be one
         place = "<begin><image><finish>"
     tokenizer.chat_template = TEMPLATE.replace("PLACE", place)
     tokenizer.save_pretrained(folder)
@@ -235,6 +235,7 @@ def plain_steps(
     model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     tokenizer = tf.AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    accepted = inspect.signature(model.forward).parameters
     lines, found = [json.loads(line) for line in rows.read_text().splitlines()], []
     for numbers in chosen:
         total = sum(int(documents.document(number)[1][1:].sum()) for number in numbers)
@@ -245,6 +246,8 @@ def plain_steps(
             images = [Image.open(rows.parent / name) for name in names]
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             given = {"images": [images]} if images else {}
+            if "mm_token_type_ids" in accepted:  # Cosmos needs it, and makes it on request
+                given["return_mm_token_type_ids"] = True
             given = processor(**given, text=[text], return_tensors="pt")
             ids, trained = documents.document(number)
             assert given["input_ids"][0].tolist() == ids.tolist()
@@ -254,6 +257,8 @@ def plain_steps(
             loss = losses[torch.from_numpy(trained.copy())[1:]].sum() / total
             loss.backward()
             summed += loss.item()
+        tower = model.get_encoder(modality="image").parameters()
+        assert any(weight.grad is not None and weight.grad.any() for weight in tower)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """Answers of models that read images: in a batch, in a chat, from a server and in an evaluation."""
 
 import base64
+import inspect
 import io
 import json
 from collections.abc import Iterator
@@ -92,13 +93,20 @@ def plain_answer(folder: Path, loaded: Loaded, question: Any, pictures: list[Pat
         question, add_generation_prompt=True, tokenize=False
     )
     images = [decode(path.read_bytes(), "")[0] for path in pictures]
-    given = processor.whole(text=[text], images=[images] if images else None, return_tensors="pt")
+    more = {"return_mm_token_type_ids": True} if _takes_types(model) else {}
+    given = processor.whole(
+        text=[text], images=[images] if images else None, return_tensors="pt", **more
+    )
     found = model.generate(
         **given, max_new_tokens=12, do_sample=False, eos_token_id=list(loaded.stops),
         suppress_tokens=processor.token_ids.tolist(), pad_token_id=0,
     )  # fmt: skip
     new = found[0, given["input_ids"].shape[1] :]
     return str(loaded.tokenizer.decode(new, skip_special_tokens=True))
+
+
+def _takes_types(model: Any) -> bool:
+    return "mm_token_type_ids" in inspect.signature(model.forward).parameters
 
 
 @pytest.mark.parametrize("kind", pictured.KINDS)

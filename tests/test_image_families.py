@@ -1,17 +1,34 @@
 """Each family that reads images trains as in plain transformers, or is refused by name."""
 
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
 import image_families
+import image_families_page
 import pytest
 import torch
+import transformers
+from conftest import launch, write_recipe
+from shrunk_families import MADE
+from test_image_answers import asked, picture, plain_answer
 from test_image_training import PARTS, close, fields, pictures, steps, trained
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from finetune import catalog
+from finetune import SFT, Model, Run, catalog
 from finetune.data.prepare import prepare
 from finetune.data.rows.order import rows_of_step
+from finetune.inference.generate import generate, load_folder
 from finetune.models.model import load_chat_of
-from finetune.planner.families import FAMILIES
+from finetune.planner.families import FAMILIES, UNREAD
+from finetune.verification.model_checks.examination import doctor
 
 STEPS, ROWS = 2, 8
+PLAIN = transformers.ProcessorMixin.replace_image_token
 
 
 @pytest.fixture(scope="module")
@@ -20,25 +37,121 @@ def rows(tmp_path_factory):
 
 
 def test_the_table_of_families_has_what_is_tested_here():
-    assert {kind for kind, family in FAMILIES.items() if family.reads} == set(image_families.RIGHT)
+    known = {kind for kind, family in FAMILIES.items() if family.reads}
+    assert known == image_families.RIGHT.keys() - {"pixtral"}  # a `llava` with another tower
 
 
-@pytest.mark.parametrize("free", ["auto", False])
-@pytest.mark.parametrize("name", image_families.RIGHT)
-def test_a_family_trains_as_in_plain_transformers(rows, tmp_path, name, free):
-    base = image_families.saved(name, tmp_path / "base")
-    model = {"name": str(base), "trains": PARTS, "router_aux_loss": "none"}
-    batch = {"rows": ROWS, "micro_rows": 4, "max_length": 2048, "padding_free": free}
-    given = fields(base, rows, model=model, batch=batch, max_steps=STEPS)
-    recipe = catalog.from_fields(given)
-    chat = load_chat_of(recipe)
-    assert chat.images is not None
-    data = prepare(recipe, chat, tmp_path / "cache").train
-    chosen = [rows_of_step(step, len(data), ROWS, recipe.seed).tolist() for step in range(STEPS)]
-    torch.manual_seed(0)
-    wanted = image_families.plain_steps(
-        base, rows, chat.images.whole, data.documents, chosen, given["optim"]["lr"]
+OFTEN = ("gemma4", "mistral3", "qwen3_5")
+"""Those of `shrunk_families` whose tests are no slow ones."""
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in MADE and name not in OFTEN else [])
+    for name in image_families.RIGHT
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A family with the steps of plain transformers."""
+
+    given: dict[str, Any]
+    wanted: list[tuple[float, float]]
+
+    @classmethod
+    def of(cls, name: str, rows: Path, folder: Path) -> "Subject":
+        base = image_families.saved(name, folder / "base")
+        model = {"name": str(base), "trains": PARTS, "router_aux_loss": "none"}
+        batch = {"rows": ROWS, "micro_rows": 2, "max_length": 2048}
+        given = fields(base, rows, model=model, batch=batch, max_steps=STEPS)
+        recipe = catalog.from_fields(given)
+        chat = load_chat_of(recipe)
+        assert chat.images is not None
+        data = prepare(recipe, chat, folder / "cache").train
+        chosen = [
+            rows_of_step(step, len(data), ROWS, recipe.seed).tolist() for step in range(STEPS)
+        ]
+        for picked in chosen:  # so that a micro-batch of the shortest rows has a filler
+            shortest = sorted(picked, key=lambda number: int(data.lengths[number]))[:2]
+            numbers = [int(number) for each in shortest for number in data.numbers(each)]
+            assert not any(data.documents.images_of(number) for number in numbers)
+        torch.manual_seed(0)
+        lr = given["optim"]["lr"]
+        return cls(
+            given,
+            image_families.plain_steps(base, rows, chat.images.whole, data.documents, chosen, lr),
+        )
+
+    def matches(self, run: Run) -> bool:
+        # A step of AdamW at 1e-3 moves a weight of a tiny gradient by the sign of its rounding.
+        return close(steps(run), self.wanted, of_norms=5e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_trains_as_in_plain_transformers(rows, tmp_path, name):
+    subject = Subject.of(name, rows, tmp_path)
+    assert subject.matches(trained(tmp_path / "auto", subject.given))
+    padded = {"padding_free": False, "micro_rows": 4}
+    assert subject.matches(
+        trained(tmp_path / "padded", subject.given | {"batch": subject.given["batch"] | padded})
     )
-    found = steps(trained(tmp_path / "run", given))
-    # A step of AdamW at 1e-3 moves a weight of a tiny gradient by the sign of its rounding.
-    assert close(found, wanted, of_norms=5e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_answers_as_in_plain_transformers(tmp_path, name):
+    folder = image_families.saved(name, tmp_path / "base")
+    loaded = load_folder(folder)
+    one, two = (picture(tmp_path, number) for number in range(2))
+    rows = [("a?", [one]), ("b?", [two, one]), ("c", [])]
+    questions = [asked(text, *shown) for text, shown in rows]
+    found = generate(loaded, questions, max_new_tokens=12)
+    for answer, question, (_, shown) in zip(found, questions, rows, strict=True):
+        assert answer == plain_answer(folder, loaded, question, shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MADE)
+def test_a_family_is_adapted_saved_reloaded_and_merged(tmp_path, name):
+    folder = image_families.saved(name, tmp_path / "base")
+    found = doctor(SFT(Model(str(folder), reads=("image",))).with_lora())
+    assert not [finding for finding in found if finding.passed is False]
+    assert {"images", "saved, reloaded, merged"} <= {each.name for each in found if each.passed}
+
+
+def test_the_processor_of_pixtral_imports_that_of_torchvision():
+    """Else `_module_of` is not needed."""
+    found = importlib.util.find_spec("transformers.models.pixtral.processing_pixtral")
+    assert found is not None
+    assert found.origin is not None
+    assert "from .image_processing_pixtral import get_resize" in Path(found.origin).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("gemma4", "ddp"), ("mistral3", "fsdp_full_shard"), ("ovis2", "zero3"), ("qwen3_5", "zero2")],
+)
+def test_a_family_trains_on_two_processes_as_in_plain_transformers(
+    rows, tmp_path, finetune, name, backend
+):
+    subject = Subject.of(name, rows, tmp_path)
+    path = write_recipe(tmp_path / "recipe.json", subject.given)
+    launch(finetune, path, backend, tmp_path / "run")
+    assert subject.matches(Run(tmp_path / "run"))
+
+
+def test_every_class_of_images_and_text_is_right_or_refused_with_its_reason():
+    kinds = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    right = {kind for kind, family in FAMILIES.items() if family.reads}
+    assert right | UNREAD.keys() == kinds
+    assert not right & UNREAD.keys()
+    text = image_families_page.PAGE.read_text("utf-8")
+    assert text == image_families_page.page(text), "python -m tests.image_families_page"
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_a_reason_against_a_class_is_a_fact_of_transformers(kind):
+    kinds, reason = IMAGE_PROCESSOR_MAPPING_NAMES.get(kind, {}), UNREAD[kind]
+    processor = getattr(transformers, str(PROCESSOR_MAPPING_NAMES.get(kind)), None)
+    assert ("torchvision only" in reason) <= (kinds.keys() == {"torchvision"})
+    assert ("encoder-decoder" in reason) == CONFIG_MAPPING[kind]().is_encoder_decoder
+    if "rewrites" in reason and processor is not None:
+        assert processor.replace_image_token is PLAIN

@@ -353,7 +353,7 @@ def test_only_the_language_model_is_quantized(base, rows, tmp_path, capsys):
         ({"model": {"reads": []}}, "single", "qwen2_5_vl also reads images: set model.reads"),
         ({"model": {"trains": []}}, "single", "model.trains: no part is trained"),
         ({"model": {"name": None, "config": {"model_type": "llama"}, "tokenizer": "x"}}, "single",
-            "model.reads: images are not known here to be trained right in llama; use one of"),
+            "model.reads: llama is not known to read images; use one of"),
         ({"model": {"name": None, "reads": [], "config": {"model_type": "llama"}, "tokenizer": "x",
             "trains": ["tower"]}}, "single", "add model.reads=[image]"),
     ],

@@ -42,4 +42,5 @@ def test_greedy_completions_are_those_of_the_plain_model(kind):
 
 
 def test_every_recurrent_architecture_is_sampled():
-    assert {kind for kind, family in FAMILIES.items() if family.recurrent} <= set(FIELDS)
+    known = {kind for kind, f in FAMILIES.items() if f.recurrent and not f.reads}
+    assert known <= set(FIELDS)

@@ -92,13 +92,14 @@ def plain_head(model: PreTrainedModel) -> nn.Module:
 
 def logit_function(config: PretrainedConfig) -> tuple[float, float | None]:
     """Scale and soft cap c of logits: c * tanh(scale * x / c), or scale * x if c is None."""
+    text: Any = config.get_text_config(decoder=True)
     match family_of(config.model_type).logits:
         case "softcapped":
-            return 1.0, config.final_logit_softcapping
+            return 1.0, text.final_logit_softcapping
         case "divided":
-            return 1.0 / config.logits_scaling, None
+            return 1.0 / text.logits_scaling, None
         case "multiplied":
-            return config.logit_scale, None
+            return text.logit_scale, None
         case "plain":
             return 1.0, None
 

@@ -21,10 +21,12 @@ from finetune.data.images.processor import ImageProcessor
 from finetune.distributed.layers import network_of
 from finetune.errors import FinetuneError, reading
 from finetune.models.load_checks import full_shape, plain_name
-from finetune.planner.families import family_of
 from finetune.recipe import Model, Recipe
 
 LANGUAGE, CONNECTOR, TOWER = "language", "connector", "tower"
+MERGERS = ("merger", "merger_list", "patch_merger", "deepstack_merger_list", "connector")
+"""Modules inside of a tower that connect it with the language model, by their names in
+transformers."""
 TYPES = ("mm_token_type_ids", "token_type_ids")
 """Inputs that mark tokens of images, by their names in transformers."""
 OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_ends")
@@ -84,13 +86,13 @@ def inputs_for(
 def part_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """The part that each module or parameter belongs to: language, connector or tower.
 
-    The connector is what is in neither, and modules of the tower that the family names.
+    The connector is what is in neither, and `MERGERS` of the tower.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     head = paths.get(id(model.get_output_embeddings()))
     language = [paths[id(model.get_decoder())], *([] if head is None else [head])]
     tower = paths[id(model.get_encoder(modality="image"))]
-    inside = [f"{tower}.{name}" for name in family_of(model.config.model_type).connectors]
+    inside = [f"{tower}.{name}" for name in MERGERS]
 
     def part(name: str) -> str:
         if any(_is_inside(name, path) for path in language):
@@ -233,7 +235,7 @@ def unreached(
     left = [name for name in by_text if parts[name] == LANGUAGE]
     if not seen:
         return left
-    taken = inspect.signature(network.get_image_features).parameters
+    taken = inspect.signature(network.base_model.get_image_features).parameters
     place = trained[seen[0]]
     given = {name: value.to(place.device) for name, value in image.items() if name in taken}
     try:
@@ -247,7 +249,7 @@ def unreached(
 
 def _features(network: Any, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """All features of an image: the last ones, and those of inner layers (Qwen3-VL)."""
-    output = network.get_image_features(**given, return_dict=True)
+    output = network.base_model.get_image_features(**given, return_dict=True)
     found, left = list[torch.Tensor](), [output.pooler_output]
     left += [getattr(output, "deepstack_features", None)]
     while left:

@@ -30,8 +30,6 @@ class Family:
     """Media that tests show to be trained as by plain transformers, with `model.reads`."""
     scores: bool = False
     """Whether it has a class with a score head that reads images."""
-    connectors: tuple[str, ...] = ()
-    """Modules inside of its tower that connect it with the language model."""
 
     sdpa: bool = True
     """Whether transformers has SDPA for it; concatenated rows use the attention of this package."""
@@ -184,20 +182,29 @@ FAMILIES: dict[str, Family] = {
     ),
     # Models that read images.
     **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"),
-        dataclasses.replace(_IMAGES, connectors=("merger",)),
+        (
+            "aria", "aya_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl",
+            "deepseek_vl_hybrid", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga",
+            "idefics3", "internvl", "janus", "lighton_ocr", "llava", "llava_next",
+            "llava_next_video", "llava_onevision", "mistral3", "ovis2", "paddleocr_vl",
+            "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+            "video_llama_3", "video_llava", "vipllava",
+        ),
+        _IMAGES,
     ),
-    **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe"),
-        dataclasses.replace(_IMAGES, connectors=("merger", "deepstack_merger_list")),
-    ),
-    **dict.fromkeys(
-        ("idefics3", "internvl", "llava", "llava_next", "llava_onevision", "smolvlm"), _IMAGES
-    ),
+    "granite_docling": dataclasses.replace(_IMAGES, logits="divided"),
+    "mistral_large4": dataclasses.replace(_IMAGES, logits="softcapped", concatenates=False),
+    "hyperclovax_vision_v2": dataclasses.replace(_IMAGES, logits=None),
+    **dict.fromkeys(("glm5_next", "lfm3_vl"), dataclasses.replace(_IMAGES, concatenates=False)),
     # The tokens of an image see each other, which attention of documents does not know.
     "gemma3": Family(reads=("image",), logits="plain", concatenates=False),
-    "qwen3_5": Family(text_only=True, concatenates=False),
-    "qwen3_5_moe": Family(text_only=True, concatenates=False),
+    "gemma4": Family(reads=("image",), logits="softcapped", concatenates=False),
+    "qwen3_5": Family(
+        reads=("image",), text_only=True, logits="plain", recurrent=("Qwen3_5GatedDeltaNet",)
+    ),
+    "qwen3_5_moe": Family(
+        reads=("image",), text_only=True, logits="plain", recurrent=("Qwen3_5MoeGatedDeltaNet",)
+    ),
     "openai-gpt": dataclasses.replace(_OTHER, recomputes=False, sdpa=False, transposed=True),
     **dict.fromkeys(("ctrl", "jetmoe"), dataclasses.replace(_OTHER, recomputes=False)),
     **dict.fromkeys(
@@ -226,7 +233,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **dict.fromkeys(
         (
-            "florence2", "mistral3", "paligemma", "qwen2_5_omni", "qwen2_audio", "voxtral",
+            "florence2", "paligemma", "qwen2_5_omni", "qwen2_audio", "voxtral",
         ),
         dataclasses.replace(_OTHER, unfit=OTHER_MEDIA),
     ),
@@ -235,6 +242,59 @@ FAMILIES: dict[str, Family] = {
         dataclasses.replace(_OTHER, unfit=MASKED),
     ),
 }  # fmt: skip
+
+
+UNREAD: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "cohere2_vision", "gemma4_unified", "inkling2", "inkling_mm_model", "kimi_k25",
+            "lfm2_vl", "llama4", "minicpm_ocr", "minimax_m3_vl", "molmo2", "muse_glimmer",
+            "muse_spark", "nemotron_h_omni", "perception_lm", "step3p7", "unlimited_ocr",
+        ),
+        "has an image processor for torchvision only, and Pillow resizes images here",
+    ),
+    **dict.fromkeys(
+        ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
+        ENCODER_DECODER,
+    ),
+    **dict.fromkeys(
+        (
+            "blip", "blip-2", "git", "idefics2", "instructblip", "instructblipvideo", "kosmos-2",
+            "kosmos-2.5", "pp_chart2table",
+        ),
+        "has a processor that rewrites a complete prompt, where images are no tokens of their own",
+    ),
+    **dict.fromkeys(
+        ("idefics", "mllama"), "reads images by cross attention, not as tokens of a row"
+    ),
+    **dict.fromkeys(
+        ("fast_vlm", "gemma3n"), "has a tower of the package timm, which is not needed otherwise"
+    ),
+    **dict.fromkeys(
+        ("minicpmv4_6", "minicpmv4_7"),
+        "has a processor that reads settings of videos, which need torchvision",
+    ),
+    **dict.fromkeys(("fuyu", "got_ocr2", "shieldgemma2"), "has a prompt of its own for one image"),
+    **dict.fromkeys(("chameleon", "emu3"), "reads images as ids that a frozen encoder computes"),
+    **dict.fromkeys(
+        (
+            "cohere_compass", "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "hunyuan_vl",
+            "qwen4_exp",
+        ),
+        "has not been compared with plain transformers",
+    ),
+    "granite4_vision": "makes no cache of keys and values, without which no answer is generated",
+    "diffusion_gemma": "is trained to remove noise of blocks, not to predict the next token",
+    "evolla": "reads proteins",
+    "mistral4": "reads text alone",
+    **dict.fromkeys(
+        ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        "counts positions with values of its modules, not of its config",
+    ),
+    "paligemma": "attends to its prompt in both directions",
+    "pi0": "predicts movements of a robot",
+}  # fmt: skip
+"""Why `model.reads` is refused, for types that transformers loads as models of images and text."""
 
 
 def family_of(model: Mapping[str, Any] | str | None) -> Family:

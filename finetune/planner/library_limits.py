@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from finetune.errors import FinetuneError
 from finetune.planner.balance_loss import coefficient, expert_count
-from finetune.planner.families import ENCODER_DECODER, FAMILIES, family_of
+from finetune.planner.families import ENCODER_DECODER, FAMILIES, UNREAD, family_of
 from finetune.planner.request import Request, Rule
 from finetune.planner.shapes.prequantised import (
     BITSANDBYTES,
@@ -106,9 +106,10 @@ def architecture(request: Request) -> Iterator[str]:
     kind, reads = request.kind, request.recipe.model.reads
     if reads and request.fields and not family_of(kind).reads:
         known = ", ".join(name for name, each in FAMILIES.items() if each.reads)
+        reason = UNREAD.get(str(kind), "is not known to read images")
         yield (
-            f"model.reads: images are not known here to be trained right in {kind}; use one of "
-            f"{known}, or reads=[] for a model that also reads text alone"
+            f"model.reads: {kind} {reason}; use one of {known}, or reads=[] for a model that also "
+            "reads text alone"
         )
     elif reason := unfit(request.recipe, request.fields):
         yield (

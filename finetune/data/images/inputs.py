@@ -1,5 +1,6 @@
 """Inputs of a model for the images of a micro-batch, and the positions of its tokens."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,14 +66,17 @@ class ImageInputs:
 
         assert self.positions is not None
         grids, parts = iter(tensors.get(GRID, ())), list[torch.Tensor]()
+        taken = inspect.signature(self.positions).parameters
         for ids, images in documents:
             own = torch.arange(len(ids)).expand(4, -1)
             if images:
-                placed, _ = self.positions(
-                    input_ids=torch.from_numpy(ids.astype(np.int64))[None],
-                    mm_token_type_ids=torch.from_numpy(self.types(ids))[None],
-                    image_grid_thw=torch.stack([next(grids) for _ in range(images)]),
-                )  # (3, 1, tokens)
+                known = {
+                    "input_ids": torch.from_numpy(ids.astype(np.int64))[None],
+                    "mm_token_type_ids": torch.from_numpy(self.types(ids))[None],
+                    "image_grid_thw": torch.stack([next(grids) for _ in range(images)]),
+                }
+                given = {name: value for name, value in known.items() if name in taken}
+                placed, _ = self.positions(**given)  # (3, 1, tokens)
                 own = torch.cat([own[:1], placed[:, 0]])
             parts.append(own)
         return torch.cat(parts, dim=1)[:, None]

@@ -15,12 +15,14 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +45,7 @@ FILES = (IMAGE_FILE, WHOLE_FILE, "video_preprocessor_config.json")
 """Files of a processor next to those of its tokenizer, in transformers 5.23."""
 TEMPLATE_FILE = "chat_template.json"
 """Where older processors have their chat template, which then no tokenizer has."""
-SMALLEST = 8
+SMALLEST, LARGEST = 8, 512
 """Width and height in pixels of the image of a filler document, before it is resized."""
 GRID = "image_grid_thw"
 """Input with the patches of each image in time, height and width, from which positions follow. A
@@ -127,8 +129,8 @@ class ImageProcessor:
         """
         import transformers
 
-        base = getattr(transformers, self.kind)
-        module = importlib.import_module(base.__module__)
+        module = _module_of(getattr(transformers, self.kind).__module__)
+        base = getattr(module, self.kind)
         if getattr(module, "num2words", base) is None:
             module.num2words = _words_of_videos
         there = {"image_processor": self.images, "tokenizer": copy.deepcopy(self.tokenizer)}
@@ -145,7 +147,9 @@ class ImageProcessor:
     @cached_property
     def token_ids(self) -> np.ndarray:
         """Ids of the tokens whose embeddings are replaced by features.  # (kinds,) int64"""
-        return np.array(sorted(set(self.whole.image_token_ids)))
+        # The processor of Janus names none.
+        named = [each for each in self.whole.image_token_ids if each is not None]
+        return np.unique(named or [self.tokenizer.convert_tokens_to_ids(self.token)])
 
     def save(self, folder: Path) -> None:
         """Write its files next to those of the tokenizer."""
@@ -213,7 +217,8 @@ class ImageProcessor:
         try:
             return self.whole(
                 images=images, text=text, return_text_replacement_offsets=True,
-                images_kwargs={"return_tensors": "pt", **settings}, text_kwargs={"padding": False},
+                images_kwargs={"return_tensors": "pt", **settings},
+                text_kwargs={"padding": False, "return_tensors": None},
             )  # fmt: skip
         except (ValueError, TypeError, ZeroDivisionError) as error:
             raise RowProblem(
@@ -262,14 +267,21 @@ class ImageProcessor:
     @cached_property
     def filler(self) -> "tuple[np.ndarray, dict[str, torch.Tensor]]":
         """A document of one small image, (tokens,) int32, and the tensors of its image."""
+        return self._filler(SMALLEST)
+
+    def _filler(self, size: int) -> "tuple[np.ndarray, dict[str, torch.Tensor]]":
         from PIL import Image
 
         # Not black: an image of zeros could be taken for padding.
-        image = Image.new("RGB", (SMALLEST, SMALLEST), (90, 120, 150))
+        image = Image.new("RGB", (size, size), (90, 120, 150))
         known = self.images.valid_kwargs.__annotations__
         uncut = {name: False for name in UNCUT if name in known}
         found = self._processed([[image]], "a filler", **uncut)
         ids = self.tokenizer(_first_text(found), add_special_tokens=False)["input_ids"]
+        most = max(map(ids.count, self.token_ids.tolist()))
+        # Mistral 3 of transformers 5.23 cannot read an image of one token.
+        if (most == 1 or not ids) and size < LARGEST:
+            return self._filler(2 * size)
         return np.array(ids, dtype=np.int32), self._tensors(found)
 
 
@@ -309,6 +321,25 @@ def changed(name: str, folder: Path | None = None) -> str:
     """Says that an image is not the one that the rows in a folder were prepared from."""
     again = "start again" if folder is None else f"delete {folder} to prepare the rows again"
     return f"data: {name} has changed since the rows were prepared; restore it, or {again}"
+
+
+def _module_of(name: str) -> Any:
+    """The module of a processor.
+
+    In transformers 5.23 that of Pixtral imports a function of the processor with torchvision.
+    It counts tokens for servers; nothing here calls it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+        beside = name.replace(".processing_", ".image_processing_")
+        sys.modules[beside] = SimpleNamespace(get_resize_output_image_size=None)  # type: ignore[assignment]
+        try:
+            return importlib.import_module(name)
+        finally:
+            sys.modules.pop(beside, None)
 
 
 def _words_of_videos(*_: Any) -> str:
