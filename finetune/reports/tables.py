@@ -136,6 +136,8 @@ def templates(html: bool = True) -> jinja2.Environment:
     )
     found.filters |= {"cell": cell, "with_pictures": with_pictures}
     found.tests["exact"] = is_exact
+    if html:
+        found.globals["parts"] = found.get_template("parts.html.jinja").module
     return found
 
 
