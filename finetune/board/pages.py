@@ -5,7 +5,6 @@ import math
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import jinja2
 from starlette.requests import Request
@@ -37,7 +36,6 @@ def environment() -> jinja2.Environment:
         "since": lambda when: units.duration(time.time() - when),
         "count": units.count,
         "lr": units.learning_rate,
-        "query": lambda value: urlencode(value, doseq=True),
         "command": command,
     }
     found.globals["badges"] = BADGES
