@@ -238,7 +238,7 @@ def _with_roles(
     `<|im_start|>user`, `<|start_header_id|>user` and `<|user|>` begin a turn of the user.
     """
     names = {"model": "assistant"} | {role: role for role in roles}
-    marks, owners = set(tokenizer.all_special_ids), list[str]()
+    marks, owners = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}, list[str]()
     role, first, header = "", 0, None
     for place, piece in enumerate(found):
         if not marks.isdisjoint(piece.ids):
