@@ -207,7 +207,7 @@ def start(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
     return f"/run?{urlencode({'run': name})}"
 
 
-def submission(shelf: Shelf, tasks: Tasks, sent: Words) -> dict[str, str]:
+def submission(shelf: Shelf, tasks: Tasks, sent: Words) -> dict[str, Any]:
     """What a scheduler would get for a form, by `finetune launch --dry-run`.
 
     Raises:

@@ -129,7 +129,7 @@ def _sections(watch: Watch) -> list[Any]:
 def _charts(watch: Watch, values: dict[str, Any], x: str) -> list[Chart]:
     """The curves as drawings, for a page without scripts and until they have run."""
     found = list[Chart]()
-    for key in values["curves"]:
+    for key in map(str, values["curves"]):
         curves = [Curve(NAMES.get(key, key), _points(values, key, x), "smooth")]
         if x == "step":
             measured = [(e.get("step", 0), _of(e, key)) for e in watch.evaluations]

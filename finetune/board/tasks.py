@@ -58,7 +58,7 @@ class Task:
     place: str
     """The folder in which it works."""
     created: float
-    end: dict[str, Any] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict[str, Any])
     """What `ended.json` says, once it is there."""
 
     @property

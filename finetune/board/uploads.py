@@ -1,7 +1,6 @@
 """Receive a form with files (RFC 7578): to the disk as it arrives, and never into memory."""
 
 import contextlib
-import itertools
 import mmap
 import os
 import re
@@ -100,9 +99,10 @@ def _store(
         with memoryview(text)[start:end] as part:
             scratch.write(part)
         scratch.flush()
-        for number in itertools.count(1):
+        number = 1
+        while True:
             path = folder / f"{stem}{f'-{number}' if number > 1 else ''}{ending}"
             with contextlib.suppress(FileExistsError):
                 os.link(scratch.name, path)  # fails if the name is taken
-                break
-    return path
+                return path
+            number += 1

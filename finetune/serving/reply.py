@@ -135,7 +135,7 @@ class Reply(Row):
             Answer(
                 text=self._cut.text,
                 tokens=self._tokens,
-                prompt_ids=self.prompt,
+                prompt_ids=list(self.prompt),
                 new_tokens=len(self.ids),
                 finish_reason="stop" if self.stopped or self._cut.found else "length",
             )
