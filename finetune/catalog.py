@@ -260,7 +260,7 @@ def _hint_within(hint: Any, part: str) -> Any:
     """The type of a field, an element or a value within a type; Any if unknown."""
     if hint is Any:
         return Any
-    for kind in _alternatives(hint):
+    for kind in alternatives(hint):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             if part not in {field.name for field in dataclasses.fields(kind)}:
                 return Any
@@ -282,18 +282,18 @@ def _value_of_dict(hint: Any) -> tuple[Any] | None:
 
     The keys of such a dictionary are module names, which contain dots.
     """
-    for kind in _alternatives(hint):
+    for kind in alternatives(hint):
         if typing.get_origin(kind) is dict and typing.get_args(kind)[1] is not Any:
             return (typing.get_args(kind)[1],)
     return None
 
 
-def _alternatives(hint: Any) -> list[Any]:
+def alternatives(hint: Any) -> list[Any]:
     """The members of a union, without annotations."""
     if typing.get_origin(hint) is Annotated:
-        return _alternatives(typing.get_args(hint)[0])
+        return alternatives(typing.get_args(hint)[0])
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return [kind for member in typing.get_args(hint) for kind in _alternatives(member)]
+        return [kind for member in typing.get_args(hint) for kind in alternatives(member)]
     return [hint]
 
 
@@ -315,7 +315,7 @@ _LENIENT = ConfigDict(allow_inf_nan=False)
 
 
 def _is_section(hint: Any) -> bool:
-    kinds = _alternatives(hint)
+    kinds = alternatives(hint)
     return any(isinstance(kind, type) and dataclasses.is_dataclass(kind) for kind in kinds)
 
 
@@ -326,7 +326,7 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
     Python tuple `(a, b)`; the text itself; and a list of comma-separated values.
     """
     words = {"true": True, "false": False, "null": None, "none": None}
-    listed = [kind for kind in _alternatives(hint) if typing.get_origin(kind) is Literal]
+    listed = [kind for kind in alternatives(hint) if typing.get_origin(kind) is Literal]
     if any(text in typing.get_args(kind) for kind in listed):
         yield text
     is_word = text.lower() in words
@@ -351,7 +351,7 @@ def _readings(text: str, hint: Any) -> Iterator[Any]:
 
 def differences(recipe: Recipe, other: Recipe) -> list[str]:
     """Differing fields that affect training, as `field: value -> other value`."""
-    mine, theirs = _flatten(to_fields(recipe)), _flatten(to_fields(other))
+    mine, theirs = flatten(to_fields(recipe)), flatten(to_fields(other))
     changed = [key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)]
     return [
         f"{key}: {mine.get(key)!r} -> {theirs.get(key)!r}"
@@ -360,7 +360,8 @@ def differences(recipe: Recipe, other: Recipe) -> list[str]:
     ]
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a recipe by their dotted paths."""
     if isinstance(value, dict):
         pairs = value.items()
     elif isinstance(value, list):
@@ -370,5 +371,5 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {
         key: leaf
         for name, inner in pairs
-        for key, leaf in _flatten(inner, f"{prefix}.{name}" if prefix else name).items()
+        for key, leaf in flatten(inner, f"{prefix}.{name}" if prefix else name).items()
     }

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -419,34 +418,6 @@ def test_200_runs_and_a_million_steps_are_answered_at_once(
             assert spent < 0.3
         print(f"resident memory: {process.memory_info().rss / 2**20:.0f} MiB")
         assert process.memory_info().rss < 80 << 20
-
-
-@pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium is installed")
-@pytest.mark.parametrize(
-    ("path", "asked_by_scripts"),
-    [
-        ("/?", {"/events"}),
-        ("/run?run=good&", {"/events?run=good", "/curves.json?run=good&since=0"}),
-        ("/new?from=run%3Agood&", {"/plan"}),
-    ],
-)
-def test_the_scripts_of_a_page_run_and_ask_no_other_host(
-    board: Board, tmp_path: Path, path: str, asked_by_scripts: set[str]
-):
-    log = tmp_path / "net.json"
-    words = [
-        "chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        f"--user-data-dir={tmp_path / 'user'}", f"--log-net-log={log}", "--timeout=8000",
-        "--dump-dom", f"{board.url}{path}token={board.token}",
-    ]  # fmt: skip
-    subprocess.run(words, capture_output=True, timeout=120, check=True)
-    asked = {
-        event["params"]["url"]
-        for event in json.loads(log.read_text())["events"]
-        if board.url in (event.get("params") or {}).get("initiator", "")
-    }
-    assert all(each.startswith((f"{board.url}/", "data:")) for each in asked)
-    assert {f"{board.url}{each}" for each in asked_by_scripts} <= asked
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -99,3 +99,37 @@ def test_a_rank_that_ends_after_its_connections_is_not_taken_for_silent(tmp_path
     assert explained.problems[0].startswith(
         f"step 0: rank 1 (process {ending.pid} on {host}) ended without an error message; "
     )
+
+
+def test_a_rank_that_others_wait_for_is_named_in_a_file_until_it_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeat, "WAITING_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "collectives_begun", lambda: 7)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    engine: Any = Ranks(0)
+    first = Heartbeat(
+        engine, ("127.0.0.1", store.port), None, tmp_path, on_orphan=lambda: None,
+        on_loss=lambda _: None, standing=lambda: "",
+    )  # fmt: skip
+
+    def second(collectives: int) -> None:
+        beat = Beat(1, 1, 4, collectives, os.getpid(), "other", "saver.py:8 in save", 3.0)
+        store.set("finetune/this start/1", json.dumps(dataclasses.asdict(beat)))
+
+    def named(wanted: list[str]) -> None:
+        until, file = time.monotonic() + 20, tmp_path / "waiting.json"
+        while not (file.exists() and json.loads(file.read_text())["ranks"] == wanted):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+    second(6)
+    first.start()
+    try:
+        text = f"rank 1 (process {os.getpid()} on other) did not join a collective for 3 s"
+        named([f"{text}; it was last at saver.py:8 in save"])
+        second(7)
+        named([])
+    finally:
+        first.stop()

@@ -95,7 +95,8 @@ def test_the_page_marks_the_answers_and_asks_for_nothing(found, recipe, tmp_path
     assert capsys.readouterr().out == f"wrote {page}\n"
     written = page.read_text()
     assert re.findall(r"<[^>]*\b(?:src|href)=", written) == []
-    shown = (re.findall(r"<b [^>]*>(.*?)</b>", text, re.S) for text in written.split("<pre>")[1:])
+    texts = written.split('<pre class="tokens">')[1:]
+    shown = (re.findall(r"<b [^>]*>(.*?)</b>", text, re.S) for text in texts)
     assert [html.unescape("".join(texts)) for texts in shown] == [
         "".join(piece["text"] for piece in document["pieces"] if piece["trained"])
         for row in found["rows"]

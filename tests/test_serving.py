@@ -118,6 +118,10 @@ def test_the_ids_of_a_request_are_those_of_training(server):
     prompt = rendered.ids[: rendered.trained.index(True)]
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is kept?"}]}]
     for messages in (ASKED, parts):
+        asked = {"extra_body": {"return_token_ids": True}}
+        assert server.chat("tuned", messages, 3, **asked).prompt_token_ids == prompt
+        *_, last = server.chat("tuned", messages, 3, stream=True, **asked)
+        assert last.prompt_token_ids == prompt
         assert server.chat("tuned", messages, 3).usage.prompt_tokens == len(prompt)
     assert server.complete(prompt).choices[0].text == wanted(server)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -10,7 +12,7 @@ from urllib.parse import parse_qs, urlencode
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, StreamingResponse
@@ -24,18 +26,13 @@ from finetune.errors import FinetuneError, first_line, of_a_file
 from finetune.serving.problem import about_field, problem
 
 STATIC = Path(__file__).parent / "static"
-STYLES = (
-    Path(__file__).parents[1] / "reports" / "templates" / "style.css",
-    STATIC / "uPlot.min.css",
-    STATIC / "board.css",
-)
-KINDS = {".js": "text/javascript", ".txt": "text/plain"}
+STYLE = Path(__file__).parents[1] / "reports" / "templates" / "style.css"
 MOST_STREAMS = 64
 """Event streams at once; each tab of a run has one."""
 SECONDS = 2.0
-"""Seconds between two looks at the files of a run."""
-SECONDS_OF_QUEUE = 2.0
-"""Seconds between two looks at the tasks that wait."""
+"""Seconds between two looks at the files of a run, or at the tasks that wait."""
+SHARE = 0.005
+"""Part of a processor that live parts of a page take at most; they are made less often then."""
 
 
 class Live:
@@ -48,35 +45,39 @@ class Live:
         self._making: dict[str, asyncio.Lock] = {}
 
     async def parts(self, key: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """Parts of a page by name, at most `SECONDS` old."""
+        """Parts of a page by name, and kept for a while, which is longer if they cost more."""
         loop = asyncio.get_running_loop()
+
+        def made() -> tuple[float, dict[str, str]]:
+            began = time.thread_time()
+            try:
+                parts = make()
+            except FinetuneError as error:  # deleted under the page
+                parts = {"head": pages.rendered("problem", text=str(error))}
+            return max(0.9 * SECONDS, (time.thread_time() - began) / SHARE), parts
+
         async with self._making.setdefault(key, asyncio.Lock()):
-            made, parts = self._known.get(key, (-SECONDS, {}))
-            if loop.time() - made >= SECONDS * 0.9:
-                parts = await run_in_threadpool(make)
-                self._known[key] = loop.time(), parts
+            until, parts = self._known.get(key, (0.0, {}))
+            if loop.time() >= until:
+                kept, parts = await run_in_threadpool(made)
+                self._known[key] = loop.time() + kept, parts
             return parts
 
     async def events(self, key: str, make: Callable[[], dict[str, str]]) -> AsyncIterator[str]:
         """Server-sent events: each part when it has changed."""
         self.streams += 1
         sent: dict[str, str] = {}
-        quiet = 0.0
         try:
-            while not self.ended:
-                try:
-                    parts = await self.parts(key, make)
-                except FinetuneError as error:  # deleted under the page
-                    parts = {"head": pages.card(str(error))}
-                for name, text in parts.items():
+            for turn in itertools.count():
+                if self.ended:
+                    return
+                for name, text in (await self.parts(key, make)).items():
                     if sent.get(name) != text:
-                        sent[name], quiet = text, 0.0
+                        sent[name] = text
                         lines = "".join(f"data: {line}\n" for line in text.split("\n"))
                         yield f"event: {name}\n{lines}\n"
-                if quiet > 15:
-                    quiet = 0.0
+                if turn % 8 == 7:
                     yield ": still here\n\n"
-                quiet += SECONDS
                 await asyncio.sleep(SECONDS)
         finally:
             self.streams -= 1
@@ -97,7 +98,7 @@ PAGES: Mapping[str, tuple[str, Callable[[Board, Words], dict[str, Any]]]] = {
     "/": ("runs", lambda board, _: pages.listed(board.shelf, board.tasks)),
     "/list": ("list", lambda board, _: pages.listed(board.shelf, board.tasks)),
     "/run": ("run", lambda board, asked: run_page.page(board.shelf, board.tasks, asked)),
-    "/compare": ("compare", lambda board, asked: run_page.compared(board.shelf, asked)),
+    "/compare": ("comparison", lambda board, asked: run_page.compared(board.shelf, asked)),
     "/new": ("new", lambda board, asked: new_run.page(board.shelf, board.tasks, asked)),
     "/data": ("data", lambda board, asked: data_page.page(board.shelf, board.tasks, asked)),
 }
@@ -127,11 +128,6 @@ def asked_of(request: Request) -> Words:
     return {name: request.query_params.getlist(name) for name in request.query_params}
 
 
-def of_htmx(request: Request) -> bool:
-    """Whether a part of a page is asked for, not a page."""
-    return request.headers.get("hx-request") == "true"
-
-
 def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
     """The ASGI application of the runs in a folder.
 
@@ -146,7 +142,7 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
         while True:
             with contextlib.suppress(FinetuneError, OSError):  # a full disk: the next time
                 await run_in_threadpool(turn)
-            await asyncio.sleep(SECONDS_OF_QUEUE)
+            await asyncio.sleep(SECONDS)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -160,60 +156,44 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
     )
     app.state.live = board.live
     app.add_middleware(Access, token=token, local=local)
-    _answer_errors(app)
+    for kind in (HTTPException, FinetuneError, RequestValidationError, OSError, Exception):
+        app.add_exception_handler(kind, _refused)
     for routes in (_files(), _pages(board), _forms(board), _chats(board)):
         app.include_router(routes)
     app.include_router(jobs_api.router(board.jobs))
     return app
 
 
-def _answer_errors(app: FastAPI) -> None:
+async def _refused(request: Request, error: Exception) -> Response:
     """Whatever goes wrong is a card, or an error of the API; the server goes on."""
-
-    def refused(request: Request, status: int, text: str) -> Response:
-        if request.url.path.startswith("/v1"):
-            return problem(status, text)
-        name = "problem" if of_htmx(request) else "card"
-        return HTMLResponse(pages.page(name, request, text=text, title="No"), status)
-
-    @app.exception_handler(HTTPException)
-    async def of_http(request: Request, error: HTTPException) -> Response:
-        text = str(error.detail)
-        if text == HTTPStatus(error.status_code).phrase:
-            text = f"{request.method} {request.url.path}: there is no such page"
-        return refused(request, error.status_code, text)
-
-    @app.exception_handler(FinetuneError)
-    async def of_user(request: Request, error: FinetuneError) -> Response:
-        return refused(request, 400, str(error))
-
-    @app.exception_handler(OSError)
-    async def of_disk(request: Request, error: OSError) -> Response:
-        return refused(request, 507, of_a_file(error) or str(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return refused(request, 400, "\n".join(map(about_field, error.errors())))
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return refused(request, 500, f"{type(error).__name__}: {first_line(error)}")
+    match error:
+        case HTTPException():
+            status, text = error.status_code, str(error.detail)
+            if text == HTTPStatus(status).phrase:
+                text = f"{request.method} {request.url.path}: there is no such page"
+        case FinetuneError():
+            status, text = 400, str(error)
+        case RequestValidationError():
+            status, text = 400, "\n".join(map(about_field, error.errors()))
+        case OSError():
+            status, text = 507, of_a_file(error) or str(error)
+        case _:
+            status, text = 500, f"{type(error).__name__}: {first_line(error)}"
+    if request.url.path.startswith("/v1"):
+        return problem(status, text)
+    return pages.part("problem", request, status, text=text, title=HTTPStatus(status).phrase)
 
 
 def _files() -> APIRouter:
     """The files of the pages."""
     routes = APIRouter()
-    styles = "\n".join(path.read_text(encoding="utf-8") for path in STYLES)
+    files = {path.name: path for path in (*STATIC.iterdir(), STYLE)}
 
     @routes.get("/static/{name}")
-    async def static(name: str) -> Response:
-        kept = {"Cache-Control": "max-age=60"}
-        if name == "board.css":
-            return Response(styles, media_type="text/css", headers=kept)
-        path = STATIC / name
-        if path.suffix not in KINDS or path.parent != STATIC or not path.is_file():
+    def static(name: str) -> Response:
+        if name not in files:
             raise HTTPException(404)
-        return Response(path.read_bytes(), media_type=KINDS[path.suffix], headers=kept)
+        return FileResponse(files[name], headers={"Cache-Control": "max-age=60"})
 
     return routes
 
@@ -257,9 +237,7 @@ def _pages(board: Board) -> APIRouter:
     def rows(request: Request) -> Response:
         if not pages.trusted(request):
             raise HTTPException(401, "this starts a command: open the board with its token")
-        values = data_page.rows(shelf, tasks, asked_of(request))
-        template = "rows" if of_htmx(request) else "data"
-        return HTMLResponse(pages.page(template, request, **values))
+        return pages.part("rows", request, **data_page.rows(shelf, tasks, asked_of(request)))
 
     return routes
 
@@ -281,14 +259,18 @@ def _forms(board: Board) -> APIRouter:
     @routes.post("/row")
     async def row(request: Request) -> Response:
         found = await run_in_threadpool(data_page.edited, shelf, tasks, await form_of(request))
-        template = "tokens" if of_htmx(request) else "row"
-        return HTMLResponse(pages.page(template, request, title="A row", **found))
+        return pages.part("tokens", request, title="A row as the model sees it", **found)
+
+    @routes.post("/job")
+    async def job(request: Request) -> Response:
+        found = await run_in_threadpool(new_run.submission, shelf, tasks, await form_of(request))
+        return pages.part("job", request, title="What would be submitted", **found)
 
     @routes.post("/plan")
     async def plan(request: Request) -> Response:
         sent = await form_of(request)
         found = await run_in_threadpool(new_run.planned, shelf, tasks, sent)
-        if of_htmx(request):
+        if pages.of_htmx(request):
             headers = {"HX-Replace-Url": found["address"]}
             return HTMLResponse(pages.page("board_plan", request, **found), headers=headers)
         began = parse_qs(found["address"].partition("?")[2])

@@ -1,11 +1,10 @@
 """The commands that the buttons of a run are: what is shown to copy is what is started."""
 
 import os
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.board.tasks import command
 from finetune.runs.progress import Watch
 from finetune.runs.run import Run, read_object
 
@@ -22,11 +21,6 @@ class Button(NamedTuple):
     @property
     def command(self) -> str:
         return command(self.words)
-
-
-def command(words: Sequence[str]) -> str:
-    """A command of the toolkit, quoted for a shell."""
-    return shlex.join(["finetune", *words])
 
 
 def shown(path: Path) -> str:

@@ -1,22 +1,16 @@
 """The page of data: rows as the model sees them, their lengths, and a row to edit."""
 
 import json
-import math
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from finetune import catalog
 from finetune.board import new_run
-from finetune.board.commands import command
 from finetune.board.shelf import Shelf
-from finetune.board.tasks import Tasks, Words, first
+from finetune.board.tasks import Tasks, Words, command, first
 from finetune.errors import FinetuneError
-from finetune.recipe import Recipe
-from finetune.reports.drawings import box, drawing, text
 
 MOST_ROWS = 50
 LONGEST_ROW = 256 * 1024
@@ -57,8 +51,7 @@ def rows(shelf: Shelf, tasks: Tasks, asked: Words) -> dict[str, Any]:
     recipe = catalog.override(began.recipe, words) if words else began.recipe
     found = _inspect(began.word, *words, "--rows", str(rows_of(asked)))
     return page(shelf, tasks, asked) | {
-        "inspection": found, "histogram": histogram(found["lengths"], recipe),
-        "raw": _raw(found), "recipe": recipe,
+        "inspection": found, "raw": _raw(found), "limit": recipe.batch.max_length,
     }  # fmt: skip
 
 
@@ -112,30 +105,3 @@ def _raw(found: dict[str, Any]) -> str:
                 if at == int(number):
                     return json.dumps(json.loads(line), indent=2, ensure_ascii=False)
     return "{}"
-
-
-def histogram(lengths: list[list[int]], recipe: Recipe) -> Markup:
-    """Sequences by length, with the maximum as a line."""
-    if not lengths:
-        return Markup("")
-    width, high, left = 940, 150, 50
-    most, longest = max(count for _, _, count in lengths), lengths[-1][1]
-    limit = recipe.batch.max_length
-    end = max(longest, limit if limit < 2 * longest else 0)
-    each = (width - left) / end
-    parts = list[str]()
-    for start, last, count in lengths:
-        tall = high * count / most
-        about = f"{start:,} to {last:,} tokens: {count:,}"
-        parts.append(
-            box(left + (start - 1) * each, high + 8 - tall, (last - start + 1) * each - 1, tall,
-                "bar", about)
-        )  # fmt: skip
-    parts.append(text(left - 8, 18, f"{most:,}", "value"))
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        place = left + (width - left) * share * 0.97
-        parts.append(text(place, high + 26, f"{math.floor(end * share * 0.97):,}", "step"))
-    if limit <= end:
-        at = left + limit * each - 2
-        parts.append(box(at, 4, 2, high + 4, "limit", f"max_length {limit:,}"))
-    return drawing(width, high + 34, parts, "sequences by their number of tokens")

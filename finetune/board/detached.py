@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
                 child = subprocess.Popen(
                     interpreter.python("-m", "finetune", *task["words"]),
                     env=interpreter.environment(os.environ | variables),
-                    cwd=task["folder"],
+                    cwd=task["place"],
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,

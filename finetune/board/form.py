@@ -7,20 +7,21 @@ becomes `key=value` words, which `finetune launch` reads; the form has no other 
 import dataclasses
 import json
 import re
-import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
-
-from pydantic_core import to_jsonable_python
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from finetune import catalog
 from finetune.errors import FinetuneError
+from finetune.importers.recipe_file import defaults, sentence
 from finetune.recipe import Recipe
 from finetune.recipe.meanings import meanings
 
-TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false",
-         dict: "keys and values", tuple: "list", list: "list"}  # fmt: skip
+TYPES: Mapping[Any, str] = {
+    int: "whole number", float: "number", str: "text", dict: "keys and values", tuple: "list",
+    list: "list",
+}  # fmt: skip
+JSON = "list of JSON objects"
 OFF = "null"
 """The value of a section that is left out."""
 FIRST = (
@@ -66,119 +67,59 @@ def text_of(value: Any) -> str:
 def groups(recipe: Recipe) -> list[Group]:
     """The fields of a recipe: those of its method first, then by section."""
     kind, values = type(recipe), catalog.to_fields(recipe)
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints, about = typing.get_type_hints(kind, include_extras=True), meanings(kind)
     plain, sections = list[Field](), list[Group]()
     for field in dataclasses.fields(kind):
         name, hint, value = field.name, hints[field.name], values[field.name]
-        section = _section_of(hint)
-        if section is None:
-            plain.append(_field(kind, name, name, hint, value))
-        elif _is_list(hint):
-            sections.append(_sources(kind, section, name, hint, value))
+        members = catalog.alternatives(hint)
+        listed = [typing.get_args(each)[0] for each in members if typing.get_origin(each) is tuple]
+        section = next(filter(dataclasses.is_dataclass, [*listed, *members]), None)
+        if not isinstance(section, type):
+            plain.append(_field(name, hint, value, defaults(kind), about))
+        elif section in listed:
+            whole = _field(name, hint, value, defaults(kind), {name: f"All of {name} at once."})
+            every = [
+                each
+                for at, one in enumerate(value)
+                for each in _fields(section, f"{name}.{at}", one)
+            ]
+            sections.append(Group(name, sentence(section), [whole._replace(kind=JSON), *every]))
         else:
-            fields = list(_fields(section, name, value))
-            if _may_be_null(hint):
+            fields = _fields(section, name, value)
+            if type(None) in members:
                 choices = [section.__name__, OFF]
                 shown = OFF if value is None else section.__name__
-                about = meanings(kind).get(name, "")
-                fields.insert(0, Field(name, shown, OFF, choices, "section", about))
-            sections.append(Group(name, _sentence(section), fields))
-    about = _sentence(kind)
-    return [Group(recipe.method or kind.__name__, about, plain), *sections]
+                switch = Field(name, shown, OFF, choices, "section", about.get(name, ""))
+                fields = [switch, *fields]
+            sections.append(Group(name, sentence(section), fields))
+    return [Group(recipe.method or kind.__name__, sentence(kind), plain), *sections]
 
 
-def _sources(kind: type, section: type, name: str, hint: Any, values: list[Any]) -> Group:
-    """A list of sections: the fields of each, and the whole as JSON."""
-    whole = _field(kind, name, name, hint, values)
-    fields = [
-        each
-        for number, value in enumerate(values)
-        for each in _fields(section, f"{name}.{number}", value)
+def _fields(section: type, path: str, values: Mapping[str, Any] | None) -> list[Field]:
+    hints, usual = typing.get_type_hints(section, include_extras=True), defaults(section)
+    return [
+        _field(f"{path}.{name}", hints[name], (values or usual).get(name), usual, meanings(section))
+        for name in (field.name for field in dataclasses.fields(section))
     ]
-    whole = whole._replace(kind="list of JSON objects", about=f"All of {name} at once.")
-    return Group(name, _sentence(section), [*fields, whole])
 
 
-def _fields(section: type, path: str, values: Mapping[str, Any] | None) -> Iterator[Field]:
-    hints = typing.get_type_hints(section, include_extras=True)
-    for field in dataclasses.fields(section):
-        default = _default(section, field.name)
-        value = default if values is None else values[field.name]
-        yield _field(section, f"{path}.{field.name}", field.name, hints[field.name], value)
-
-
-def _field(kind: type, path: str, name: str, hint: Any, value: Any) -> Field:
-    default = _default(kind, name)
-    given = None if default is ... else text_of(default)
-    shown = "" if value is ... else text_of(value)
-    return Field(path, shown, given, _choices(hint), _words(hint), meanings(kind).get(name, ""))
-
-
-def _default(kind: type[Any], name: str) -> Any:
-    """The default of a field as a plain value; `...` if it has to be given."""
-    field = kind.__pydantic_fields__[name]
-    if field.is_required():
-        return ...
-    return to_jsonable_python(field.get_default(call_default_factory=True))
-
-
-def _members(hint: Any) -> list[Any]:
-    """The members of a union, without annotations."""
-    if typing.get_origin(hint) is Annotated:
-        return _members(typing.get_args(hint)[0])
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return [kind for member in typing.get_args(hint) for kind in _members(member)]
-    return [hint]
-
-
-def _section_of(hint: Any) -> Any:
-    """The dataclass of a section, or of the sections in a list; None for plain values."""
-    for member in _members(hint):
-        inner = typing.get_args(member)[0] if _is_list(member) else member
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            return inner
-    return None
-
-
-def _is_list(hint: Any) -> bool:
-    return any(typing.get_origin(member) is tuple for member in _members(hint))
-
-
-def _may_be_null(hint: Any) -> bool:
-    return type(None) in _members(hint)
-
-
-def _choices(hint: Any) -> list[str]:
-    """The values of a field that has no others."""
-    found = list[str]()
-    for member in _members(hint):
-        if typing.get_origin(member) is Literal:
-            found += map(text_of, typing.get_args(member))
-        elif member is bool:
-            found += ["true", "false"]
-        elif member is type(None):
-            found.append(OFF)
-        else:
-            return []
-    return found
-
-
-def _words(hint: Any) -> str:
-    """The type of a field in words."""
-    found = list[str]()
-    for member in _members(hint):
-        if member is type(None):
-            found.append(OFF)
-        elif typing.get_origin(member) is Literal:
-            found += map(text_of, typing.get_args(member))
-        else:
-            kind = typing.get_origin(member) or member
-            found.append(TYPES.get(kind, getattr(kind, "__name__", str(kind))))
-    return " or ".join(dict.fromkeys(found))
-
-
-def _sentence(kind: type) -> str:
-    return (kind.__doc__ or "").split("\n")[0]
+def _field(
+    path: str, hint: Any, value: Any, usual: Mapping[str, Any], about: Mapping[str, str]
+) -> Field:
+    name = path.rpartition(".")[2]
+    default = text_of(usual[name]) if name in usual else None
+    found, closed = list[str](), True
+    for member in catalog.alternatives(hint):
+        kind = typing.get_origin(member) or member
+        literal = typing.get_args(member) if kind is Literal else ()
+        known = {bool: (True, False), type(None): (None,), Literal: literal}.get(kind, ())
+        closed = closed and bool(known)
+        found += map(text_of, known) if known else [TYPES.get(kind, getattr(kind, "__name__", ""))]
+    choices = list(dict.fromkeys(found))
+    shown = "" if value is None and default is None else text_of(value)
+    return Field(
+        path, shown, default, choices if closed else [], " or ".join(choices), about.get(name, "")
+    )
 
 
 def words(recipe: Recipe, given: Mapping[str, str]) -> list[str]:
@@ -188,25 +129,17 @@ def words(recipe: Recipe, given: Mapping[str, str]) -> list[str]:
     off are left out.
     """
     found, off = list[str](), set[str]()
-    for group in groups(recipe):
-        ahead = list[str]()
-        for field in group.fields:
-            value = given.get(field.path, field.value).replace("\r\n", "\n").strip()
-            if field.kind == "section":
-                if value == OFF:
-                    off.add(field.path)
-                if value != field.value:
-                    found.append(f"{field.path}={OFF if value == OFF else '{}'}")
-                continue
-            if field.path.partition(".")[0] in off or value == field.value.strip():
-                continue
-            if not value and field.value:  # emptied: as without the line
-                value = field.default if field.default is not None else ""
-                if value == field.value:
-                    continue
-            word = f"{field.path}={value}"
-            (ahead if "." not in field.path else found).append(word)
-        found = [*ahead, *found] if ahead else found
+    for field in (each for group in groups(recipe) for each in group.fields):
+        value = given.get(field.path, field.value).replace("\r\n", "\n").strip()
+        if not value and field.value:  # emptied: as without the line
+            value = field.default or ""
+        is_section = field.kind == "section"
+        if is_section and value == OFF:
+            off.add(field.path)
+        elif field.path.partition(".")[0] in off:
+            continue
+        if value != field.value.strip():
+            found.append(f"{field.path}={'{}' if is_section and value != OFF else value}")
     return found
 
 

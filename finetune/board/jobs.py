@@ -22,6 +22,7 @@ from typing import Any
 
 from finetune import catalog
 from finetune.board import new_run, planning
+from finetune.board.form import text_of
 from finetune.board.shelf import Shelf
 from finetune.board.tasks import Task, Tasks
 from finetune.errors import FinetuneError
@@ -85,7 +86,7 @@ class Jobs:
 
     def task(self, job: Job) -> Task | None:
         """The newest launch of a job."""
-        return next((t for t in self.tasks.all() if t.task.get("job") == job.id), None)
+        return next((task for task in self.tasks.all() if task.job == job.id), None)
 
     def add(self, asked: Mapping[str, Any]) -> Job:
         """Record a job; `prepare` makes its recipe."""
@@ -99,26 +100,24 @@ class Jobs:
     def status(self, job: Job) -> str:
         """Its status by the API's words."""
         task = self.task(job)
-        state = None if task is None else task.state
-        if state == "finished":
-            return "succeeded"
-        if job.marked("cancelled") and state not in ("running",):
+        state = "" if task is None else task.state
+        if state in ("finished", "running"):
+            return "succeeded" if state == "finished" else state
+        if job.marked("cancelled"):
             return "cancelled"
         if job.error or state == "failed":
             return "failed"
-        if state == "running":
-            return "running"
         if job.marked("paused") or state == "paused":
             return "paused"
-        if state in ("interrupted", "cancelled"):
-            return "cancelled"
-        return "validating_files" if state is None else "queued"
+        return {"": "validating_files", "queued": "queued"}.get(state, "cancelled")
 
     # Changes --------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Make the recipe of the oldest job that has none, and queue its launch."""
-        waiting = [job for job in reversed(self.all()) if self.status(job) == "validating_files"]
+        begun = {task.job for task in self.tasks.all()}
+        new = [job for job in reversed(self.all()) if job.id not in begun]
+        waiting = [job for job in new if self.status(job) == "validating_files"]
         if not waiting:
             return
         with (self.home / "lock").open("w") as lock:
@@ -300,10 +299,6 @@ class Jobs:
             }
             for step in reversed(watch.run.steps())
         ]  # fmt: skip
-
-
-def text_of(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _file(files: Mapping[str, Path], id: str) -> Path:

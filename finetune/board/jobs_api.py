@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 
 from finetune import catalog
 from finetune.board import form, new_run, uploads
-from finetune.board.jobs import AUTO, HYPERPARAMETERS, METHODS, Job, Jobs, text_of
+from finetune.board.form import text_of
+from finetune.board.jobs import AUTO, HYPERPARAMETERS, METHODS, Job, Jobs
 from finetune.errors import FinetuneError, did_you_mean
 from finetune.methods import find_method
 from finetune.runs.run import read_object, write_json

@@ -8,13 +8,15 @@ from urllib.parse import urlencode
 from finetune import backend as backends
 from finetune import catalog
 from finetune.board import form, planning
-from finetune.board.commands import command, shown
+from finetune.board.commands import shown
 from finetune.board.devices import devices
 from finetune.board.shelf import Shelf
-from finetune.board.tasks import Task, Tasks, Words, first
-from finetune.errors import FinetuneError
+from finetune.board.tasks import Task, Tasks, Words, command, first
+from finetune.errors import FinetuneError, one_of
 from finetune.importers.recipe_file import path_of
+from finetune.launchers import QUEUES
 from finetune.launchers.chain import stages
+from finetune.launchers.cluster import OVERRIDE
 from finetune.planner.estimate import hardware
 from finetune.process import interpreter
 from finetune.recipe import Recipe
@@ -82,7 +84,8 @@ def page(shelf: Shelf, tasks: Tasks, asked: Words) -> dict[str, Any]:
     began = origin(shelf, tasks, name)
     return known | {
         "origin": began, "groups": form.groups(began.recipe), "first": form.FIRST,
-        "gpus": list(hardware.GPUS), "backends": backends.names(), "here": devices(),
+        "gpus": list(hardware.GPUS), "launchers": list(QUEUES), "backends": backends.names(),
+        "here": devices(),
         "output": first(asked, "output") or free_name(shelf, began),
         "given": _given(began, asked.get("set", [])), "prefix": PREFIX, "asked": asked,
         "errors": {},
@@ -101,8 +104,7 @@ def _given(began: Origin, words: list[str]) -> dict[str, str]:
 
 def address(got: "Filled", sent: Words) -> str:
     """The address of a form as it is filled in."""
-    kept = [(name, sent[name][0]) for name in ("gpu", "gpus", "nodes", "price", "backend", "output")
-            if first(sent, name)]  # fmt: skip
+    kept = [(name, sent[name][0]) for name in (*planning.MACHINE, "output") if first(sent, name)]
     pairs = [("from", got.origin.name), *kept, *(("set", word) for word in got.words)]
     return f"/new?{urlencode(pairs)}"
 
@@ -194,9 +196,8 @@ def start(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
         FinetuneError: what is wrong with the form, with the plan, or with this machine for it.
     """
     got = filled(shelf, tasks, sent)
-    problems = [*got.errors.values(), *got.others]
-    if problems or got.recipe is None or got.machine is None:
-        raise FinetuneError(*problems)
+    if got.recipe is None or got.machine is None:
+        raise FinetuneError(*got.errors.values(), *got.others)
     name = got.output or free_name(shelf, got.origin)
     if got.machine.gpu:
         raise FinetuneError(
@@ -204,6 +205,29 @@ def start(shelf: Shelf, tasks: Tasks, sent: Words) -> str:
         )
     launch(shelf, tasks, name, got.origin.word, got.words, got.recipe, got.machine)
     return f"/run?{urlencode({'run': name})}"
+
+
+def submission(shelf: Shelf, tasks: Tasks, sent: Words) -> dict[str, Any]:
+    """What a scheduler would get for a form, by `finetune launch --dry-run`.
+
+    Raises:
+        FinetuneError: what is wrong with the form or the cluster.
+    """
+    got, launcher = filled(shelf, tasks, sent), first(sent, "launcher")
+    wrong = [] if launcher in QUEUES else [f"launcher: expected {one_of(list(QUEUES))}"]
+    if got.recipe is None or wrong:
+        raise FinetuneError(*got.errors.values(), *got.others, *wrong)
+    settings = first(sent, "cluster").split()
+    own = [word for word in settings if word.startswith(OVERRIDE)]
+    named = [word for each in settings if each not in own for word in ("--cluster", each)]
+    if any("/" in word or "." in word for word in named):
+        raise FinetuneError(
+            "cluster: expected the name of a file in clusters/, or cluster.key=value"
+        )
+    words = ["launch", got.origin.word, *got.words, *own, "--launcher", launcher, *named]
+    words += ["--backend", first(sent, "backend")] if first(sent, "backend") else []
+    words += ["--output", shown(shelf.root / (got.output or free_name(shelf, got.origin)))]
+    return {"text": run_command(*words, "--dry-run"), "command": command(words)}
 
 
 def launch(
@@ -214,7 +238,7 @@ def launch(
     words: list[str],
     recipe: Recipe,
     machine: planning.Machine,
-    **more: Any,
+    job: str = "",
 ) -> Task:
     """Queue the launch of a recipe as a new run.
 
@@ -227,7 +251,7 @@ def launch(
     if problem := need.problem(devices()):
         raise FinetuneError(problem)
     arguments = planning.launch_words(word, words, machine, shown(path))
-    task = tasks.add("launch", arguments, name, Run(path).log, need, **more)
+    task = tasks.add("launch", arguments, name, Run(path).log, need, job)
     tasks.advance()
     return task
 

@@ -5,19 +5,17 @@ import math
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import jinja2
 from starlette.requests import Request
+from starlette.responses import HTMLResponse
 
-from finetune.board.commands import command
 from finetune.board.shelf import Shelf
-from finetune.board.tasks import Task, Tasks
+from finetune.board.tasks import Task, Tasks, command
 from finetune.reports import tables
 from finetune.runs import units
 from finetune.runs.progress import Watch
 
-MOST_DIFFERENCES = 5
 BADGES = {
     "finished": "good", "stopped early": "good", "running": "live", "starting": "live",
     "queued": "warn", "paused": "warn", "interrupted": "warn", "killed": "bad", "failed": "bad",
@@ -33,11 +31,11 @@ def environment() -> jinja2.Environment:
     found.loader = jinja2.ChoiceLoader([own, found.loader])
     found.filters |= {
         "bytes": lambda value: units.size(value) if value else "",
-        "duration": lambda value: "" if value is None else units.duration(value),
-        "loss": lambda value: "" if value is None or math.isnan(value) else units.loss(value),
+        "duration": lambda value: "" if math.isnan(value) else units.duration(value),
+        "loss": lambda value: "" if math.isnan(value) else units.loss(value),
+        "since": lambda when: units.duration(time.time() - when),
         "count": units.count,
         "lr": units.learning_rate,
-        "query": lambda value: urlencode(value, doseq=True),
         "command": command,
     }
     found.globals["badges"] = BADGES
@@ -59,31 +57,21 @@ def rendered(name: str, **values: Any) -> str:
     return environment().get_template(f"{name}.html.jinja").render(values)
 
 
-def card(text: str) -> str:
-    """A part of a page that says what is wrong."""
-    return rendered("problem", text=text)
+def of_htmx(request: Request) -> bool:
+    """Whether a part of a page is asked for, not a page."""
+    return request.headers.get("hx-request") == "true"
+
+
+def part(name: str, request: Request, status: int = 200, **values: Any) -> HTMLResponse:
+    """A part of a page for the scripts of one, or a page that has nothing else."""
+    whole = name if of_htmx(request) else "alone"
+    return HTMLResponse(page(whole, request, part=f"{name}.html.jinja", **values), status)
 
 
 def row(name: str, watch: Watch, shelf: Shelf, tasks: list[Task]) -> dict[str, Any]:
     """A run in the list."""
-    about, best = shelf.about(name), watch.best
     state = state_of(watch, tasks)
-    return {
-        "name": name,
-        "about": about,
-        "differs": about.differs[:MOST_DIFFERENCES],
-        "more": max(0, len(about.differs) - MOST_DIFFERENCES),
-        "state": state,
-        "step": watch.step,
-        "steps": watch.steps,
-        "loss": watch.loss,
-        "best": best,
-        "left": None if math.isnan(watch.seconds_left) else watch.seconds_left,
-        "peak": watch.peak_memory,
-        "measured": watch.measured.get("peak"),
-        "planned": watch.measured.get("predicted") if watch.measured else None,
-        "since": time.time() - watch.updated if watch.updated else None,
-    }
+    return {"name": name, "about": shelf.about(name), "state": state, "now": watch}
 
 
 def state_of(watch: Watch, tasks: list[Task]) -> str:
@@ -117,7 +105,8 @@ def changes(shelf: Shelf, tasks: Tasks) -> dict[str, str]:
     """A text that changes when the list does."""
     found = listed(shelf, tasks)
     rows = [
-        (each["name"], each["state"], each["step"], each["loss"], each["best"])
+        (each["name"], each["state"], now.step, now.loss, now.best)
         for each in found["runs"]
+        if (now := each["now"])
     ]
     return {"list": str(hash(str((rows, [task.id for task in found["waiting"]]))))}

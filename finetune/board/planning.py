@@ -1,13 +1,15 @@
 """The plan beside a recipe's form, on this machine or a named one, as values for a page."""
 
 import dataclasses
-import shlex
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from finetune import backend as backends
 from finetune.board.devices import Need, devices, need_of
-from finetune.board.tasks import Words, first
-from finetune.errors import FinetuneError, reading
+from finetune.board.tasks import Words, command, first
+from finetune.errors import FinetuneError, problems
 from finetune.models.starting_adapter import complete_adapter
 from finetune.planner.estimate import advice, choice, fewest_changes, memory, wording
 from finetune.planner.estimate.plan_api import described
@@ -21,19 +23,20 @@ PARTS = ("timeline", "changes", "time", "reason", "ranked")
 """Parts of a page that a plan may not have."""
 SHOWN = 6
 """Backends of a ranking."""
-MOST_PROCESSES = 4096
+Count = Annotated[int, Field(ge=1, le=4096)]
 
 
-class Machine(NamedTuple):
+@dataclass(frozen=True)
+class Machine:
     """What the form says about where to train."""
 
     backend: str = ""
     """Empty for the recipe's, or the first of the ranking."""
     gpu: str = ""
     """Empty for this machine."""
-    gpus: int = 1
-    nodes: int = 1
-    price: float | None = None
+    gpus: Count = 1
+    nodes: Count = 1
+    price: Annotated[float, Field(ge=0)] | None = None
 
     @property
     def words(self) -> list[str]:
@@ -42,25 +45,16 @@ class Machine(NamedTuple):
         return found + (["--processes", str(self.gpus)] if self.gpus > 1 else [])
 
 
+MACHINE = [field.name for field in dataclasses.fields(Machine)]
+
+
 def machine_of(form: Words) -> Machine:
-    """The machine of a form.
-
-    Raises:
-        FinetuneError: a number is not one, or out of range.
-    """
-
-    def number(name: str) -> int:
-        text = first(form, name) or "1"
-        if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
-            raise FinetuneError(f"{name}: got '{text}', expected a number from 1 on")
-        return int(text)
-
-    price = first(form, "price")
-    with reading("price: expected a number"):
-        cost = float(price) if price else None
-    return Machine(
-        first(form, "backend"), first(form, "gpu"), number("gpus"), number("nodes"), cost
-    )
+    """The machine of a form; raises FinetuneError if a number is not one, or out of range."""
+    given = {name: value for name in MACHINE if (value := first(form, name))}
+    try:
+        return TypeAdapter(Machine).validate_strings(given)
+    except ValidationError as error:
+        raise FinetuneError(*problems(error, Machine, "machine")) from None
 
 
 def here(recipe: Recipe, machine: Machine) -> tuple[Plan, Need]:
@@ -140,7 +134,6 @@ def launch_words(recipe: str, changed: list[str], machine: Machine, output: str)
 
 def copied(recipe: str, changed: list[str], machine: Machine) -> str:
     """The command that plans the same on a named machine."""
-    words = ["finetune", "plan", recipe, *changed, "--gpu", machine.gpu]
-    words += ["--gpus", str(machine.gpus)] if machine.gpus > 1 else []
-    words += ["--nodes", str(machine.nodes)] if machine.nodes > 1 else []
-    return shlex.join(words + (["--backend", machine.backend] if machine.backend else []))
+    given = {name: value for name in MACHINE if (value := getattr(machine, name)) not in ("", None)}
+    options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return command(["plan", recipe, *changed, *options])

@@ -10,10 +10,11 @@ from finetune.board.shelf import Shelf, history
 from finetune.board.tasks import Task, Tasks, Words, first, tail
 from finetune.errors import FinetuneError
 from finetune.reports import comparison
-from finetune.reports.drawings import Chart, Curve, chart
+from finetune.reports.drawings import Chart, Curve, Point, chart
 from finetune.reports.run_sections import sections
 from finetune.runs import units
 from finetune.runs.progress import Watch
+from finetune.runs.run import read_object
 from finetune.runs.summary import read_samples
 
 AXES = ("step", "hours", "tokens")
@@ -63,27 +64,28 @@ def head(shelf: Shelf, tasks: Tasks, name: str) -> dict[str, Any]:
     """What changes while a run trains."""
     watch = shelf.watch(name)
     mine = tasks.of(name)
-    shown = pages.row(name, watch, shelf, mine)
+    shown, problem = pages.row(name, watch, shelf, mine), ""
     try:
         buttons = commands.buttons(watch)
     except (FinetuneError, OSError) as error:
-        buttons, shown["problem"] = [], str(error)
-    launch = next((task for task in mine if task.verb == "launch"), None)
+        buttons, problem = [], str(error)
+    waiting = read_object(watch.run.flight_records / "waiting.json")
     failed = shown["state"] in ("failed", "killed")
     last = [line for line in log_of(shelf, tasks, name) if line.strip()][-8:] if failed else []
     return {
         "run": name,
         "shown": shown,
-        "tiles": tiles(watch, shown),
+        "problem": problem,
+        "tiles": tiles(watch),
         "buttons": buttons,
         "tasks": mine[:12],
-        "launch": launch,
         "last_words": last,
         "warnings": watch.warnings[-5:],
+        "late": waiting.get("ranks", []) if watch.locked else [],
     }
 
 
-def tiles(watch: Watch, shown: dict[str, Any]) -> list[tuple[str, str, str]]:
+def tiles(watch: Watch) -> list[tuple[str, str, str]]:
     """The key figures: (name, value, small print)."""
     last, start, best = watch.last, watch.start, watch.best
     found = list[tuple[str, str, str]]()
@@ -96,15 +98,16 @@ def tiles(watch: Watch, shown: dict[str, Any]) -> list[tuple[str, str, str]]:
         newest = watch.evaluations[-1]
         now = "the last" if newest is best else f"last {units.loss(_number(newest.get('loss')))}"
         found.append(("best evaluation", units.loss(best["loss"]), f"step {best['step']:,}, {now}"))
-    if shown["left"] is not None:
-        found.append(("left", units.duration(shown["left"]), "by the last steps"))
+    if not math.isnan(watch.seconds_left):
+        found.append(("left", units.duration(watch.seconds_left), "by the last steps"))
     if (rate := _number(last.get("tokens_per_second"))) > 0:
         mfu = _number(last.get("mfu"))
         peak = f"tokens/s, {mfu:.0%} of the peak" if mfu > 0 else "tokens per second"
         found.append(("speed", units.count(rate), peak))
-    if shown["measured"]:
-        planned = f"planned {units.size(shown['planned'])}" if shown["planned"] else "of tensors"
-        found.append(("memory", units.size(shown["measured"]), planned))
+    if peak := watch.measured.get("peak"):
+        plan = watch.measured.get("predicted")
+        about = f"planned {units.size(plan)}" if plan else "of tensors"
+        found.append(("memory", units.size(peak), about))
     elif watch.peak_memory:
         found.append(("memory", units.size(watch.peak_memory), "peak, one process"))
     if trainable := start.get("trainable_parameters"):
@@ -123,22 +126,26 @@ def _sections(watch: Watch) -> list[Any]:
     return [each for each in sections(watch.run, history(watch)) if each.name not in LEFT_OUT]
 
 
-def _charts(watch: Watch, values: dict[str, Any], x: str) -> list[tuple[str, Chart]]:
+def _charts(watch: Watch, values: dict[str, Any], x: str) -> list[Chart]:
     """The curves as drawings, for a page without scripts and until they have run."""
-    found = list[tuple[str, Chart]]()
-    for key, curve in values["curves"].items():
-        means = zip(values[x], curve["mean"], strict=True)
-        points = [(place, _number(mean)) for place, mean in means]
-        name = NAMES.get(key, key)
-        curves = [Curve(name, points, "smooth")]
+    found = list[Chart]()
+    for key in map(str, values["curves"]):
+        curves = [Curve(NAMES.get(key, key), _points(values, key, x), "smooth")]
         if x == "step":
             measured = [(e.get("step", 0), _of(e, key)) for e in watch.evaluations]
             curves.append(Curve("evaluation", measured, "dots"))
-        size, show = "wide" if key == "loss" else "small", SHOW.get(key, "{:.4g}".format)
-        drawn = chart(name, curves, size=size, over=x, show=show)
-        if drawn.drawing:
-            found.append((key, drawn))
-    return found
+        found.append(_chart(key, curves, x))
+    return [each for each in found if each.drawing]
+
+
+def _points(values: dict[str, Any], key: str, x: str) -> list[Point]:
+    means = values["curves"].get(key, {}).get("mean", [])
+    return [(at, _number(mean)) for at, mean in zip(values[x], means, strict=False)]
+
+
+def _chart(key: str, curves: list[Curve], x: str) -> Chart:
+    size, show = "wide" if key == "loss" else "small", SHOW.get(key, "{:.4g}".format)
+    return chart(NAMES.get(key, key), curves, size=size, over=x, show=show)
 
 
 def _of(evaluation: dict[str, Any], key: str) -> float:
@@ -222,24 +229,28 @@ def compared(shelf: Shelf, asked: Words) -> dict[str, Any]:
     watches = [shelf.watch(name) for name in names]
     found = comparison.compared([w.run for w in watches], [history(w) for w in watches])
     read = [shelf.whole_curves(name).values() for name in names]
-    charts = list[Chart]()
-    for key in dict.fromkeys(key for values in read for key in values["curves"]):
-        curves = list[Curve]()
-        for number, (name, values) in enumerate(zip(found["names"], read, strict=True)):
-            means = values["curves"].get(key, {}).get("mean", [])
-            points = [(at, _number(mean)) for at, mean in zip(values[x], means, strict=False)]
-            curves.append(Curve(name, points, "smooth", number))
-        size, show = "wide" if key == "loss" else "small", SHOW.get(key, "{:.4g}".format)
-        drawn = chart(NAMES.get(key, key), curves, size=size, over=x, show=show)
-        if drawn.drawing:
-            charts.append(drawn)
+    keys = dict.fromkeys(key for values in read for key in values["curves"])
+    named = list(enumerate(zip(found["names"], read, strict=True)))
+    charts = [
+        _chart(key, [Curve(n, _points(v, key, x), "smooth", at) for at, (n, v) in named], x)
+        for key in keys
+    ]
     measured = [
         Curve(name, [(e.get("step", 0), _of(e, "loss")) for e in w.evaluations], "dots", number)
         for number, (name, w) in enumerate(zip(found["names"], watches, strict=True))
     ]
     if x == "step" and any(len(each.points) > 1 for each in measured):
         charts.insert(1, chart("evaluation loss", measured, size="wide"))
-    return {"title": "compare", "chosen": names, "charts": charts, "x": x, "axes": AXES, **found}
+    charts = [each for each in charts if each.drawing]
+    return {
+        "title": "compare",
+        "layout": "base.html.jinja",
+        "chosen": names,
+        "charts": charts,
+        "x": x,
+        "axes": AXES,
+        **found,
+    }
 
 
 def do(shelf: Shelf, tasks: Tasks, sent: Words) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from finetune import catalog
 from finetune.board.curves import Curves
 from finetune.errors import FinetuneError
-from finetune.reports.comparison import flat
 from finetune.runs.environment import public
 from finetune.runs.metrics import History, history_of, parse
 from finetune.runs.progress import Watch, find_runs
@@ -29,7 +28,6 @@ class About:
     """What the recipe of a run says, for a list."""
 
     title: str
-    method: str
     differs: list[str]
     """Fields that differ from those of the recipe after which the run is named."""
     problem: str = ""
@@ -113,12 +111,12 @@ def _about(run: Run) -> About:
     try:
         recipe = read_object(run.recipe)
         if not recipe:
-            return About("not started", "", [])
-        return About(title(recipe), str(recipe.get("method", "")), differences(run, recipe))
+            return About("not started", [])
+        return About(title(recipe), differences(run, recipe))
     except FinetuneError as error:
-        return About(run.root.name, "", [], str(error))
+        return About(run.root.name, [], str(error))
     except (TypeError, AttributeError, ValueError, LookupError):
-        return About(run.root.name, "", [], f"{run.recipe}: not a recipe that training wrote")
+        return About(run.root.name, [], f"{run.recipe}: not a recipe that training wrote")
 
 
 def differences(run: Run, recipe: dict[str, Any]) -> list[str]:
@@ -128,11 +126,10 @@ def differences(run: Run, recipe: dict[str, Any]) -> list[str]:
     if path is None or (path.suffix == ".py" and not path.resolve().is_relative_to(shipped)):
         return []  # a user's Python file is not run to show a list
     try:
-        usual = dict(flat(catalog.to_fields(catalog.load(path))))
+        usual = catalog.flatten(public(catalog.to_fields(catalog.load(path))))
     except FinetuneError:
         return []
-    mine = dict(flat(public(recipe)))
-    usual = dict(flat(public(usual)))
+    mine = catalog.flatten(public(recipe))
     return [f"{name}={value}" for name, value in mine.items() if value != usual.get(name)]
 
 

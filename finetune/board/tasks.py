@@ -16,9 +16,14 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+from pydantic_core import to_jsonable_python
 
 from finetune.board.devices import Device, Need, devices
 from finetune.errors import FinetuneError
@@ -37,13 +42,23 @@ LONGEST_LOG = 32 * 1024
 """Bytes of the end of a log that are shown."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A command with its folder."""
 
     folder: Path
-    task: Mapping[str, Any]
-    end: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    verb: str
+    words: list[str]
+    run: str = ""
+    """Name of the run that it belongs to."""
+    job: str = ""
+    """Id of the job of the API that it belongs to."""
+    log: Path
+    need: Need
+    place: str
+    """The folder in which it works."""
+    created: float
+    end: dict[str, Any] = field(default_factory=dict[str, Any])
     """What `ended.json` says, once it is there."""
 
     @property
@@ -51,30 +66,9 @@ class Task:
         return self.folder.name
 
     @property
-    def verb(self) -> str:
-        return str(self.task.get("verb", ""))
-
-    @property
-    def run(self) -> str:
-        """Name of the run that it belongs to."""
-        return str(self.task.get("run", ""))
-
-    @property
-    def words(self) -> list[str]:
-        return [str(word) for word in self.task.get("words", ())]
-
-    @property
     def command(self) -> str:
         """The command to copy."""
         return command(self.words)
-
-    @property
-    def log(self) -> Path:
-        return Path(str(self.task.get("log", self.folder / "log")))
-
-    @property
-    def created(self) -> float:
-        return float(self.task.get("created", 0.0))
 
     @property
     def started(self) -> dict[str, Any]:
@@ -90,10 +84,6 @@ class Task:
     def given(self) -> list[Device]:
         """The devices that it has."""
         return [Device(**each) for each in read_object(self.folder / "given.json").get("on", ())]
-
-    @property
-    def need(self) -> Need:
-        return Need(**self.task.get("need", {}))
 
     @property
     def state(self) -> State:
@@ -161,9 +151,9 @@ class Tasks:
         for name in names:
             if name not in self._known:
                 folder = self.home / "tasks" / name
-                with contextlib.suppress(FinetuneError):
-                    if task := read_object(folder / "task.json"):
-                        self._known[name] = Task(folder, task)
+                with contextlib.suppress(FinetuneError, ValueError):
+                    known = {**read_object(folder / "task.json"), "folder": folder}
+                    self._known[name] = TypeAdapter(Task).validate_python(known)
             if name in self._known:
                 found.append(self._known[name])
         return found
@@ -175,33 +165,27 @@ class Tasks:
         return next((task for task in self.all() if task.id == id), None)
 
     def add(
-        self,
-        verb: str,
-        words: Sequence[str],
-        run: str = "",
-        log: Path | None = None,
-        need: Need | None = None,
-        **more: Any,
-    ) -> Task:
+        self, verb: str, words: list[str], run: str = "", log: Path | None = None,
+        need: Need | None = None, job: str = "",
+    ) -> Task:  # fmt: skip
         """Queue a command; `advance` starts it.
 
         Raises:
             FinetuneError: the folder cannot be written, for example because the disk is full.
         """
         folder = self.home / "tasks" / f"{time.time_ns() // 1000:017d}-{secrets.token_hex(4)}"
-        task = {
-            "verb": verb, "words": list(words), "run": run, "created": time.time(),
-            "log": str((log or folder / "log").resolve()), "folder": str(Path.cwd()),
-            "need": dataclasses.asdict(need or Need()), **more,
-        }  # fmt: skip
+        task = Task(
+            folder=folder, verb=verb, words=words, run=run, job=job, need=need or Need(),
+            log=(log or folder / "log").resolve(), place=str(Path.cwd()), created=time.time(),
+        )  # fmt: skip
         try:
-            write_json(folder / "task.json", task)
+            write_json(folder / "task.json", to_jsonable_python(task))
         except OSError as error:
             raise FinetuneError(
                 f"{folder}: cannot be written ({error.strerror}): nothing was started; free disk "
                 "space, or run the command yourself"
             ) from None
-        return Task(folder, task)
+        return task
 
     def stop(self, task: Task) -> None:
         """Save and stop a task that runs, or take one that waits out of the queue."""

@@ -4,7 +4,6 @@ import contextlib
 import mmap
 import os
 import re
-import secrets
 import tempfile
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -17,9 +16,6 @@ from starlette.requests import Request
 
 from finetune.errors import FinetuneError
 
-LONGEST_FIELD = 64 * 1024
-"""Maximum bytes of a field that is no file."""
-MOST_PARTS = 50
 ENDINGS = {".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst"}
 """Endings of files of data."""
 
@@ -69,11 +65,9 @@ def _parts(body: IO[bytes], boundary: bytes, folder: Path, name: str | None) -> 
     with mmap.mmap(body.fileno(), 0, access=mmap.ACCESS_READ) as text:
         at = text.find(mark)
         while at >= 0 and text[at + len(mark) : at + len(mark) + 2] == b"\r\n":
-            if len(found.fields) + len(found.files) >= MOST_PARTS:
-                raise HTTPException(400, f"the form has over {MOST_PARTS} parts")
             start = text.find(b"\r\n\r\n", at)
             end = text.find(b"\r\n" + mark, start + 2)
-            if start < 0 or end < 0 or start - at > 8192:
+            if start < 0 or end < 0:
                 break
             head = BytesHeaderParser().parsebytes(text[at + len(mark) + 2 : start + 2])
             part = str(head.get_param("name", "", "content-disposition"))
@@ -81,7 +75,7 @@ def _parts(body: IO[bytes], boundary: bytes, folder: Path, name: str | None) -> 
             if sent:
                 found.names[part] = sent
                 found.files[part] = _store(text, start + 4, end, folder, sent, name)
-            elif sent is None and end - start - 4 <= LONGEST_FIELD:
+            elif sent is None:
                 found.fields[part] = text[start + 4 : end].decode("utf-8", "replace")
             at = end + 2
         if at < 0 or text[at + len(mark) : at + len(mark) + 2] != b"--":
@@ -101,16 +95,14 @@ def _store(
     if start == end:
         raise FinetuneError(f"{sent}: is empty")
     stem = name or Path(plain).stem
-    scratch = folder / f".{secrets.token_hex(8)}"
-    try:
-        with scratch.open("xb") as file:
-            for place in range(start, end, 1 << 20):
-                file.write(text[place : min(place + (1 << 20), end)])
-        for number in range(1, 10_000):
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".") as scratch:
+        with memoryview(text)[start:end] as part:
+            scratch.write(part)
+        scratch.flush()
+        number = 1
+        while True:
             path = folder / f"{stem}{f'-{number}' if number > 1 else ''}{ending}"
             with contextlib.suppress(FileExistsError):
-                os.link(scratch, path)  # fails if the name is taken
+                os.link(scratch.name, path)  # fails if the name is taken
                 return path
-        raise FinetuneError(f"{sent}: too many files of this name")
-    finally:
-        scratch.unlink(missing_ok=True)
+            number += 1

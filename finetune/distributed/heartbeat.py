@@ -43,6 +43,8 @@ SILENT_HOST_SECONDS = 60.0
 STALLED_SECONDS = 60.0
 """Seconds without a new step or collective after which a rank that others wait for is reported with
 a rank that is gone: NCCL's watchdog aborts the ranks that wait, not the one that hangs."""
+WAITING_SECONDS = 10.0
+"""Seconds without a step or collective after which a file names the ranks that others wait for."""
 GRACE_SECONDS = 5.0
 """Seconds for the main thread to report a loss itself before its process is ended."""
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -99,7 +101,7 @@ class Heartbeat:
         self._watched = watched(engine.rank, *rendezvous.local_rank_and_count(), engine.world)
         self._silence, self._progress = Unchanged(), Unchanged()
         self._stopped = threading.Event()
-        self._number = 0
+        self._number, self._stalled, self._late = 0, 0.0, list[str]()
         self._store: TCPStore | None = None
         self._thread: threading.Thread | None = None
 
@@ -129,6 +131,8 @@ class Heartbeat:
             while not self._stopped.wait(BEAT_SECONDS if self._number else 0):
                 self._beat()
                 self._listen()
+                if self._rank == 0:
+                    self._name_late()
         except UNREACHABLE:
             pass  # the store is gone; a failing collective will report it
         self._wait_alone()
@@ -141,9 +145,10 @@ class Heartbeat:
         assert self._store is not None
         self._number += 1
         collectives = collectives_begun()
+        self._stalled = self._progress.seconds((self.step, collectives), time.monotonic())
         beat = Beat(
             self._rank, self._number, self.step, collectives, os.getpid(), socket.gethostname(),
-            self._place(), self._progress.seconds((self.step, collectives), time.monotonic()),
+            self._place(), self._stalled,
         )  # fmt: skip
         self._store.set(f"{self._prefix}/{self._rank}", json.dumps(dataclasses.asdict(beat)))
         self._end_as_orphan()
@@ -159,6 +164,15 @@ class Heartbeat:
         if not self._stopped.wait(GRACE_SECONDS):
             self._dump()
             self._on_loss(TrainingFailure(message))
+
+    def _name_late(self) -> None:
+        """Write which ranks the others wait for, for whoever watches the run."""
+        waits = self._stalled >= WAITING_SECONDS
+        late = stalled(self._read_all(), WAITING_SECONDS) if waits else []
+        if late != self._late:
+            self._late = late
+            with contextlib.suppress(OSError):
+                write_json(self._dumps / "waiting.json", {"ranks": late})
 
     def _lost(self) -> str | None:
         """Description of a lost rank among those that this rank watches; None if there is none."""
@@ -316,14 +330,14 @@ def ended(beats: list[Beat]) -> list[str]:
     return [f"{name(beat)} ended without an error message" for beat in beats if gone_here(beat)]
 
 
-def stalled(beats: list[Beat]) -> list[str]:
+def stalled(beats: list[Beat], seconds: float = STALLED_SECONDS) -> list[str]:
     """Descriptions of running ranks that have long not joined a collective that others began."""
     most = max((beat.collectives for beat in beats), default=0)
     return [
         f"{name(beat)} did not join a collective for {beat.stalled:.0f} s; it was last at "
         f"{beat.place}"
         for beat in beats
-        if beat.collectives < most and beat.stalled >= STALLED_SECONDS and not gone_here(beat)
+        if beat.collectives < most and beat.stalled >= seconds and not gone_here(beat)
     ]
 
 

@@ -68,7 +68,7 @@ def render(recipe: Recipe, heading: str, notes: list[str]) -> str:
     lines = [f"# {heading}", *(f"# {' '.join(note.split())}".rstrip() for note in notes)]
     lines += ["# Commented lines are defaults; uncomment a line to change it.", ""]
     lines.append(f"method: {values['method']}")
-    default = _defaults(type(recipe))
+    default = defaults(type(recipe))
     for field in dataclasses.fields(recipe):
         name, value = field.name, values[field.name]
         if name in ("data", "eval_data"):
@@ -76,13 +76,13 @@ def render(recipe: Recipe, heading: str, notes: list[str]) -> str:
         elif name == "adapter":
             lines += ["", *_adapter(value)]
         elif dataclasses.is_dataclass(kind := type(getattr(recipe, name))):
-            lines += ["", *_section(name, kind, value, default[name] or _defaults(kind))]
+            lines += ["", *_section(name, kind, value, default[name] or defaults(kind))]
         else:
             lines += ["", *_field(type(recipe), name, values, default, "")]
     return "\n".join(lines) + "\n"
 
 
-def _defaults(kind: type[Any]) -> dict[str, Any]:
+def defaults(kind: type[Any]) -> dict[str, Any]:
     """Defaults of the fields that have one; some methods have required fields."""
     fields: dict[str, Any] = kind.__pydantic_fields__
     return {
@@ -109,7 +109,7 @@ def _sources(name: str, values: list[dict[str, Any]]) -> Iterator[str]:
 def _adapter(value: dict[str, Any] | None) -> Iterator[str]:
     default = to_jsonable_python(LoRA())
     if value is None:
-        yield f"# {_sentence(LoRA)}"
+        yield f"# {sentence(LoRA)}"
         yield "#adapter:"
         yield f"#  {_pair('r', default['r'])}"
     else:
@@ -119,7 +119,7 @@ def _adapter(value: dict[str, Any] | None) -> Iterator[str]:
 def _section(
     name: str, kind: type[Any], values: dict[str, Any], default: dict[str, Any]
 ) -> Iterator[str]:
-    yield f"# {_sentence(kind)}"
+    yield f"# {sentence(kind)}"
     yield f"{name}:"
     for number, field in enumerate(dataclasses.fields(kind)):
         yield from _field(kind, field.name, values, default, "  ", number == 0)
@@ -152,5 +152,5 @@ def _pair(name: str, value: Any) -> str:
     return f"{name}: {listed.strip()[1:-1]}"
 
 
-def _sentence(kind: type[Any]) -> str:
+def sentence(kind: type[Any]) -> str:
     return (kind.__doc__ or "").split("\n")[0]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune import catalog
 from finetune.errors import FinetuneError
 from finetune.reports.drawings import Chart, Curve, Point, chart, finite, smooth
 from finetune.reports.evaluation_page import between, shown
@@ -46,7 +47,7 @@ def compared(runs: Sequence[Run], histories: Sequence[History]) -> dict[str, Any
         FinetuneError: a record cannot be read, or one run is named twice.
     """
     names = names_of(runs)
-    recipes = [dict(flat(public(read_object(run.recipe)))) for run in runs]
+    recipes = [catalog.flatten(public(read_object(run.recipe))) for run in runs]
     keys = list(dict.fromkeys(key for recipe in recipes for key in recipe))
     differing = [key for key in keys if len({_cell_text(r.get(key)) for r in recipes}) > 1]
     tables = [Table(
@@ -65,7 +66,8 @@ def compared(runs: Sequence[Run], histories: Sequence[History]) -> dict[str, Any
 
 def page(found: Mapping[str, Any]) -> str:
     """The comparison as a self-contained HTML page."""
-    return rendered("comparison.html.jinja", **found)
+    about = {"title": ", ".join(found["names"]), "layout": "page.html.jinja"}
+    return rendered("comparison.html.jinja", **about, **found)
 
 
 def terminal(found: Mapping[str, Any]) -> list[str]:
@@ -88,18 +90,6 @@ def names_of(runs: Sequence[Run]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise FinetuneError("compare: one run is named twice")
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a recipe with its dotted path."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from flat(inner, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list) and value:
-        for number, inner in enumerate(value):
-            yield from flat(inner, f"{path}[{number}]")
-    else:
-        yield path, value
 
 
 def _cell_text(value: Any) -> str:
@@ -178,7 +168,7 @@ def _surroundings(runs: Sequence[Run], names: Sequence[str]) -> Table:
             for split, counts in read_object(run.data).items() if isinstance(counts, Mapping)
         }  # fmt: skip
         kept = {key: known.get(key) for key in ("versions", "python", "devices", "commit")}
-        found.append(dict(flat(data | kept)))
+        found.append(catalog.flatten(data | kept))
     keys = dict.fromkeys(key for each in found for key in each)
     cells = [[key, *(_short(_cell_text(each.get(key))) for each in found)] for key in keys]
     differing = [row for row in cells if len(set(row[1:])) > 1]

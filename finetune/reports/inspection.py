@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Piece:
     trained: bool
     image: str = ""
     """A thumbnail of the image as a `data:` URL."""
+    role: str = ""
+    """Whose turn it is in, by the name that the template writes at the start of a turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,11 +222,37 @@ def _document(
         found.append(_chip(image, ids[image.start : image.end]))
         last = image.end
     found += pieces(tokenizer, ids[last:], trained[last:])
+    found = list(_with_roles(found, prepared.counts["train"]["roles"], tokenizer))
     columns = {each: float(values[number]) for each, values in documents.columns.items()}
     if "wanted" in columns:
         name = "wanted" if columns["wanted"] else "unwanted"
     label, scored = recipe.label_of(columns), recipe.head.scored
     return Document(prepared.place(number), found, name, label, scored)
+
+
+def _with_roles(
+    found: list[Piece], roles: Iterable[str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Piece]:
+    """Pieces with the roles that stand in a special token or directly behind one.
+
+    `<|im_start|>user`, `<|start_header_id|>user` and `<|user|>` begin a turn of the user.
+    """
+    names = {"model": "assistant"} | {role: role for role in roles}
+    marks, owners = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}, list[str]()
+    role, first, header = "", 0, None
+    for place, piece in enumerate(found):
+        if not marks.isdisjoint(piece.ids):
+            own = piece.text.strip("<|>")
+            first, header = place, own if own in names else ""
+        elif header is not None:
+            header += piece.text
+        if header is not None and header.rstrip() in names:
+            role, header = names[header.rstrip()], None
+            owners[first:] = [role] * (place - first)
+        elif header is not None and header.strip() != header:
+            header = None  # what follows is no name
+        owners.append(role)
+    return map(lambda piece, role: dataclasses.replace(piece, role=role), found, owners)
 
 
 def _chip(image: PlacedImage, ids: list[int]) -> Piece:

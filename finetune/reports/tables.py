@@ -1,12 +1,14 @@
 """Turn JSON records of any structure into readable tables, and open the templates of pages."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import jinja2
 from markupsafe import Markup, escape
@@ -134,8 +136,11 @@ def templates(html: bool = True) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=not html,
     )
-    found.filters |= {"cell": cell, "with_pictures": with_pictures}
+    query = functools.partial(urlencode, doseq=True)
+    found.filters |= {"cell": cell, "with_pictures": with_pictures, "query": query}
     found.tests["exact"] = is_exact
+    if html:
+        found.globals["parts"] = found.get_template("parts.html.jinja").module
     return found
 
 

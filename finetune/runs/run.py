@@ -17,7 +17,8 @@ RUN/
   samples.json       generations before and after training, if requested
   eval/NAME/         results of `finetune eval`: results.json, samples.jsonl, index.html
   checkpoints/step-00000010/   see `finetune.checkpoints.checkpoint`; manifest.json is written last
-  flight_records/    rank-00000.json, ...: the last collectives, dumped by torch when one failed
+  flight_records/    rank-00000.json, ...: the last collectives, dumped by torch when one failed;
+                     waiting.json: the ranks that others wait for
   run.lock           locked by the process that trains
   job/log.txt        the output of a launch that no terminal shows
   job.json           the job of a scheduler that trains it; job/ has its recipe

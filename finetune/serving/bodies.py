@@ -29,7 +29,8 @@ class Body:
 
     def response(self, answer: Answer) -> dict[str, Any]:
         """The complete answer."""
-        return {**self._body(self.kind, self._choice(answer)), "usage": _usage(answer)}
+        body = self._body(self.kind, self._choice(answer))
+        return {**body, **self._prompt(answer), "usage": _usage(answer)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Events before the first text."""
@@ -41,7 +42,7 @@ class Body:
 
     def closing(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Events after the last text."""
-        yield self._body(self.chunk_kind, self._last(answer))
+        yield {**self._body(self.chunk_kind, self._last(answer)), **self._prompt(answer)}
         options = self.asked.stream_options
         if options is not None and options.include_usage:
             yield {**self._body(self.chunk_kind), "usage": _usage(answer)}
@@ -58,6 +59,9 @@ class Body:
     def _body(self, kind: str, *choices: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.served.name}
         return {**head, "choices": list(choices)}
+
+    def _prompt(self, answer: Answer) -> dict[str, list[int]]:
+        return {"prompt_token_ids": answer.prompt_ids} if self.asked.return_token_ids else {}
 
     def _word(self, id: int) -> str:
         return str(self.served.loaded.tokenizer.decode([id]))
@@ -167,8 +171,5 @@ class Completion(Body):
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.new_tokens,
-        "total_tokens": answer.prompt_tokens + answer.new_tokens,
-    }
+    asked, new = len(answer.prompt_ids), answer.new_tokens
+    return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}

@@ -35,7 +35,7 @@ class Answer:
     text: str
     tokens: list[Token]
     """Tokens without the stop token; empty if no log-probabilities were requested."""
-    prompt_tokens: int
+    prompt_ids: list[int]
     new_tokens: int
     finish_reason: str
     """`stop`, or `length` if the answer was truncated."""
@@ -135,7 +135,7 @@ class Reply(Row):
             Answer(
                 text=self._cut.text,
                 tokens=self._tokens,
-                prompt_tokens=len(self.prompt),
+                prompt_ids=list(self.prompt),
                 new_tokens=len(self.ids),
                 finish_reason="stop" if self.stopped or self._cut.found else "length",
             )

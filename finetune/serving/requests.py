@@ -57,6 +57,8 @@ class Request(BaseModel):
     """As in vLLM: 0 and -1 for all tokens; also the next two."""
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
+    return_token_ids: bool = False
+    """As in vLLM, for the prompt: the answer then has `prompt_token_ids`."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: Stops = None
     """A text, or a list of texts."""

@@ -16,6 +16,7 @@ const show = (key, value, format = number) => {
 
 // --- curves ----------------------------------------------------------------------------------------
 
+const WHOLE = Array.from({length: 40}, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));
 const charts = document.getElementById("charts");
 const plots = new Map();
 let known = null;
@@ -72,12 +73,13 @@ function measured(name) {
 function draw() {
   if (!known) return;
   for (const [name, curve] of Object.entries(known.curves)) {
-    let figure = charts.querySelector(`[data-curve="${CSS.escape(name)}"]`);
+    const title = known.names[name] ?? name;
+    let figure = charts.querySelector(`[data-curve="${CSS.escape(title)}"]`);
     if (!figure) {
       figure = document.createElement("figure");
-      figure.dataset.curve = name;
+      figure.dataset.curve = title;
       const caption = document.createElement("figcaption");
-      caption.textContent = known.names[name] ?? name;
+      caption.textContent = title;
       const drawn = document.createElement("div");
       drawn.className = "drawn";
       figure.append(caption, drawn);
@@ -106,7 +108,7 @@ function build(name, figure, data) {
     width: drawn.clientWidth, height: wide ? 300 : 190,
     cursor: {sync: {key: "run"}, points: {size: 6}},
     scales: {x: {time: false}, y: {range: (plot, low, high) => range(data, low, high)}},
-    axes: [{...axis, values: (_, all) => all.map((v) => large.format(v))}, {...axis, size: 66, values: (_, all) => all.map((v) => show(name, v, brief))}],
+    axes: [{...axis, ...(charts.dataset.x === "hours" ? {} : {incrs: WHOLE}), values: (_, all) => all.map((v) => large.format(v))}, {...axis, size: 66, values: (_, all) => all.map((v) => show(name, v, brief))}],
     series: [
       {label: charts.dataset.x, value: (_, v) => (v == null ? "" : number.format(v))},
       {...bandless, label: "min", value}, {...bandless, label: "max", value},
