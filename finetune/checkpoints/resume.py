@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune import catalog
+from finetune.data.read.sources import Source
+from finetune.data.stream.positions import versions_of
+from finetune.data.stream.windows import Audit, files_hash
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.recipe import Recipe
@@ -75,6 +78,34 @@ def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
             f"{run.root}: the data is not that of the run: {_changed_rows(then, now)}; restore the "
             f"old data, or choose another --output{_further(run)}"
         )
+
+
+def standing(
+    run: Run, step: int | None, sources: list[Source]
+) -> tuple[dict[str, Any] | None, Audit]:
+    """The state of a stream at a checkpoint and the counts until then; as at the start without one.
+
+    Raises:
+        FinetuneError: with the file of the stream that has changed.
+    """
+    if step is None:
+        return None, Audit()
+    state = read_manifest(run.checkpoint(step))["progress"]["stream"]
+    try:
+        known = json.loads(run.data.read_text(encoding="utf-8"))
+        then, audit = known["stream"], Audit(known["stream"]["windows"], known["train"])
+    except (OSError, ValueError, LookupError, TypeError):
+        then, audit = {"files": []}, Audit()  # a damaged record: it is counted again from here
+    now = versions_of(sources)
+    if state["files"] != files_hash(now):
+        before = {name: rest for name, *rest in then["files"]}
+        other = [name for name, *rest in now if before.get(name) != rest]
+        other += [name for name in before if name not in {name for name, *_ in now}]
+        raise FinetuneError(
+            f"{run.root}: the stream is not that of the run: {len(other)} files have changed, the "
+            f"first: {', '.join(other[:1])}; restore them, or choose another --output"
+        )
+    return state, audit
 
 
 def _further(run: Run) -> str:

@@ -56,5 +56,42 @@ def prompts(recipe: Recipe) -> Iterator[str]:
     yield from recipe.problems()
 
 
-RULES = (mixture, overlong, prompts)
+def streams(recipe: Recipe) -> Iterator[str]:
+    """data.N.stream: what needs all rows before the first step; use max_steps, or data.N.first."""
+    for number, data in enumerate(recipe.eval_data):
+        if data.stream and data.first is None:
+            yield f"eval_data.{number}.first: none, but an evaluation reads all rows; set it"
+    if not recipe.streams:
+        return
+    ahead = type(recipe).before_training is not Recipe.before_training
+    several = len(recipe.data) > 1
+    needs = {
+        "max_steps: none; set it": recipe.max_steps is None,
+        "evaluation.every, saving.every: in epochs; give steps": any(
+            isinstance(each, str) for each in (recipe.evaluation.every, recipe.saving.every)
+        ),
+        "eval_rows: held out of all rows; use eval_data": recipe.eval_rows is not None,
+        "duplicates: drop, which remembers all rows; drop them in the files": (
+            recipe.duplicates == "drop"
+        ),
+        "data.weight: none; give every source one": (
+            several and any(data.weight is None for data in recipe.data)
+        ),
+        "data.repeat: of a source without an end; use weight": any(
+            data.repeat > 1 for data in recipe.data
+        ),
+        "data.split: a part of all rows; use files of that part": any(
+            data.split != data.split_name for data in recipe.data
+        ),
+        f"method: {recipe.method}, which computes values of all rows first; use one that reads no "
+        "reference, such as sft or orpo": (
+            ahead or recipe.reads_reference or recipe.teaches or recipe.takes == "prompts"
+        ),
+    }
+    for need, found in needs.items():
+        if found:
+            yield f"{need}; the rows of a stream are not known before, unless each has data.first"
+
+
+RULES = (mixture, overlong, prompts, streams)
 """Checks that commands without a plan make too (`inspect`, `teach`): they read data alone."""

@@ -2,10 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from finetune.data.read.arrow import restorers, without_nulls
+from finetune.data.read.files import Place
 from finetune.errors import FinetuneError, reading
 from finetune.recipe import Data
 
@@ -16,11 +18,45 @@ def hub_rows(data: Data) -> Iterator[dict[str, Any]]:
         rows = _load(datasets.load_dataset, data, split=data.split, streaming=data.stream)
         features = rows.features
         restored = None if features is None else restorers(features.arrow_schema, is_decoded=True)
-        for row in rows:
-            if restored is None:
-                yield {name: without_nulls(value) for name, value in row.items()}
-            else:
-                yield row | {name: restore(row[name]) for name, restore in restored.items()}
+        yield from _as_json(rows, restored)
+
+
+def _as_json(rows: Any, restored: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        if restored is None:
+            yield {name: without_nulls(value) for name, value in row.items()}
+        else:
+            yield row | {name: restore(row[name]) for name, restore in restored.items()}
+
+
+@dataclass(frozen=True)
+class HubPart:
+    """A shard of a streamed data set."""
+
+    name: str
+    shard: Any
+    restored: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def rows(self, place: Place) -> Iterator[tuple[int, Any]]:
+        """Rows after a place, which moves with them; those before it are read and left out."""
+        for number, row in enumerate(
+            _as_json(self.shard.skip(place.row), self.restored), place.row + 1
+        ):
+            place.row = number
+            yield number, row
+
+
+def hub_parts(data: Data) -> list[HubPart]:
+    """The shards of a data set, which are read where they are."""
+    with _hub(data) as datasets:
+        rows = _load(datasets.load_dataset, data, split=data.split, streaming=True)
+        count, features = rows.num_shards, rows.features
+        restored = None if features is None else restorers(features.arrow_schema, is_decoded=True)
+        names = f"{data.source} ({data.split}) part"
+        return [HubPart(f"{names} {n}", rows.shard(count, n), restored) for n in range(count)]
 
 
 def hub_version(data: Data) -> str:
