@@ -3,24 +3,20 @@
 import dataclasses
 import gzip
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from conftest import Train, assert_same_losses, losses, problems_of, read, written
+from conftest import Train, assert_same_losses, losses, read
 from prepared import CHAT, write_rows
 
-from finetune.data.prepare import Prepared, prepare
+from finetune.data.prepare import prepare
 from finetune.data.read.sources import find_sources
 from finetune.data.rows.order import rows_of_step
-from finetune.data.stream.preparer import FAILED, prepare_windows, window_folder
-from finetune.data.stream.windows import Audit, Stream, StreamFailure, Taken
+from finetune.data.stream.preparer import prepare_windows
+from finetune.data.stream.windows import Audit, Stream, Taken
 from finetune.methods.sft import SFT
 from finetune.recipe import Data, Recipe
-
 
 WINDOWS = 10
 
@@ -104,3 +100,21 @@ def test_a_state_continues_with_the_very_next_rows(folder, tmp_path):
         assert [(of_step(e), e.places, e.then) for e in rest] == [
             (of_step(e), e.places, e.then) for e in found[step:]
         ]
+
+
+def fields_of(tiny: Any, **changes: Any) -> dict[str, Any]:
+    data = {"source": str(tiny.data), "format": "messages"} | changes.pop("data", {})
+    return tiny.fields(max_steps=5, saving={"every": 2}, **changes) | {"data": [data]}
+
+
+def test_a_run_on_a_stream_has_the_losses_of_prepared_rows(tiny, train: Train, tmp_path):
+    prepared = train("prepared", fields=fields_of(tiny))
+    streamed = train("streamed", fields=fields_of(tiny, data={"stream": True}))
+    assert_same_losses(prepared, streamed)
+    assert losses(prepared, "eval") == losses(streamed, "eval")
+    counts = [read(run.data)["train"] for run in (prepared, streamed)]
+    assert counts[1].pop("windows") == 1 + 5 * 8 // counts[0]["rows"]
+    assert {name for name in counts[0] if counts[0][name] != counts[1][name]} <= {
+        "sha256", "samples", "rows", "documents", "tokens", "trained_tokens", "roles", "by_source",
+    }  # fmt: skip
+    assert counts[1]["tokens"] == counts[0]["tokens"]

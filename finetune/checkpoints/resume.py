@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from finetune import catalog
 from finetune.data.read.sources import Source
-from finetune.data.stream.positions import versions_of
-from finetune.data.stream.windows import Audit, files_hash
+from finetune.data.stream.positions import files_hash, versions_of
+from finetune.data.stream.windows import Audit
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.recipe import Recipe
@@ -92,15 +92,13 @@ def standing(
         return None, Audit()
     state = read_manifest(run.checkpoint(step))["progress"]["stream"]
     try:
-        known = json.loads(run.data.read_text(encoding="utf-8"))
-        then, audit = known["stream"], Audit(known["stream"]["windows"], known["train"])
-    except (OSError, ValueError, LookupError, TypeError):
-        then, audit = {"files": []}, Audit()  # a damaged record: it is counted again from here
-    now = versions_of(sources)
-    if state["files"] != files_hash(now):
-        before = {name: rest for name, *rest in then["files"]}
-        other = [name for name, *rest in now if before.get(name) != rest]
-        other += [name for name in before if name not in {name for name, *_ in now}]
+        audit = Audit(json.loads(run.data.read_text(encoding="utf-8"))["train"])
+        then = {n: v for each in audit.counts["by_source"] for n, v in each["revision"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        then, audit = {}, Audit()  # a damaged record: it is counted again from here
+    now = {name: value for source in sources for name, value in versions_of(source).items()}
+    if state["files"] != files_hash(sources):
+        other = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
         raise FinetuneError(
             f"{run.root}: the stream is not that of the run: {len(other)} files have changed, the "
             f"first: {', '.join(other[:1])}; restore them, or choose another --output"

@@ -132,11 +132,11 @@ def merged(first: dict[str, Any] | None, then: dict[str, Any]) -> dict[str, Any]
             both[name] = (known * of[0] + value * of[1]) / max(1, sum(of))
         elif name == "first":
             both[name] = value | known
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and name != "revision":
             both[name] = dict(Counter[str](known) + Counter[str](value))
         elif isinstance(value, bool):
             both[name] = known and value
-        elif name == "documents_per_row" or not isinstance(value, int):
+        elif name in ("documents_per_row", "revision") or not isinstance(value, int):
             both[name] = known
         else:
             both[name] = max(known, value) if name in MAXIMA else known + value

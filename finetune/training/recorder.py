@@ -4,7 +4,7 @@ import dataclasses
 import math
 import shutil
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,21 +87,18 @@ class Recorder:
         write_json(self.run.plan, {**self.plan.summary(), "prediction": prediction})
         write_json(self.run.environment, environment(accelerators()))
         if self.stream is None or not self.stream.audit.windows:
-            self._write_counts(Audit(0, self.data.counts["train"]))
+            self._write_counts(self.data.counts["train"])
         if self.data.bad_rows is not None and self.stream is None:
             shutil.copyfile(self.data.bad_rows, self.run.bad_rows)
 
-    def _write_counts(self, audit: Audit) -> None:
-        counts = {"train": audit.counts, "eval": self.data.counts["eval"]}
-        if self.stream is not None:
-            counts["stream"] = {"windows": audit.windows, "files": self.stream.versions}
-        write_json(self.run.data, counts)
+    def _write_counts(self, train: dict[str, Any] | None) -> None:
+        write_json(self.run.data, {"train": train, "eval": self.data.counts["eval"]})
 
     def counted(self, audit: Audit) -> None:
         """Write the counts of the rows of a stream up to those of a new buffer."""
         if not self.engine.is_main:
             return
-        self._write_counts(audit)
+        self._write_counts(audit.counts)
         if audit.bad_rows:
             with self.run.bad_rows.open("a" if audit.windows > 1 else "w") as file:
                 file.write(audit.bad_rows)

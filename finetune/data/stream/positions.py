@@ -7,6 +7,8 @@ share each buffer by their weights, and one that ends begins again:
     stream_buffer=4   files a: 1 2 3, b: 4 5 6    [1 2 3 4] [5 6] [4 5 6 1] [2 3]
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from fractions import Fraction
@@ -106,11 +108,13 @@ def buffer_of(
     return [reader.take(n, across=True) for reader, n in zip(readers, counts, strict=True)]
 
 
-def versions_of(sources: list[Source]) -> list[list[Any]]:
-    """Name, version and bytes of each file of some sources; a hub data set counts as one."""
-    found = list[list[Any]]()
-    for source in sources:
-        found += [list(version_of(path)) for path in source.files]
-        if not source.files:
-            found.append([source.data.source, hub_version(source.data), None])
-    return found
+def versions_of(source: Source) -> dict[str, list[Any]]:
+    """Version and bytes of each file of a source, by name; a hub data set counts as one."""
+    if not source.files:
+        return {source.data.source: [hub_version(source.data), None]}
+    return {name: rest for name, *rest in map(version_of, source.files)}
+
+
+def files_hash(sources: list[Source]) -> str:
+    """A hash of the versions of the files of a stream."""
+    return hashlib.sha256(json.dumps([versions_of(each) for each in sources]).encode()).hexdigest()

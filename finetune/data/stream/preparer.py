@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,8 @@ class Job:
     """Number of the first buffer."""
     positions: list[list[int]]
     """Where its sources begin."""
+    versions: list[dict[str, list[Any]]]
+    """The versions of the files of each source."""
 
 
 def window_folder(folder: Path, window: int) -> Path:
@@ -62,8 +65,10 @@ def serve() -> None:
     tokenise_on_one_core()
     evaluate_here()
     os.dup2(2, 1)
-    os.nice(5)  # the steps have the cores first
-    job: Job = pickle.load(sys.stdin.buffer)
+    try:
+        job: Job = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the training has ended
+        return
     asked = threading.Semaphore(AHEAD)
 
     def listen() -> None:
@@ -126,5 +131,7 @@ def _write(
     save_rows(rows, folder / "train")
     shares = [(each.source.data, each.tally, each.members) for each in sections]
     counts = count_rows(rows, facts, shares, recipe, files)
+    for about, versions in zip(counts["by_source"], job.versions, strict=True):
+        about["revision"] = versions
     write_json(folder / ABOUT, {"positions": begin, "counts": counts, "files": files})
     folder.rename(window_folder(job.folder, window))

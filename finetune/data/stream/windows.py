@@ -6,7 +6,6 @@ may begin in one and end in the next.
 """
 
 import contextlib
-import hashlib
 import json
 import pickle
 import shutil
@@ -26,7 +25,7 @@ from finetune.data.prepare import BAD_ROWS
 from finetune.data.read.sources import Source
 from finetune.data.rows.order import permutation
 from finetune.data.rows.store import Rows, gathered, open_documents, open_rows
-from finetune.data.stream.positions import Position, versions_of
+from finetune.data.stream.positions import Position, files_hash, versions_of
 from finetune.data.stream.preparer import ABOUT, FAILED, Job, window_folder
 from finetune.errors import FinetuneError
 from finetune.process import interpreter
@@ -68,11 +67,14 @@ class Buffer:
 class Audit:
     """Counts of the buffers that steps have begun to use."""
 
-    windows: int = 0
-    """Their number."""
     counts: dict[str, Any] | None = None
+    """As of prepared rows (`audit.count_rows`), and `windows`: their number."""
     bad_rows: str = ""
     """Lines of `bad_rows.jsonl` of the last of them."""
+
+    @property
+    def windows(self) -> int:
+        return 0 if self.counts is None else int(self.counts["windows"])
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,10 @@ class Stream:
         first = [[*vars(Position()).values()] for _ in sources]
         state = state or {"window": 0, "row": 0, "positions": first}
         self._recipe, self._folder, self.audit = recipe, folder, audit
-        self.job = Job(recipe, chat, sources, folder, state["window"], state["positions"])
-        self.versions = versions_of(sources)
-        """Name, version and bytes of each file."""
-        self._hash = files_hash(self.versions)
+        versions = [versions_of(each) for each in sources]
+        positions = state["positions"]
+        self.job = Job(recipe, chat, sources, folder, state["window"], positions, versions)
+        self._hash = files_hash(sources)
         self._window, self._row = int(state["window"]), int(state["row"])
         self._buffer: Buffer | None = None
         self._used: list[tuple[Path, int]] = []  # folder and last step
@@ -208,7 +210,8 @@ class Stream:
             self.check(buffer.rows)
             if buffer.number >= self.audit.windows:
                 counts = merged(self.audit.counts, buffer.counts)
-                self.audit = Audit(buffer.number + 1, counts, buffer.bad_rows)
+                counts = {**counts, "windows": buffer.number + 1}
+                self.audit = Audit(counts, buffer.bad_rows)
                 problems = list(mistakes(counts))
                 if problems and self._recipe.data_checks == "refuse":
                     raise FinetuneError(*problems)
@@ -235,8 +238,3 @@ class Stream:
             old, _ = self._used.pop(0)
             if self._process is not None:
                 shutil.rmtree(old, ignore_errors=True)
-
-
-def files_hash(versions: list[list[Any]]) -> str:
-    """A hash of the files of a stream, from their versions."""
-    return hashlib.sha256(json.dumps(versions).encode()).hexdigest()
