@@ -3,6 +3,10 @@
 import dataclasses
 import gzip
 import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,19 @@ import pytest
 from conftest import Train, assert_same_losses, losses, read
 from prepared import CHAT, write_rows
 
+from finetune import catalog
 from finetune.data.prepare import prepare
+from finetune.data.read import remote
+from finetune.data.read.files import Place, read_file
+from finetune.data.read.remote import remote_files
 from finetune.data.read.sources import find_sources
 from finetune.data.rows.order import rows_of_step
+from finetune.data.stream.positions import versions_of
 from finetune.data.stream.preparer import prepare_windows
 from finetune.data.stream.windows import Audit, Stream, Taken
+from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
+from finetune.planner.data_rules import streams
 from finetune.recipe import Data, Recipe
 
 WINDOWS = 10
@@ -41,6 +52,52 @@ def folder(tmp_path: Path) -> Path:
     return there
 
 
+class Web(ThreadingHTTPServer):
+    """Serves the files of a folder with ranges; fails or cuts as it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Range)
+        self.folder, self.fails, self.most = folder, 0, 1 << 60
+        self.address = f"http://127.0.0.1:{self.server_port}"
+
+
+class Range(BaseHTTPRequestHandler):
+    server: Web
+
+    def do_HEAD(self) -> None:
+        self.answer(b"", (self.server.folder / self.path[1:]).stat().st_size)
+
+    def do_GET(self) -> None:
+        if self.server.fails:
+            self.server.fails -= 1
+            self.send_error(503)
+            return
+        whole = (self.server.folder / self.path[1:]).read_bytes()[: self.server.most]
+        given = self.headers.get("Range")
+        first, last = given.removeprefix("bytes=").split("-") if given else (0, len(whole))
+        part = whole[int(first) : int(last) + 1]
+        self.answer(part, len(part), 206 if given else 200)
+
+    def answer(self, content: bytes, size: int, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(size))
+        self.send_header("ETag", f'"{(self.server.folder / self.path[1:]).stat().st_size}"')
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[Web]:
+    (tmp_path / "web").mkdir()
+    with Web(tmp_path / "web") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 def recipe_of(*data: Data, buffer: int = 100, **batch: Any) -> Recipe:
     recipe = SFT(data=data, max_steps=9, stream_buffer=buffer, seed=3)
     return recipe.with_batch(**{"rows": 4, **batch})
@@ -55,7 +112,7 @@ def taken(
 ) -> list[Taken]:
     """The rows of some steps."""
     sources, _ = find_sources(recipe)
-    stream = Stream(recipe, CHAT, sources, place, state, Audit())
+    stream = Stream(recipe, CHAT, sources, versions_of(sources), place, state, Audit())
     place.mkdir()
     left = iter(range(WINDOWS))
     with pytest.raises(StopIteration):  # here, because a process takes seconds to start
@@ -100,6 +157,90 @@ def test_a_state_continues_with_the_very_next_rows(folder, tmp_path):
         assert [(of_step(e), e.places, e.then) for e in rest] == [
             (of_step(e), e.places, e.then) for e in found[step:]
         ]
+
+
+def test_sources_share_each_buffer_by_their_weights(folder, tmp_path):
+    few = write_rows(tmp_path / "few.jsonl", numbered(100, 3))
+    data = source(folder, weight=3), source(few, weight=1, stream=False)
+    found = taken(recipe_of(*data, buffer=8), tmp_path / "stream", range(6))
+    for first, then in zip(found[::2], found[1::2], strict=True):
+        places = first.places + then.places
+        assert sum(few in place for place in places) == 2
+    again = [place for each in found for place in each.places if few in place]
+    assert sorted(again) == sorted(2 * [f"{few} row {n}" for n in (1, 2, 3)])
+
+
+def test_rows_are_counted_as_they_are_used(folder, tmp_path):
+    rows = [{"question": "Is it", "answer": n} for n in range(2)]
+    write_rows(folder / "d.jsonl", [*rows, *numbered(21, 2)])
+    recipe = recipe_of(source(folder, on_bad_row="drop"), buffer=5, rows=3)
+    found = taken(recipe, tmp_path / "stream", range(8))
+    audits = [audit for each in found for audit in each.audits]
+    assert [audit.windows for audit in audits] == list(range(1, len(audits) + 1))
+    whole = dataclasses.replace(recipe, data=(source(folder, stream=False, on_bad_row="drop"),))
+    expected = prepare(whole, CHAT, tmp_path / "cache").counts["train"]
+    counts = audits[4].counts  # 25 rows in buffers of five: an epoch
+    assert counts is not None
+    same = ("samples", "bad", "rows", "documents", "tokens", "trained_tokens", "longest", "roles")
+    assert {name: counts[name] for name in same} == {name: expected[name] for name in same}
+    listed = [json.loads(line)["row"] for each in audits[:5] for line in each.bad_rows.splitlines()]
+    assert listed == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.parquet", "c.jsonl.gz"])
+def test_rows_at_an_address_are_read_from_any_place(folder, name, web):
+    shutil.copy(folder / name, web.folder / name)
+    (there,) = remote_files(f"{web.address}/{name}").values()
+    whole = list(read_file(folder / name))
+    assert list(read_file(there)) == whole
+    place = Place()
+    rows = read_file(there, place)
+    for number, _ in rows:
+        rest = read_file(there, Place(place.row, place.byte))
+        assert list(rest) == [row for row in whole if row[0] > number]
+
+
+def test_a_connection_that_is_lost_is_opened_again(folder, web, monkeypatch):
+    monkeypatch.setattr(remote, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote, "BLOCK", 64)
+    shutil.copy(folder / "a.jsonl", web.folder)
+    (there,) = remote_files(f"{web.address}/a.jsonl").values()
+    web.fails = 2
+    assert list(read_file(there)) == list(read_file(folder / "a.jsonl"))
+    web.fails = 3
+    with pytest.raises(FinetuneError, match=r"a.jsonl: cannot be read after byte 0"):
+        list(read_file(there))
+
+
+def test_a_file_that_ends_early_or_changes_is_named(folder, web, monkeypatch):
+    monkeypatch.setattr(remote, "WAITS", (0.0,))
+    shutil.copy(folder / "a.jsonl", web.folder)
+    (there,) = remote_files(f"{web.address}/a.jsonl").values()
+    size = (folder / "a.jsonl").stat().st_size
+    web.most = 50
+    with pytest.raises(FinetuneError, match=f"byte 50 .it ends there, and has {size} bytes"):
+        list(read_file(there))
+    (web.folder / "a.jsonl").write_text("{}\n")
+    with pytest.raises(FinetuneError, match=r"a.jsonl: it has changed there since it was listed"):
+        list(read_file(there))
+
+
+NEEDS = {
+    "max_steps": {"max_steps": None},
+    "evaluation.every": {"saving": {"every": "0.5 epochs"}},
+    "eval_rows": {"eval_rows": 2, "eval_data": []},
+    "duplicates": {"duplicates": "drop"},
+    "method": {"method": "dpo"},
+}
+
+
+@pytest.mark.parametrize("field", NEEDS)
+def test_what_needs_all_rows_is_refused(tiny, field):
+    recipe = catalog.from_fields(fields_of(tiny, data={"stream": True}) | NEEDS[field])
+    (problem,) = streams(recipe)
+    assert problem.startswith(field)
+    first = dataclasses.replace(recipe.data[0], first=10)  # then the rows are known
+    assert not list(streams(dataclasses.replace(recipe, data=(first,))))
 
 
 def fields_of(tiny: Any, **changes: Any) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune import catalog
-from finetune.data.read.sources import Source
-from finetune.data.stream.positions import files_hash, versions_of
+from finetune.data.stream.positions import Versions, files_hash
 from finetune.data.stream.windows import Audit
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
@@ -80,9 +79,7 @@ def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
         )
 
 
-def standing(
-    run: Run, step: int | None, sources: list[Source]
-) -> tuple[dict[str, Any] | None, Audit]:
+def standing(run: Run, step: int | None, versions: Versions) -> tuple[dict[str, Any] | None, Audit]:
     """The state of a stream at a checkpoint and the counts until then; as at the start without one.
 
     Raises:
@@ -96,8 +93,8 @@ def standing(
         then = {n: v for each in audit.counts["by_source"] for n, v in each["revision"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         then, audit = {}, Audit()  # a damaged record: it is counted again from here
-    now = {name: value for source in sources for name, value in versions_of(source).items()}
-    if state["files"] != files_hash(sources):
+    now = {name: value for each in versions for name, value in each.items()}
+    if state["files"] != files_hash(versions):
         other = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
         raise FinetuneError(
             f"{run.root}: the stream is not that of the run: {len(other)} files have changed, the "

@@ -165,7 +165,7 @@ def streaming(
     def make(step: int) -> StepRows:
         taken = stream.take(step, like)
         chosen = np.arange(len(taken.rows))
-        made = made_rows(engine, taken.rows, chosen, step, pad_id, taken.window)
+        made = _step_rows(engine, taken.rows, chosen, step, pad_id, taken.window)
         return dataclasses.replace(made, taken=taken)
 
     return feed(make, steps, engine.device)
@@ -175,10 +175,10 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     """This rank's micro-batches of a step, without communication."""
     recipe = engine.plan.recipe
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
-    return made_rows(engine, rows, chosen, step, pad_id, epoch_of(step, recipe, rows))
+    return _step_rows(engine, rows, chosen, step, pad_id, epoch_of(step, recipe, rows))
 
 
-def made_rows(
+def _step_rows(
     engine: Engine, rows: Rows, chosen: np.ndarray, step: int, pad_id: int, epoch: int
 ) -> StepRows:
     """This rank's micro-batches of the chosen rows of a step."""

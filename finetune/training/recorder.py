@@ -144,7 +144,7 @@ class Recorder:
                 steps=self.steps,
                 trainable_parameters=parameters[0],
                 parameters=parameters[1],
-                train_rows=len(self.data.train),
+                train_rows=len(self.data.train) if self.stream is None else 0,
                 eval_rows=len(self.data.eval),
                 trained_tokens=self.data.counts["train"]["trained_tokens"],
                 packing=recipe.batch.packing,

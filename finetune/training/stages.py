@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import platform
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,8 @@ from finetune.data.chat.render import Chat
 from finetune.data.prepare import Prepared, prepare
 from finetune.data.read.sources import Source, find_sources
 from finetune.data.rows.store import Rows
+from finetune.data.scratch import scratch_for
+from finetune.data.stream.positions import Versions, versions_of
 from finetune.data.stream.windows import Audit, Stream
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import trained_shapes
@@ -141,8 +142,7 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
         refuse_other_data(run, resumed, identity(data.counts))
     stream = None
     if recipe.streams:
-        stream = _stream(engine, run, recipe, chat, resumed)
-        held.enter_context(stream.preparing(engine.accelerator.is_local_main_process))
+        stream = _stream(engine, run, chat, resumed, held)
     # The layout of the forecast: the plan read the config file, if there is one yet.
     data = data.side_by_side(plan.padding.free, plan.prompts.shared)
     alone = plan.processes == 1
@@ -157,18 +157,27 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     return Inputs(tokenizer, chat, data, steps, evaluated, saved, resumed, stream)
 
 
-def _stream(engine: Engine, run: Run, recipe: Recipe, chat: Chat, resumed: int | None) -> Stream:
+def _stream(
+    engine: Engine, run: Run, chat: Chat, resumed: int | None, held: contextlib.ExitStack
+) -> Stream:
     """The stream of a recipe's rows, from its beginning or from a checkpoint."""
 
-    def begin() -> tuple[list[Source], dict[str, Any] | None, Audit]:
-        sources, _ = find_sources(recipe)
-        return sources, *standing(run, resumed, sources)
+    recipe = engine.plan.recipe
 
-    sources, state, audit = engine.on_rank_0(begin)
-    here = platform.node()
-    name = engine.on_rank_0(lambda: secrets.token_hex(8))
-    folder = cache("streams") / f"{name}-{here}"
-    return Stream(recipe, chat, sources, folder, state, audit, len(set(engine.gather(here))))
+    def begin() -> tuple[list[Source], Versions, dict[str, Any] | None, Audit]:
+        sources, _ = find_sources(recipe)
+        versions = versions_of(sources)
+        return sources, versions, *standing(run, resumed, versions)
+
+    sources, versions, state, audit = engine.on_rank_0(begin)
+    here, folder = platform.node(), cache("streams") / "rows"
+    if is_first := engine.accelerator.is_local_main_process:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder = held.enter_context(scratch_for(folder))
+    folders = {node: path for node, path, first in engine.gather((here, folder, is_first)) if first}
+    stream = Stream(recipe, chat, sources, versions, folders[here], state, audit, len(folders))
+    held.enter_context(stream.preparing(is_first))
+    return stream
 
 
 def start(

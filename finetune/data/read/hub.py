@@ -15,13 +15,14 @@ from finetune.recipe import Data
 def hub_rows(data: Data) -> Iterator[dict[str, Any]]:
     """Yield the rows of a data set in the form that they would have in JSON."""
     with _hub(data) as datasets:
-        rows = _load(datasets.load_dataset, data, split=data.split, streaming=data.stream)
-        features = rows.features
-        restored = None if features is None else restorers(features.arrow_schema, is_decoded=True)
-        yield from _as_json(rows, restored)
+        yield from _as_json(
+            _load(datasets.load_dataset, data, split=data.split, streaming=data.stream)
+        )
 
 
-def _as_json(rows: Any, restored: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def _as_json(rows: Any) -> Iterator[dict[str, Any]]:
+    features = rows.features
+    restored = None if features is None else restorers(features.arrow_schema, is_decoded=True)
     for row in rows:
         if restored is None:
             yield {name: without_nulls(value) for name, value in row.items()}
@@ -33,30 +34,28 @@ def _as_json(rows: Any, restored: dict[str, Any] | None) -> Iterator[dict[str, A
 class HubPart:
     """A shard of a streamed data set."""
 
-    name: str
+    data: Data
+    number: int
     shard: Any
-    restored: dict[str, Any] | None
 
     def __str__(self) -> str:
-        return self.name
+        return f"{self.data.source} ({self.data.split}) part {self.number}"
 
     def rows(self, place: Place) -> Iterator[tuple[int, Any]]:
         """Rows after a place, which moves with them; those before it are read and left out."""
-        for number, row in enumerate(
-            _as_json(self.shard.skip(place.row), self.restored), place.row + 1
-        ):
-            place.row = number
-            yield number, row
+        with _hub(self.data):
+            rows = _as_json(self.shard.skip(place.row))
+            for row in rows:
+                place.row += 1
+                yield place.row, row
 
 
 def hub_parts(data: Data) -> list[HubPart]:
     """The shards of a data set, which are read where they are."""
     with _hub(data) as datasets:
         rows = _load(datasets.load_dataset, data, split=data.split, streaming=True)
-        count, features = rows.num_shards, rows.features
-        restored = None if features is None else restorers(features.arrow_schema, is_decoded=True)
-        names = f"{data.source} ({data.split}) part"
-        return [HubPart(f"{names} {n}", rows.shard(count, n), restored) for n in range(count)]
+        count = rows.num_shards
+        return [HubPart(data, number, rows.shard(count, number)) for number in range(count)]
 
 
 def hub_version(data: Data) -> str:

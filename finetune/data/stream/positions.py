@@ -24,6 +24,8 @@ from finetune.data.read.sources import Source, SourceRow
 from finetune.data.rows.order import permutation
 from finetune.errors import FinetuneError
 
+Versions = list[dict[str, list[Any]]]
+
 
 @dataclass
 class Position:
@@ -108,13 +110,14 @@ def buffer_of(
     return [reader.take(n, across=True) for reader, n in zip(readers, counts, strict=True)]
 
 
-def versions_of(source: Source) -> dict[str, list[Any]]:
-    """Version and bytes of each file of a source, by name; a hub data set counts as one."""
-    if not source.files:
-        return {source.data.source: [hub_version(source.data), None]}
-    return {name: rest for name, *rest in map(version_of, source.files)}
+def versions_of(sources: list[Source]) -> Versions:
+    """Version and bytes of each file of each source, by name; a hub data set counts as one."""
+    return [
+        {name: rest for name, *rest in map(version_of, source.files)}
+        or {source.data.source: [hub_version(source.data), None]}
+        for source in sources
+    ]
 
 
-def files_hash(sources: list[Source]) -> str:
-    """A hash of the versions of the files of a stream."""
-    return hashlib.sha256(json.dumps([versions_of(each) for each in sources]).encode()).hexdigest()
+def files_hash(versions: Versions) -> str:
+    return hashlib.sha256(json.dumps(versions).encode()).hexdigest()

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from finetune.data.read.sources import Source
 from finetune.data.rows.encode import Chunk, Encoded, Encoder
 from finetune.data.rows.encode_pool import MOST_PROCESSES, crew, is_importable
 from finetune.data.rows.store import save_rows
-from finetune.data.stream.positions import Position, SourceReader, buffer_of
+from finetune.data.stream.positions import Position, SourceReader, Versions, buffer_of
 from finetune.errors import FinetuneError, first_line
 from finetune.process.quiet import tokenise_on_one_core
 from finetune.recipe import Recipe
@@ -47,13 +46,12 @@ class Job:
     recipe: Recipe
     chat: Chat
     sources: list[Source]
+    versions: Versions
     folder: Path
     window: int
     """Number of the first buffer."""
     positions: list[list[int]]
     """Where its sources begin."""
-    versions: list[dict[str, list[Any]]]
-    """The versions of the files of each source."""
 
 
 def window_folder(folder: Path, window: int) -> Path:

@@ -25,7 +25,7 @@ from finetune.data.prepare import BAD_ROWS
 from finetune.data.read.sources import Source
 from finetune.data.rows.order import permutation
 from finetune.data.rows.store import Rows, gathered, open_documents, open_rows
-from finetune.data.stream.positions import Position, files_hash, versions_of
+from finetune.data.stream.positions import Position, Versions, files_hash
 from finetune.data.stream.preparer import ABOUT, FAILED, Job, window_folder
 from finetune.errors import FinetuneError
 from finetune.process import interpreter
@@ -103,26 +103,28 @@ class Stream:
         recipe: Recipe,
         chat: Chat,
         sources: list[Source],
+        versions: Versions,
         folder: Path,
         state: dict[str, Any] | None,
         audit: Audit,
         machines: int = 1,
     ) -> None:
-        """Args:
-        folder: for the buffers, of this machine and run alone.
-        state: where to continue; None at the beginning.
-        audit: counts of buffers that were used before.
-        machines: that prepare the same buffers. One of several may fail alone, and the others
-            would wait for it in a save.
+        """Begin a stream.
+
+        Args:
+            versions: of the files of each source.
+            folder: for the buffers, of this machine and run alone.
+            state: where to continue; None at the beginning.
+            audit: counts of buffers that were used before.
+            machines: that prepare the same buffers. One of several may fail alone, and the others
+                would wait for it in a save.
         """
         self._failure = StreamFailure if machines == 1 else FinetuneError
         first = [[*vars(Position()).values()] for _ in sources]
         state = state or {"window": 0, "row": 0, "positions": first}
         self._recipe, self._folder, self.audit = recipe, folder, audit
-        versions = [versions_of(each) for each in sources]
-        positions = state["positions"]
-        self.job = Job(recipe, chat, sources, folder, state["window"], positions, versions)
-        self._hash = files_hash(sources)
+        self.job = Job(recipe, chat, sources, versions, folder, state["window"], state["positions"])
+        self._hash = files_hash(versions)
         self._window, self._row = int(state["window"]), int(state["row"])
         self._buffer: Buffer | None = None
         self._used: list[tuple[Path, int]] = []  # folder and last step
@@ -136,8 +138,6 @@ class Stream:
         if not first:
             yield
             return
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from {Job.__module__} import serve; serve()"
         )
@@ -154,7 +154,6 @@ class Stream:
                 self._process.stdin.close()
             self._process.kill()
             self._process.wait()
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ask(self, content: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -225,7 +224,7 @@ class Stream:
             if failed.is_file():
                 raise self._failure(*json.loads(failed.read_text(encoding="utf-8"))["problems"])
             if self._process is not None and (status := self._process.poll()) is not None:
-                raise self._failure(
+                raise FinetuneError(
                     f"data: the process that prepares the stream ended with status {status}; it "
                     "may have run out of memory"
                 )
