@@ -11,10 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Train, assert_same_losses, losses, read
+from conftest import (
+    Train,
+    apart,
+    assert_same_losses,
+    cut_off,
+    losses,
+    read,
+    write_recipe,
+    written,
+)
 from prepared import CHAT, write_rows
 
-from finetune import catalog
+from finetune import Run, catalog
+from finetune.cache import cache
+from finetune.data import prepare as prepared_rows
 from finetune.data.prepare import prepare
 from finetune.data.read import remote
 from finetune.data.read.files import Place, read_file
@@ -255,7 +266,44 @@ def test_a_run_on_a_stream_has_the_losses_of_prepared_rows(tiny, train: Train, t
     assert losses(prepared, "eval") == losses(streamed, "eval")
     counts = [read(run.data)["train"] for run in (prepared, streamed)]
     assert counts[1].pop("windows") == 1 + 5 * 8 // counts[0]["rows"]
-    assert {name for name in counts[0] if counts[0][name] != counts[1][name]} <= {
-        "sha256", "samples", "rows", "documents", "tokens", "trained_tokens", "roles", "by_source",
-    }  # fmt: skip
-    assert counts[1]["tokens"] == counts[0]["tokens"]
+    assert [name for name in counts[0] if counts[0][name] != counts[1][name]] == ["by_source"]
+    (about,) = counts[1]["by_source"]
+    assert about["revision"] == {str(tiny.data): [None, tiny.data.stat().st_size]}
+    assert not list(cache("streams").iterdir())
+
+
+def test_a_bad_row_ends_the_run_after_a_checkpoint(tiny, train: Train, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared_rows, "BEGINNING", 8)  # it is found before the first step else
+    rows = [line for line in tiny.data.read_text().splitlines() if line][:32]
+    path = written(tmp_path / "rows.jsonl", [*map(json.loads, rows), {"messages": 3}])
+    fields = fields_of(tiny, data={"source": str(path), "stream": True}, eval_data=[])
+    fields |= {"stream_buffer": 8, "max_steps": 9}
+    with pytest.raises(FinetuneError) as error:
+        train(fields=fields)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{path} row 33: messages is a number, expected a list")
+    assert problem.endswith("; then continue with --resume: step 4 is saved")
+    run = Run(tmp_path / "run")
+    assert (run.newest(), len(losses(run)), read(run.data)["train"]["windows"]) == (4, 4, 4)
+    written(path, [*map(json.loads, rows), {"messages": []}])  # it is another file then
+    with pytest.raises(FinetuneError, match=r"1 files have changed, the first: .*rows.jsonl"):
+        train(fields=fields, resume=True)
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_the_next_rows_on_any_number_of_processes(
+    tiny, finetune, tmp_path, run_of
+):
+    fields = fields_of(tiny, data={"stream": True}, batch={"rows": 6, "micro_rows": 1})
+    fields |= {"stream_buffer": 7}
+    straight = run_of(fields=fields)
+    recipe = write_recipe(tmp_path / "r.json", fields)
+    for processes in (1, 2, 3):
+        for step in (2, 4):
+            run = cut_off(straight, tmp_path / f"{processes}-{step}", step)
+            launch = ["launch", recipe, "--backend", "ddp", "--processes", str(processes)]
+            finetune(*launch, "--precision", "fp32", "--output", run.root, "--resume").passed()
+            assert apart(straight, run) < 1e-6
+            ends = [read(each.checkpoint(5) / "manifest.json") for each in (straight, run)]
+            assert ends[0]["progress"]["stream"] == ends[1]["progress"]["stream"]
+            assert read(run.data) == read(straight.data)

@@ -92,7 +92,9 @@ class Recorder:
             shutil.copyfile(self.data.bad_rows, self.run.bad_rows)
 
     def _write_counts(self, train: dict[str, Any] | None) -> None:
-        write_json(self.run.data, {"train": train, "eval": self.data.counts["eval"]})
+        first = self.data.counts  # has what is known of all rows, such as files of other kinds
+        counts = {"train": {**first["train"], **(train or {})}, "eval": first["eval"]}
+        write_json(self.run.data, counts)
 
     def counted(self, audit: Audit) -> None:
         """Write the counts of the rows of a stream up to those of a new buffer."""

@@ -217,10 +217,11 @@ def remote_files(address: str) -> dict[PurePosixPath, RemoteFile]:
     Raises:
         FinetuneError: there is no such file, or they cannot be listed.
     """
-    files, _, found, start = _listed(address)
-    return {
-        PurePosixPath(path[start:]): RemoteFile(
-            files.unstrip_protocol(path), _version(about), about.get("size")
-        )
-        for path, about in sorted(found.items())
-    }
+    files, _, listed, start = _listed(address)
+    found = dict[PurePosixPath, RemoteFile]()
+    for path, short in sorted(listed.items()):
+        with asking(address, "cannot be listed"):  # a list of links has names alone
+            about = short if _version(short) else files.info(path)
+        name = files.unstrip_protocol(path)
+        found[PurePosixPath(path[start:])] = RemoteFile(name, _version(about), about.get("size"))
+    return found

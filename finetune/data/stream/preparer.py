@@ -131,5 +131,6 @@ def _write(
     counts = count_rows(rows, facts, shares, recipe, files)
     for about, versions in zip(counts["by_source"], job.versions, strict=True):
         about["revision"] = versions
+    counts["left_out"] = 0  # a source that ends begins again
     write_json(folder / ABOUT, {"positions": begin, "counts": counts, "files": files})
     folder.rename(window_folder(job.folder, window))
