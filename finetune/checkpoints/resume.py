@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune import catalog
-from finetune.data.stream.positions import Versions, files_hash
+from finetune.data.stream.positions import Versions
 from finetune.data.stream.windows import Audit
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
@@ -90,15 +90,17 @@ def standing(run: Run, step: int | None, versions: Versions) -> tuple[dict[str, 
     state = read_manifest(run.checkpoint(step))["progress"]["stream"]
     try:
         audit = Audit(json.loads(run.data.read_text(encoding="utf-8"))["train"])
-        then = {n: v for each in audit.counts["by_source"] for n, v in each["revision"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        then, audit = {}, Audit()  # a damaged record: it is counted again from here
-    now = {name: value for each in versions for name, value in each.items()}
-    if state["files"] != files_hash(versions):
-        other = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+        then = [each["revision"] for each in (audit.counts or {})["by_source"]]
+    except (OSError, ValueError, LookupError, TypeError):  # damaged: counted again from here
+        return state, Audit()
+    if then != versions:
+        files = ({n: v for each in of for n, v in each.items()} for of in (then, versions))
+        before, now = files
+        other = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
         raise FinetuneError(
-            f"{run.root}: the stream is not that of the run: {len(other)} files have changed, the "
-            f"first: {', '.join(other[:1])}; restore them, or choose another --output"
+            f"{run.root}: the stream is not that of the run: {len(other)} of its files have "
+            f"changed, the first is {', '.join(other[:1])}; restore them, or choose another "
+            f"--output{_further(run)}"
         )
     return state, audit
 

@@ -228,7 +228,7 @@ class Recorder:
         if taken is None:
             rows = places(suspects, self.data)
         else:
-            rows = [place for row in suspects for place in taken.places_of(row)]
+            rows = [place for row in suspects for place in taken.places(row)]
         loss, norm = result.loss, result.grad_norm
         reason = verdict(self.plan.recipe.optim, step, loss, norm, rows, progress.skipped)
         self.metrics.write(Skipped(step=step, loss=loss, grad_norm=norm, rows=rows, told=reason))

@@ -33,43 +33,23 @@ def fetched(address: str) -> Path:
     Raises:
         FinetuneError: there is no such file, or it cannot be read.
     """
-    files, root, found, start = _listed(address)
-    is_file = [*found] == [root]
+    found = remote_files(address)
     folder = cache("sources") / hashlib.sha256(address.encode()).hexdigest()[:16]
     known: dict[str, Any] = _versions(folder)
     with progress(f"copying {address}", len(found), "files") as copied:
-        for path, about in found.items():
-            name = path[start:]
-            version = _version(about)
+        for name, file in found.items():
             there = (folder / name).is_file() and known.get(name, [None])[0]
-            if version is None or there != version:
-                _copy(files, path, folder / name, address)
-                known[name] = [version, (folder / name).stat().st_size]
+            if file.version is None or there != file.version:
+                _copy(file, folder / name, address)
+                known[name] = [file.version, (folder / name).stat().st_size]
                 write_json(folder / KNOWN, known)
             copied(1)
-    for name in known.keys() - {path[start:] for path in found}:
+    for name in known.keys() - found.keys():
         (folder / name).unlink(missing_ok=True)
         del known[name]
         write_json(folder / KNOWN, known)
-    return folder / root[start:] if is_file else folder
-
-
-def _listed(address: str) -> tuple[Any, str, dict[str, Any], int]:
-    """The file system, the path of an address, its files, and where the names of these begin."""
-    files, root = file_system(address)
-    with asking(address, "cannot be listed"):
-        several = "*" in root
-        found: dict[str, Any] = files.glob(root, detail=True) if several else {}
-        if not several:
-            found = files.find(root, detail=True)
-        if [*found] == [root]:
-            found = {root: files.info(root)}
-    found = {path: about for path, about in found.items() if about.get("type") != "directory"}
-    if not found:
-        raise FinetuneError(f"data.source: '{address}' has no files")
-    one = [*found] == [root]
-    fixed = root.partition("*")[0] if several else root if one else root.rstrip("/") + "/"
-    return files, root, found, len(fixed.rpartition("/")[0]) + 1
+    (name, *_) = found
+    return folder / name if address.endswith(name) else folder
 
 
 def _version(about: Mapping[str, Any]) -> str | None:
@@ -83,7 +63,8 @@ def _versions(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _copy(files: Any, path: str, target: Path, address: str) -> None:
+def _copy(file: "RemoteFile", target: Path, address: str) -> None:
+    files, path = file_system(file.address)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
@@ -211,17 +192,28 @@ class _Remote(io.RawIOBase):
         super().close()
 
 
-def remote_files(address: str) -> dict[PurePosixPath, RemoteFile]:
+def remote_files(address: str) -> dict[str, RemoteFile]:
     """The files at an address, by their names in it; nothing is copied.
 
     Raises:
         FinetuneError: there is no such file, or they cannot be listed.
     """
-    files, _, listed, start = _listed(address)
-    found = dict[PurePosixPath, RemoteFile]()
-    for path, short in sorted(listed.items()):
-        with asking(address, "cannot be listed"):  # a list of links has names alone
-            about = short if _version(short) else files.info(path)
-        name = files.unstrip_protocol(path)
-        found[PurePosixPath(path[start:])] = RemoteFile(name, _version(about), about.get("size"))
-    return found
+    files, root = file_system(address)
+    with asking(address, "cannot be listed"):
+        several = "*" in root
+        listed: dict[str, Any] = (files.glob if several else files.find)(root, detail=True)
+        # A list of links has names alone.
+        found = {
+            path: about if _version(about) and path != root else files.info(path)
+            for path, about in sorted(listed.items())
+            if about.get("type") != "directory"
+        }
+    if not found:
+        raise FinetuneError(f"data.source: '{address}' has no files")
+    one = [*found] == [root]
+    fixed = root.partition("*")[0] if several else root if one else root.rstrip("/") + "/"
+    start = len(fixed.rpartition("/")[0]) + 1
+    return {
+        path[start:]: RemoteFile(files.unstrip_protocol(path), _version(about), about.get("size"))
+        for path, about in found.items()
+    }

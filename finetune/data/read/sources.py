@@ -222,7 +222,7 @@ def _found(data: Data) -> Source:
 
 def _streamed(data: Data) -> Source:
     """The files of an address, which stay there."""
-    there = remote_files(data.source)
+    there = {PurePosixPath(name): file for name, file in remote_files(data.source).items()}
     kept = {n: f for n, f in there.items() if kind_of_file(f) and n.name not in ABOUT}
     if not kept:
         raise FinetuneError(f"data.source: '{data.source}' has no file that can be read")

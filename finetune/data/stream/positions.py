@@ -7,8 +7,6 @@ share each buffer by their weights, and one that ends begins again:
     stream_buffer=4   files a: 1 2 3, b: 4 5 6    [1 2 3 4] [5 6] [4 5 6 1] [2 3]
 """
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from fractions import Fraction
@@ -117,7 +115,3 @@ def versions_of(sources: list[Source]) -> Versions:
         or {source.data.source: [hub_version(source.data), None]}
         for source in sources
     ]
-
-
-def files_hash(versions: Versions) -> str:
-    return hashlib.sha256(json.dumps(versions).encode()).hexdigest()

@@ -36,7 +36,7 @@ from finetune.runs.run import write_json
 
 AHEAD = 2
 """Buffers that are prepared while an earlier one is used."""
-FAILED, ABOUT = "failed.json", "window.json"
+JOB, FAILED, ABOUT = "job", "failed.json", "window.json"
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,12 @@ def window_folder(folder: Path, window: int) -> Path:
     return folder / f"window-{window:08d}"
 
 
-def serve() -> None:
-    """Prepare the buffers of a `Job` from standard input; a byte more there asks for one more."""
+def serve(folder: str) -> None:
+    """Prepare the buffers of the `Job` in a folder; a byte of standard input asks for one more."""
     tokenise_on_one_core()
     evaluate_here()
     os.dup2(2, 1)
-    try:
-        job: Job = pickle.load(sys.stdin.buffer)
-    except EOFError:  # the training has ended
-        return
+    job: Job = pickle.loads((Path(folder) / JOB).read_bytes())
     asked = threading.Semaphore(AHEAD)
 
     def listen() -> None:

@@ -25,8 +25,8 @@ from finetune.data.prepare import BAD_ROWS
 from finetune.data.read.sources import Source
 from finetune.data.rows.order import permutation
 from finetune.data.rows.store import Rows, gathered, open_documents, open_rows
-from finetune.data.stream.positions import Position, Versions, files_hash
-from finetune.data.stream.preparer import ABOUT, FAILED, Job, window_folder
+from finetune.data.stream.positions import Position, Versions
+from finetune.data.stream.preparer import ABOUT, FAILED, JOB, Job, window_folder
 from finetune.errors import FinetuneError
 from finetune.process import interpreter
 from finetune.recipe import Recipe
@@ -82,8 +82,8 @@ class Taken:
     """The rows of a step of a stream."""
 
     rows: Rows
-    places: list[str]
-    """File and row of each document."""
+    parts: list[tuple[Buffer, np.ndarray]]
+    """Their buffers, and their numbers there."""
     window: int
     """Buffer of the first row."""
     then: dict[str, Any]
@@ -91,8 +91,12 @@ class Taken:
     audits: tuple[Audit, ...]
     """The counts with each buffer that the step is the first to use."""
 
-    def places_of(self, row: int) -> list[str]:
-        return [self.places[number] for number in self.rows.numbers(row)]
+    def places(self, row: int) -> list[str]:
+        """File and row of each document of a row."""
+        each = [(buffer, index) for buffer, chosen in self.parts for index in chosen]
+        buffer, index = each[row]
+        origins = buffer.rows.documents.origins[buffer.rows.numbers(int(index))]
+        return [f"{buffer.files[file]} row {number}" for file, number in origins]
 
 
 class Stream:
@@ -124,7 +128,6 @@ class Stream:
         state = state or {"window": 0, "row": 0, "positions": first}
         self._recipe, self._folder, self.audit = recipe, folder, audit
         self.job = Job(recipe, chat, sources, versions, folder, state["window"], state["positions"])
-        self._hash = files_hash(versions)
         self._window, self._row = int(state["window"]), int(state["row"])
         self._buffer: Buffer | None = None
         self._used: list[tuple[Path, int]] = []  # folder and last step
@@ -138,15 +141,13 @@ class Stream:
         if not first:
             yield
             return
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from {Job.__module__} import serve; serve()"
-        )
-        self._process = subprocess.Popen(
-            interpreter.python("-c", code), stdin=subprocess.PIPE, start_new_session=True
-        )
+        # A copy of the chat, because a used one holds a compiled template.
+        job = replace(self.job, chat=replace(self.job.chat))
+        (self._folder / JOB).write_bytes(pickle.dumps(job))
+        given = f"sys.path[:] = {sys.path!r}; from {Job.__module__} import serve"
+        words = interpreter.python("-c", f"import sys; {given}; serve({str(self._folder)!r})")
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         try:
-            # A copy of the chat, because a used one holds a compiled template.
-            self._ask(pickle.dumps(replace(self.job, chat=replace(self.job.chat))))
             yield
         finally:
             assert self._process.stdin is not None
@@ -155,10 +156,11 @@ class Stream:
             self._process.kill()
             self._process.wait()
 
-    def _ask(self, content: bytes) -> None:
+    def _ask(self) -> None:
+        """Ask for one more buffer."""
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # `_opened` tells that it has ended
-                self._process.stdin.write(content)
+                self._process.stdin.write(b"+")
                 self._process.stdin.flush()
 
     def take(self, step: int, like: Rows) -> Taken:
@@ -168,11 +170,8 @@ class Stream:
             StreamFailure: they cannot be prepared, or the counts so far can only be a mistake.
         """
         self._forget(step)
-        left, parts, audits = (
-            self._recipe.batch.rows,
-            list[tuple[Buffer, np.ndarray]](),
-            list[Audit](),
-        )
+        left, audits = self._recipe.batch.rows, list[Audit]()
+        parts = list[tuple[Buffer, np.ndarray]]()
         while left:
             if self._buffer is None or self._row >= len(self._buffer.rows):
                 audits += self._next(step)
@@ -187,23 +186,16 @@ class Stream:
             rows, padding_free=like.padding_free, share_prompts=like.share_prompts,
             image_inputs=like.image_inputs,
         )  # fmt: skip
-        places = [
-            f"{buffer.files[file]} row {number}"
-            for buffer, chosen in parts
-            for index in chosen
-            for file, number in buffer.rows.documents.origins[buffer.rows.numbers(int(index))]
-        ]
         last = parts[-1][0]
         then = {"window": last.number, "row": self._row, "positions": last.positions}
-        then["files"] = self._hash
-        return Taken(rows, places, parts[0][0].number, then, tuple(audits))
+        return Taken(rows, parts, parts[0][0].number, then, tuple(audits))
 
     def _next(self, step: int) -> Iterator[Audit]:
         """Open the next buffer; yields the counts with it, if they are new."""
         if self._buffer is not None:
             self._used.append((window_folder(self._folder, self._buffer.number), step))
             self._window, self._row = self._window + 1, 0
-            self._ask(b"+")
+            self._ask()
         self._buffer = buffer = self._opened(self._window)
         try:
             self.check(buffer.rows)
