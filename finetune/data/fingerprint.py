@@ -95,7 +95,8 @@ def _content(source: Source) -> list[str]:
     hashes = []
     for path in source.files:
         if source.data.stream:
-            hashes.append(" ".join(map(str, version_of(path))))
+            changed = path.stat().st_mtime_ns if isinstance(path, Path) else None
+            hashes.append(" ".join(map(str, (*version_of(path), changed))))
             continue
         with path.open("rb") as file:
             hashes.append(f"{path} {hashlib.file_digest(file, 'sha256').hexdigest()}")
