@@ -275,6 +275,8 @@ def start_table(run: Run, start: Start) -> Table:
     table.add_row("data", f"{rows}; {held_out}")
     counted = read_object(run.data)
     lines = describe(counted["train"]) if counted.get("train") else []
+    if lines and not start.train_rows:
+        lines[0] = f"rows looked at: {lines[0]}"
     lines += [f"held out: {line}" for line in describe(counted.get("eval") or EMPTY)[1:]]
     for line in lines:
         table.add_row("", escape(line))

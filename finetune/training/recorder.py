@@ -102,7 +102,9 @@ class Recorder:
             return
         self._write_counts(audit.counts)
         if audit.bad_rows:
-            with self.run.bad_rows.open("a" if audit.windows > 1 else "w") as file:
+            with self.run.bad_rows.open(
+                "a" if audit.windows > 1 else "w", encoding="utf-8"
+            ) as file:
                 file.write(audit.bad_rows)
 
     def open(
