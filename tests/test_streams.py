@@ -34,7 +34,7 @@ from finetune.data.read.sources import find_sources
 from finetune.data.rows.order import rows_of_step
 from finetune.data.stream.positions import versions_of
 from finetune.data.stream.preparer import prepare_windows
-from finetune.data.stream.windows import Audit, Stream, Taken
+from finetune.data.stream.windows import Stream, Taken
 from finetune.errors import FinetuneError
 from finetune.methods.sft import SFT
 from finetune.planner.data_rules import streams
@@ -123,7 +123,7 @@ def taken(
 ) -> list[Taken]:
     """The rows of some steps."""
     sources, _ = find_sources(recipe)
-    stream = Stream(recipe, CHAT, sources, versions_of(sources), place, state, Audit())
+    stream = Stream(recipe, CHAT, sources, versions_of(sources), place, state, None)
     place.mkdir()
     left = iter(range(WINDOWS))
     with pytest.raises(StopIteration):  # here, because a process takes seconds to start
@@ -191,14 +191,13 @@ def test_rows_are_counted_as_they_are_used(folder, tmp_path):
     recipe = recipe_of(source(folder, on_bad_row="drop"), buffer=5, rows=3)
     found = taken(recipe, tmp_path / "stream", range(8))
     audits = [audit for each in found for audit in each.audits]
-    assert [audit.windows for audit in audits] == list(range(1, len(audits) + 1))
+    assert [counts["windows"] for counts, _ in audits] == list(range(1, len(audits) + 1))
     whole = dataclasses.replace(recipe, data=(source(folder, stream=False, on_bad_row="drop"),))
     expected = prepare(whole, CHAT, tmp_path / "cache").counts["train"]
-    counts = audits[4].counts  # 25 rows in buffers of five: an epoch
-    assert counts is not None
+    counts, _ = audits[4]  # 25 rows in buffers of five: an epoch
     same = ("samples", "bad", "rows", "documents", "tokens", "trained_tokens", "longest", "roles")
     assert {name: counts[name] for name in same} == {name: expected[name] for name in same}
-    listed = [json.loads(line)["row"] for each in audits[:5] for line in each.bad_rows.splitlines()]
+    listed = [json.loads(line)["row"] for _, bad in audits[:5] for line in bad.splitlines()]
     assert listed == [1, 2]
 
 

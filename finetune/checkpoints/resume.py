@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from finetune import catalog
 from finetune.data.stream.positions import Versions
-from finetune.data.stream.windows import Audit
+from finetune.data.stream.windows import Counts
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.recipe import Recipe
@@ -79,20 +79,22 @@ def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
         )
 
 
-def standing(run: Run, step: int | None, versions: Versions) -> tuple[dict[str, Any] | None, Audit]:
+def standing(
+    run: Run, step: int | None, versions: Versions
+) -> tuple[dict[str, Any] | None, Counts | None]:
     """The state of a stream at a checkpoint and the counts until then; as at the start without one.
 
     Raises:
         FinetuneError: with the file of the stream that has changed.
     """
     if step is None:
-        return None, Audit()
+        return None, None
     state = read_manifest(run.checkpoint(step))["progress"]["stream"]
     try:
-        audit = Audit(json.loads(run.data.read_text(encoding="utf-8"))["train"])
-        then = [each["revision"] for each in (audit.counts or {})["by_source"]]
+        counts = json.loads(run.data.read_text(encoding="utf-8"))["train"]
+        then = [each["revision"] for each in counts["by_source"]]
     except (OSError, ValueError, LookupError, TypeError):  # damaged: counted again from here
-        return state, Audit()
+        return state, None
     if then != versions:
         files = ({n: v for each in of for n, v in each.items()} for of in (then, versions))
         before, now = files
@@ -102,7 +104,7 @@ def standing(run: Run, step: int | None, versions: Versions) -> tuple[dict[str, 
             f"changed, the first is {', '.join(other[:1])}; restore them, or choose another "
             f"--output{_further(run)}"
         )
-    return state, audit
+    return state, counts
 
 
 def _further(run: Run) -> str:

@@ -63,30 +63,24 @@ def streams(recipe: Recipe) -> Iterator[str]:
             yield f"eval_data.{number}.first: none, but an evaluation reads all rows; set it"
     if not recipe.streams:
         return
+    several, cadences = len(recipe.data) > 1, (recipe.evaluation.every, recipe.saving.every)
     ahead = type(recipe).before_training is not Recipe.before_training
-    several = len(recipe.data) > 1
+    ahead |= recipe.reads_reference or recipe.teaches or recipe.takes == "prompts"
     needs = {
         "max_steps: none; set it": recipe.max_steps is None,
         "evaluation.every, saving.every: in epochs; give steps": any(
-            isinstance(each, str) for each in (recipe.evaluation.every, recipe.saving.every)
+            isinstance(each, str) for each in cadences
         ),
         "eval_rows: held out of all rows; use eval_data": recipe.eval_rows is not None,
-        "duplicates: drop, which remembers all rows; drop them in the files": (
-            recipe.duplicates == "drop"
-        ),
+        "duplicates: drop; drop them in the files": recipe.duplicates == "drop",
         "data.weight: none; give every source one": (
             several and any(data.weight is None for data in recipe.data)
         ),
-        "data.repeat: of a source without an end; use weight": any(
-            data.repeat > 1 for data in recipe.data
-        ),
-        "data.split: a part of all rows; use files of that part": any(
+        "data.repeat: more than 1; use weight": any(data.repeat > 1 for data in recipe.data),
+        "data.split: a part; use files of that part": any(
             data.split != data.split_name for data in recipe.data
         ),
-        f"method: {recipe.method}, which computes values of all rows first; use one that reads no "
-        "reference, such as sft or orpo": (
-            ahead or recipe.reads_reference or recipe.teaches or recipe.takes == "prompts"
-        ),
+        f"method: {recipe.method}; use one without reference or sampling, as sft or orpo": ahead,
     }
     for need, found in needs.items():
         if found:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import shutil
 import time
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from finetune.data.rows.order import rows_of_step, split_rows
 from finetune.data.rows.pack_statistics import filling_notes
 from finetune.data.rows.shared_prompts import computed_lengths
 from finetune.data.rows.store import Rows
-from finetune.data.stream.windows import Audit, Stream
+from finetune.data.stream.windows import Counts, Stream
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.kernels import cpu, pointwise
@@ -86,26 +86,26 @@ class Recorder:
         prediction = self.forecast.summary() if self.forecast is not None else None
         write_json(self.run.plan, {**self.plan.summary(), "prediction": prediction})
         write_json(self.run.environment, environment(accelerators()))
-        if self.stream is None or not self.stream.audit.windows:
+        if self.stream is None or self.stream.counts is None:
             self._write_counts(self.data.counts["train"])
         if self.data.bad_rows is not None and self.stream is None:
             shutil.copyfile(self.data.bad_rows, self.run.bad_rows)
 
-    def _write_counts(self, train: dict[str, Any] | None) -> None:
+    def _write_counts(self, train: Counts) -> None:
         first = self.data.counts  # has what is known of all rows, such as files of other kinds
-        counts = {"train": {**first["train"], **(train or {})}, "eval": first["eval"]}
+        counts = {"train": {**first["train"], **train}, "eval": first["eval"]}
         write_json(self.run.data, counts)
 
-    def counted(self, audit: Audit) -> None:
+    def counted(self, counts: Counts, bad_rows: str) -> None:
         """Write the counts of the rows of a stream up to those of a new buffer."""
         if not self.engine.is_main:
             return
-        self._write_counts(audit.counts)
-        if audit.bad_rows:
+        self._write_counts(counts)
+        if bad_rows:
             with self.run.bad_rows.open(
-                "a" if audit.windows > 1 else "w", encoding="utf-8"
+                "a" if counts["windows"] > 1 else "w", encoding="utf-8"
             ) as file:
-                file.write(audit.bad_rows)
+                file.write(bad_rows)
 
     def open(
         self,

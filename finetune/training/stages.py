@@ -27,7 +27,7 @@ from finetune.data.read.sources import Source, find_sources
 from finetune.data.rows.store import Rows
 from finetune.data.scratch import scratch_for
 from finetune.data.stream.positions import Versions, versions_of
-from finetune.data.stream.windows import Audit, Stream
+from finetune.data.stream.windows import Counts, Stream
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError
@@ -164,18 +164,18 @@ def _stream(
 
     recipe = engine.plan.recipe
 
-    def begin() -> tuple[list[Source], Versions, dict[str, Any] | None, Audit]:
+    def begin() -> tuple[list[Source], Versions, dict[str, Any] | None, Counts | None]:
         sources, _ = find_sources(recipe)
         versions = versions_of(sources)
         return sources, versions, *standing(run, resumed, versions)
 
-    sources, versions, state, audit = engine.on_rank_0(begin)
+    sources, versions, state, counts = engine.on_rank_0(begin)
     here, folder = platform.node(), cache("streams") / "rows"
     if is_first := engine.accelerator.is_local_main_process:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder = held.enter_context(scratch_for(folder))
     folders = {node: path for node, path, first in engine.gather((here, folder, is_first)) if first}
-    stream = Stream(recipe, chat, sources, versions, folders[here], state, audit, len(folders))
+    stream = Stream(recipe, chat, sources, versions, folders[here], state, counts, len(folders))
     held.enter_context(stream.preparing(is_first))
     return stream
 

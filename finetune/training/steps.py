@@ -185,8 +185,8 @@ class Training:
 
     def _record(self, progress: Progress, result: StepResult, peak: int) -> Progress:
         """Record a step, taken or skipped; returns the progress after it."""
-        for audit in () if result.taken is None else result.taken.audits:
-            self.recorder.counted(audit)
+        for audit in [] if result.taken is None else result.taken.audits:
+            self.recorder.counted(*audit)
         if result.suspects is None:
             self.recorder.step(progress, result, peak)
         else:

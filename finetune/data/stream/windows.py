@@ -63,18 +63,9 @@ class Buffer:
         return cls(number, rows, about["positions"], about["files"], about["counts"], listed)
 
 
-@dataclass(frozen=True)
-class Audit:
-    """Counts of the buffers that steps have begun to use."""
-
-    counts: dict[str, Any] | None = None
-    """As of prepared rows (`audit.count_rows`), and `windows`: their number."""
-    bad_rows: str = ""
-    """Lines of `bad_rows.jsonl` of the last of them."""
-
-    @property
-    def windows(self) -> int:
-        return 0 if self.counts is None else int(self.counts["windows"])
+Counts = dict[str, Any]
+"""Counts of the buffers that steps have begun to use, as of prepared rows (`audit.count_rows`), and
+`windows`: their number."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +79,8 @@ class Taken:
     """Buffer of the first row."""
     then: dict[str, Any]
     """State after the step, from which a `Stream` continues: see `Progress.stream`."""
-    audits: tuple[Audit, ...]
-    """The counts with each buffer that the step is the first to use."""
+    audits: list[tuple[Counts, str]]
+    """The counts with each buffer that the step is the first to use, and lines of its bad rows."""
 
     def places(self, row: int) -> list[str]:
         """File and row of each document of a row."""
@@ -110,7 +101,7 @@ class Stream:
         versions: Versions,
         folder: Path,
         state: dict[str, Any] | None,
-        audit: Audit,
+        counts: Counts | None,
         machines: int = 1,
     ) -> None:
         """Begin a stream.
@@ -119,14 +110,14 @@ class Stream:
             versions: of the files of each source.
             folder: for the buffers, of this machine and run alone.
             state: where to continue; None at the beginning.
-            audit: counts of buffers that were used before.
+            counts: of the buffers that were used before; None at the beginning.
             machines: that prepare the same buffers. One of several may fail alone, and the others
                 would wait for it in a save.
         """
         self._failure = StreamFailure if machines == 1 else FinetuneError
         first = [[*vars(Position()).values()] for _ in sources]
         state = state or {"window": 0, "row": 0, "positions": first}
-        self._recipe, self._folder, self.audit = recipe, folder, audit
+        self._recipe, self._folder, self.counts = recipe, folder, counts
         self.job = Job(recipe, chat, sources, versions, folder, state["window"], state["positions"])
         self._window, self._row = int(state["window"]), int(state["row"])
         self._buffer: Buffer | None = None
@@ -170,7 +161,7 @@ class Stream:
             StreamFailure: they cannot be prepared, or the counts so far can only be a mistake.
         """
         self._forget(step)
-        left, audits = self._recipe.batch.rows, list[Audit]()
+        left, audits = self._recipe.batch.rows, list[tuple[Counts, str]]()
         parts = list[tuple[Buffer, np.ndarray]]()
         while left:
             if self._buffer is None or self._row >= len(self._buffer.rows):
@@ -188,9 +179,9 @@ class Stream:
         )  # fmt: skip
         last = parts[-1][0]
         then = {"window": last.number, "row": self._row, "positions": last.positions}
-        return Taken(rows, parts, parts[0][0].number, then, tuple(audits))
+        return Taken(rows, parts, parts[0][0].number, then, audits)
 
-    def _next(self, step: int) -> Iterator[Audit]:
+    def _next(self, step: int) -> Iterator[tuple[Counts, str]]:
         """Open the next buffer; yields the counts with it, if they are new."""
         if self._buffer is not None:
             self._used.append((window_folder(self._folder, self._buffer.number), step))
@@ -199,14 +190,13 @@ class Stream:
         self._buffer = buffer = self._opened(self._window)
         try:
             self.check(buffer.rows)
-            if buffer.number >= self.audit.windows:
-                counts = merged(self.audit.counts, buffer.counts)
-                counts = {**counts, "windows": buffer.number + 1}
-                self.audit = Audit(counts, buffer.bad_rows)
+            if self.counts is None or buffer.number >= self.counts["windows"]:
+                counts = merged(self.counts, buffer.counts)
+                self.counts = {**counts, "windows": buffer.number + 1}
                 problems = list(mistakes(counts))
                 if problems and self._recipe.data_checks == "refuse":
                     raise FinetuneError(*problems)
-                yield self.audit
+                yield self.counts, buffer.bad_rows
         except FinetuneError as error:
             raise StreamFailure(*error.problems) from None
 
