@@ -67,24 +67,27 @@ def streams(recipe: Recipe) -> Iterator[str]:
     ahead = type(recipe).before_training is not Recipe.before_training
     ahead |= recipe.reads_reference or recipe.teaches or recipe.takes == "prompts"
     needs = {
-        "max_steps: none; set it": recipe.max_steps is None,
-        "evaluation.every, saving.every: in epochs; give steps": any(
+        ("max_steps: none", "set it"): recipe.max_steps is None,
+        ("evaluation.every, saving.every: in epochs", "give steps"): any(
             isinstance(each, str) for each in cadences
         ),
-        "eval_rows: held out of all rows; use eval_data": recipe.eval_rows is not None,
-        "duplicates: drop; drop them in the files": recipe.duplicates == "drop",
-        "data.weight: none; give every source one": (
+        (f"eval_rows: {recipe.eval_rows}", "use eval_data"): recipe.eval_rows is not None,
+        ("duplicates: drop", "drop them in the files"): recipe.duplicates == "drop",
+        ("data.weight: none", "weigh every source"): (
             several and any(data.weight is None for data in recipe.data)
         ),
-        "data.repeat: more than 1; use weight": any(data.repeat > 1 for data in recipe.data),
-        "data.split: a part; use files of that part": any(
+        ("data.repeat: more than 1", "use weight"): any(data.repeat > 1 for data in recipe.data),
+        ("data.split: a part", "use files of that part"): any(
             data.split != data.split_name for data in recipe.data
         ),
-        f"method: {recipe.method}; use one without reference or sampling, as sft or orpo": ahead,
+        (f"method: {recipe.method}", "use one without reference or sampling, such as orpo"): ahead,
     }
-    for need, found in needs.items():
+    for (got, instead), found in needs.items():
         if found:
-            yield f"{need}; the rows of a stream are not known before, unless each has data.first"
+            yield (
+                f"{got}, but the rows of a stream are not known before training; {instead}, or set "
+                "data.first on what streams"
+            )
 
 
 RULES = (mixture, overlong, prompts, streams)
