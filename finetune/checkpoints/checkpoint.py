@@ -73,6 +73,8 @@ class Progress:
     """State of the schedule `reduce_lr_on_plateau`: see `finetune.training.optim.plateau`."""
     scale: dict[str, float] | None = None
     """State of the fp16 loss scale: see `finetune.distributed.loss_scale`."""
+    stream: dict[str, Any] | None = None
+    """Where the next rows of a stream are: see `finetune.data.stream.windows`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune import catalog
+from finetune.data.stream.positions import Versions
+from finetune.data.stream.windows import Counts
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
 from finetune.recipe import Recipe
@@ -75,6 +77,34 @@ def refuse_other_data(run: Run, step: int, now: dict[str, Any]) -> None:
             f"{run.root}: the data is not that of the run: {_changed_rows(then, now)}; restore the "
             f"old data, or choose another --output{_further(run)}"
         )
+
+
+def standing(
+    run: Run, step: int | None, versions: Versions
+) -> tuple[dict[str, Any] | None, Counts | None]:
+    """The state of a stream at a checkpoint and the counts until then; as at the start without one.
+
+    Raises:
+        FinetuneError: with the file of the stream that has changed.
+    """
+    if step is None:
+        return None, None
+    state = read_manifest(run.checkpoint(step))["progress"]["stream"]
+    try:
+        counts = json.loads(run.data.read_text(encoding="utf-8"))["train"]
+        then = [each["revision"] for each in counts["by_source"]]
+    except (OSError, ValueError, LookupError, TypeError):  # damaged: counted again from here
+        return state, None
+    if then != versions:
+        files = ({n: v for each in of for n, v in each.items()} for of in (then, versions))
+        before, now = files
+        other = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        raise FinetuneError(
+            f"{run.root}: the stream is not that of the run: {len(other)} of its files have "
+            f"changed, the first is {', '.join(other[:1])}; restore them, or choose another "
+            f"--output{_further(run)}"
+        )
+    return state, counts
 
 
 def _further(run: Run) -> str:

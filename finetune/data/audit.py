@@ -1,5 +1,6 @@
 """Compute statistics of a data set, and detect likely mistakes."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,38 @@ def count_rows(
             for data, tally, members in shares
         ],
     }
+
+
+MAXIMA = ("longest", "longest_sample", "most_image_tokens")
+WEIGHED = {"longer_chosen": "documents", "filled": "rows", "mean_length": "documents"}
+"""Means in the counts of a split, with what they are means over."""
+
+
+def merged(first: dict[str, Any] | None, then: dict[str, Any]) -> dict[str, Any]:
+    """Counts of two parts of a split as those of both, in their order."""
+    if first is None:
+        return then
+    both = dict[str, Any]()
+    for name, value in then.items():
+        known = first[name]
+        if name == "by_source":
+            both[name] = [merged(*pair) for pair in zip(known, value, strict=True)]
+        elif name == "sha256":
+            both[name] = hashlib.sha256((known + value).encode()).hexdigest()
+        elif name in WEIGHED and known is not None and value is not None:
+            of = [counts[WEIGHED[name]] for counts in (first, then)]
+            both[name] = (known * of[0] + value * of[1]) / max(1, sum(of))
+        elif name == "first":
+            both[name] = value | known
+        elif isinstance(value, dict) and name != "revision":
+            both[name] = dict(Counter[str](known) + Counter[str](value))
+        elif isinstance(value, bool):
+            both[name] = known and value
+        elif name in ("documents_per_row", "revision") or not isinstance(value, int):
+            both[name] = known
+        else:
+            both[name] = max(known, value) if name in MAXIMA else known + value
+    return both
 
 
 def _longer_chosen(rows: Rows, facts: Facts, recipe: Recipe) -> float:

@@ -10,6 +10,7 @@ from types import CodeType
 from finetune.data.chat.next_marks import own_ends
 from finetune.data.chat.render import Chat
 from finetune.data.formats import find_format
+from finetune.data.read.arrow import File, size_of
 from finetune.data.read.hub import hub_version
 from finetune.data.read.sources import Source
 from finetune.recipe import Recipe
@@ -93,6 +94,15 @@ def _content(source: Source) -> list[str]:
         return [hub_version(source.data)]
     hashes = []
     for path in source.files:
+        if source.data.stream:
+            changed = path.stat().st_mtime_ns if isinstance(path, Path) else None
+            hashes.append(" ".join(map(str, (*version_of(path), changed))))
+            continue
         with path.open("rb") as file:
             hashes.append(f"{path} {hashlib.file_digest(file, 'sha256').hexdigest()}")
     return hashes
+
+
+def version_of(path: File) -> tuple[str, str | None, int | None]:
+    """What is known of a file that is not read completely: its name, version there and bytes."""
+    return str(path), None if isinstance(path, Path) else path.version, size_of(path)

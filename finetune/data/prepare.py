@@ -13,7 +13,7 @@ Tokens are written to disk as they are produced: memory holds a few numbers per 
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from finetune.data.fingerprint import fingerprint
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.problems import Problems, check_source
 from finetune.data.read.mixture import hold_out, mix
-from finetune.data.read.sources import Source, find_sources
-from finetune.data.rows.encode import BadRow, Chunk, Encoder
+from finetune.data.read.sources import Source, SourceRow, find_sources
+from finetune.data.rows.encode import BadRow, Chunk, Encoded, Encoder
 from finetune.data.rows.encode_pool import encode
 from finetune.data.rows.packing import pack
 from finetune.data.rows.store import (
@@ -51,6 +51,8 @@ from finetune.runs.manifest import differing, sealed, sha256
 
 CHUNK = 256
 """Rows that are encoded at a time."""
+BEGINNING = 1000
+"""Rows of each stream that are prepared, and checked, before training."""
 COUNTS = "counts.json"
 BAD_ROWS = "bad_rows.jsonl"
 """A file next to the prepared rows that lists the dropped rows with their problems."""
@@ -121,6 +123,7 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
 
     Raises FinetuneError with the problems of the data, each with its file and row.
     """
+    recipe = beginning(recipe)
     sources, eval_sources = find_sources(recipe)
     # With a hash of every file: a folder of the cache is never out of date, nor changed.
     key = fingerprint(recipe, chat, [*sources, *eval_sources])
@@ -140,6 +143,17 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
     return Prepared(train, evaluation, counts, folder)
 
 
+def beginning(recipe: Recipe) -> Recipe:
+    """A recipe whose streams end after their first rows, which say what the others are like."""
+    if not recipe.streams:
+        return recipe
+    data = (
+        dataclasses.replace(each, stream=True, first=min(each.first or BEGINNING, BEGINNING))
+        for each in recipe.data
+    )
+    return dataclasses.replace(recipe, data=tuple(data))
+
+
 def _sound_counts(folder: Path, check: bool) -> dict[str, Any]:
     """The verified counts of prepared rows.
 
@@ -156,13 +170,15 @@ def _sound_counts(folder: Path, check: bool) -> dict[str, Any]:
 
 
 @dataclass
-class _Section:
+class Section:
     """A source with its tally and its rows."""
 
     source: Source
     tally: Tally = field(default_factory=Tally)
     members: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Row numbers; each row has `documents_per_row` adjacent documents."""
+    part: Iterator[SourceRow] | None = None
+    """Some rows of the source; None for all of them."""
 
 
 def _write(
@@ -189,9 +205,9 @@ def _write(
 def _fill(
     folder: Path, recipe: Recipe, chat: Chat, sources: list[Source], eval_sources: list[Source]
 ) -> None:
-    sections = [_Section(source) for source in (*sources, *eval_sources)]
+    sections = [Section(source) for source in (*sources, *eval_sources)]
     train, held_out = sections[: len(sources)], sections[len(sources) :]
-    documents, facts, files = _encode(folder / "documents", Encoder(recipe, chat), sections)
+    documents, facts, files = encode_sections(folder / "documents", Encoder(recipe, chat), sections)
     kept = np.empty(0, np.int64)
     if recipe.duplicates == "drop":
         _drop_repeated(sections, facts.digests[:: recipe.documents_per_row])
@@ -204,7 +220,7 @@ def _fill(
     for name, parts, besides in (("train", train, kept[:0]), ("eval", held_out, kept)):
         mixed = mix([each.members for each in parts], [p.source.data for p in parts], recipe.seed)
         # Packs and repetitions are only numbers: each document is on disk once.
-        rows = _rows(documents, np.concatenate([besides, *mixed]), recipe)
+        rows = made_rows(documents, np.concatenate([besides, *mixed]), recipe)
         save_rows(rows, folder / name)
         members[name] = np.unique(rows.members)
         shares = [(each.source.data, each.tally, m) for each, m in zip(parts, mixed, strict=True)]
@@ -259,16 +275,27 @@ def _count_shared(
         counts["eval"]["first"]["also_trained"] = place
 
 
-def _encode(
-    folder: Path, encoder: Encoder, sections: list[_Section]
+def encode_sections(
+    folder: Path,
+    encoder: Encoder,
+    sections: list[Section],
+    encode_all: Callable[[Iterable[Chunk]], Iterator[Encoded]] | None = None,
 ) -> tuple[Documents, Facts, list[str]]:
-    """Encode every source into a folder; returns the documents, facts about them, and the files."""
+    """Encode every source into a folder; returns the documents, facts about them, and the files.
+
+    Args:
+        encode_all: encodes chunks of parts of sources, of which others may follow.
+    """
     writer, problems, facts = DocumentWriter(folder), Problems(), list[Facts]()
     files: dict[str, int] = {}
     members: list[list[np.ndarray]] = [[] for _ in sections]
     written = 0
-    chunks = encode(encoder, _chunks(sections))
-    for encoded in counted(chunks, "preparing", size=lambda each: len(each.lengths)):
+    if encode_all is None:
+        chunks = encode(encoder, _chunks(sections))
+        chunks = counted(chunks, "preparing", size=lambda each: len(each.lengths))
+    else:
+        chunks = encode_all(_chunks(sections))
+    for encoded in chunks:
         for place, problem in encoded.problems:
             problems.add(place, problem)
         sections[encoded.section].tally.add(encoded.tally)
@@ -291,6 +318,8 @@ def _encode(
     if not problems.found:  # checks need complete sources
         for section in sections:
             rows = len(section.members)
+            if section.part is not None:  # it may have none here, and some in another buffer
+                rows = written
             problems.add_all(check_source(section.source.data, section.tally, rows, encoder.recipe))
     documents = writer.close()
     problems.raise_any()
@@ -311,14 +340,14 @@ def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
             file.write(json_text(line) + "\n")
 
 
-def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
+def _chunks(sections: list[Section]) -> Iterator[Chunk]:
     """Yield the rows of all sources in chunks of one file; a source ends at a read error."""
     for number, section in enumerate(sections):
         data = section.source.data
         drops = data.on_bad_row == "drop"
         rows, file = list[tuple[int, object]](), data.source
         try:
-            for row in section.source.rows():
+            for row in section.source.rows() if section.part is None else section.part:
                 # A chunk is of one file, which names the places of its problems.
                 if rows and (row.file != file or len(rows) == CHUNK):
                     yield Chunk(number, data.format, file, rows, drops_bad_rows=drops)
@@ -332,7 +361,7 @@ def _chunks(sections: list[_Section]) -> Iterator[Chunk]:
             yield Chunk(number, data.format, file, rows, drops_bad_rows=drops)
 
 
-def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _hold_out(sections: list[Section], origins: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Remove rows from the training data for evaluation, before sources are mixed."""
     everything = np.concatenate([section.members for section in sections])
     count = recipe.held_out(len(everything))
@@ -342,7 +371,7 @@ def _hold_out(sections: list[_Section], origins: np.ndarray, recipe: Recipe) -> 
     return chosen
 
 
-def _drop_repeated(sections: list[_Section], digests: np.ndarray) -> None:
+def _drop_repeated(sections: list[Section], digests: np.ndarray) -> None:
     """Remove rows whose digest, (rows,), is that of an earlier one, and count them."""
     _, first = np.unique(digests, return_index=True)  # rows are numbered in the sections' order
     for section in sections:
@@ -351,7 +380,7 @@ def _drop_repeated(sections: list[_Section], digests: np.ndarray) -> None:
         section.members = section.members[kept]
 
 
-def _rows(documents: Documents, chosen: np.ndarray, recipe: Recipe) -> Rows:
+def made_rows(documents: Documents, chosen: np.ndarray, recipe: Recipe) -> Rows:
     """Rows from row numbers: as they are, or packed by the sum of their documents' lengths."""
     each = recipe.documents_per_row
     members = documents_of_rows(chosen, each)

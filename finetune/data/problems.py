@@ -69,7 +69,7 @@ def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterato
     counts = tally.counts
     answer = recipe.completion_length
     less = f" minus {answer} for the completion" if answer else ""
-    if not counts["samples"]:
+    if not counts["samples"] and not rows:
         yield f"{source}: it has no rows"
     elif batch.overlong == "error" and counts["overlong"]:
         yield (

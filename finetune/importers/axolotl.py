@@ -124,7 +124,7 @@ def translate(job: Translation, folder: Path) -> None:
         job.set("duplicates", "drop")
     job.say("dataset_exact_deduplication", "translated", "duplicates")
     outcome = "differs" if job.get("streaming") else "not needed"
-    job.say("streaming", outcome, "all rows are prepared before the first step")
+    job.say("streaming", outcome, "rows are prepared before training; or stream=true in a source")
     _trackers(job)
     _plugins(job)
     _special_tokens(job)

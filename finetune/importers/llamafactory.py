@@ -55,7 +55,7 @@ NOT_NEEDED_IF_OFF = {
     "model.add_tokens resizes the embeddings": "resize_vocab",
     "master weights are in fp32": "upcast_layernorm",
     "the loss is computed in fp32": "upcast_lmhead_output",
-    "stream=true is a field of each source, and needs `first`": "streaming",
+    "stream=true is a field of each source": "streaming",
     "see `finetune inspect`": "split_special_tokens",
 }
 

@@ -128,7 +128,7 @@ def translate(job: Translation, folder: Path) -> None:
         job.say(
             "loss_scale", "differs" if told else "translated", f"train_on={TRAINED[loss]}{told}"
         )
-    job.say("streaming", "differs", "all rows are prepared before the first step")
+    job.say("streaming", "differs", "rows are prepared before training; or stream=true in a source")
     for key in ("template", "agent_template"):
         own = f"{text(job.get(key))}: the tokenizer's own template, or model.chat_template"
         job.say(key, "differs", own)

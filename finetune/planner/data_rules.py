@@ -56,5 +56,39 @@ def prompts(recipe: Recipe) -> Iterator[str]:
     yield from recipe.problems()
 
 
-RULES = (mixture, overlong, prompts)
+def streams(recipe: Recipe) -> Iterator[str]:
+    """data.N.stream: what needs all rows before the first step; use max_steps, or data.N.first."""
+    for number, data in enumerate(recipe.eval_data):
+        if data.stream and data.first is None:
+            yield f"eval_data.{number}.first: none, but an evaluation reads all rows; set it"
+    if not recipe.streams:
+        return
+    several, cadences = len(recipe.data) > 1, (recipe.evaluation.every, recipe.saving.every)
+    ahead = type(recipe).before_training is not Recipe.before_training
+    ahead |= recipe.reads_reference or recipe.teaches or recipe.takes == "prompts"
+    needs = {
+        ("max_steps: none", "set it"): recipe.max_steps is None,
+        ("evaluation.every, saving.every: in epochs", "give steps"): any(
+            isinstance(each, str) for each in cadences
+        ),
+        (f"eval_rows: {recipe.eval_rows}", "use eval_data"): recipe.eval_rows is not None,
+        ("duplicates: drop", "drop them in the files"): recipe.duplicates == "drop",
+        ("data.weight: none", "weigh every source"): (
+            several and any(data.weight is None for data in recipe.data)
+        ),
+        ("data.repeat: more than 1", "use weight"): any(data.repeat > 1 for data in recipe.data),
+        ("data.split: a part", "use files of that part"): any(
+            data.split != data.split_name for data in recipe.data
+        ),
+        (f"method: {recipe.method}", "use one without reference or sampling, such as orpo"): ahead,
+    }
+    for (got, instead), found in needs.items():
+        if found:
+            yield (
+                f"{got}, but the rows of a stream are not known before training; {instead}, or set "
+                "data.first on what streams"
+            )
+
+
+RULES = (mixture, overlong, prompts, streams)
 """Checks that commands without a plan make too (`inspect`, `teach`): they read data alone."""

@@ -104,6 +104,13 @@ class Recipe(Changes, metaclass=Checked):
     `module:Class` of Accelerate's `GeneralTracker`."""
     backend: str = "single"
     """Default backend of `finetune launch`."""
+    stream_buffer: Positive = 10_000
+    """Rows of a stream that are shuffled, and packed, together."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether rows to train on are prepared while steps run."""
+        return any(data.stream and data.first is None for data in self.data)
 
     @property
     def head(self) -> Head:

@@ -181,7 +181,8 @@ class Data(metaclass=Checked):
     first: Positive | None = None
     """Maximum number of rows to read."""
     stream: bool = False
-    """Stream a hub data set instead of downloading it, up to `first` rows."""
+    """Read the source where it is instead of copying and preparing it all: rows are prepared while
+    steps run, or before them up to `first`."""
     repeat: Positive = 1
     """How often each row occurs in one epoch."""
     weight: Annotated[float, Field(gt=0)] | None = None

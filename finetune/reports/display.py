@@ -263,16 +263,20 @@ def start_table(run: Run, start: Start) -> Table:
     if start.padding:
         table.add_row("", escape(start.padding))
     used = start.steps * start.rows_per_step / start.rows_per_sample
-    passes = used / start.train_rows if start.train_rows else 0
-    table.add_row("steps", f"{start.steps:,}, which is {passes:.2f} passes over the data")
     held_out = f"{start.eval_rows:,} held out" if start.eval_rows else "none held out"
-    table.add_row(
-        "data",
-        f"{start.train_rows:,} rows with {units.count(start.trained_tokens)} trained tokens; "
-        f"{held_out}",
-    )
+    if start.train_rows:
+        passes = used / start.train_rows
+        table.add_row("steps", f"{start.steps:,}, which is {passes:.2f} passes over the data")
+        trained = units.count(start.trained_tokens)
+        rows = f"{start.train_rows:,} rows with {trained} trained tokens"
+    else:
+        table.add_row("steps", f"{start.steps:,}, which take {used:,.0f} rows")
+        rows = "a stream, prepared while steps run"
+    table.add_row("data", f"{rows}; {held_out}")
     counted = read_object(run.data)
     lines = describe(counted["train"]) if counted.get("train") else []
+    if lines and not start.train_rows:
+        lines[0] = f"rows looked at: {lines[0]}"
     lines += [f"held out: {line}" for line in describe(counted.get("eval") or EMPTY)[1:]]
     for line in lines:
         table.add_row("", escape(line))

@@ -61,6 +61,7 @@ class Start(Record):
     trainable_parameters: int
     parameters: int
     train_rows: int
+    """0 for a stream, whose length is not known."""
     eval_rows: int
     """Held-out rows; 0 without evaluation."""
     trained_tokens: int

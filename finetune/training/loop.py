@@ -14,6 +14,7 @@ from finetune.data.rows.collate import MicroBatch, collate, with_noise
 from finetune.data.rows.order import of_rank, rows_of_step, split_rows
 from finetune.data.rows.prefetch import Feed, feed
 from finetune.data.rows.store import Rows
+from finetune.data.stream.windows import Stream, Taken
 from finetune.distributed.base import Engine
 from finetune.methods.losses import Sum
 from finetune.recipe import Recipe
@@ -48,6 +49,8 @@ class StepRows:
     """This rank's contribution to the method's metrics from rows without a forward pass."""
     passes: StepPasses | None = None
     """What the method's `before_step` gets; None for a method without passes before a step."""
+    taken: Taken | None = None
+    """Where the rows are from, if they are of a stream."""
 
     @property
     def slots(self) -> int:
@@ -121,6 +124,8 @@ class StepResult:
     """Maximum over ranks of each value of `noticed`."""
     suspects: list[int] | None = None
     """Row numbers of a step that was skipped because its loss or gradient was not finite."""
+    taken: Taken | None = None
+    """As `StepRows.taken`."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """Means of the method's metrics over the step, without metrics that have a count of 0."""
 
@@ -152,10 +157,32 @@ def feeding(
     return feed(lambda step: rows_for(engine, rows, step, pad_id), steps, engine.device)
 
 
+def streaming(
+    engine: Engine, stream: Stream, like: Rows, pad_id: int, steps: int
+) -> contextlib.AbstractContextManager[Feed[StepRows]]:
+    """The rows of the next steps of a stream up to `steps`, in the layout of other rows."""
+
+    def make(step: int) -> StepRows:
+        taken = stream.take(step, like)
+        chosen = np.arange(len(taken.rows))
+        made = _step_rows(engine, taken.rows, chosen, step, pad_id, taken.window)
+        return dataclasses.replace(made, taken=taken)
+
+    return feed(make, steps, engine.device)
+
+
 def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     """This rank's micro-batches of a step, without communication."""
     recipe = engine.plan.recipe
     chosen = rows_of_step(step, len(rows), recipe.batch.rows, recipe.seed)
+    return _step_rows(engine, rows, chosen, step, pad_id, epoch_of(step, recipe, rows))
+
+
+def _step_rows(
+    engine: Engine, rows: Rows, chosen: np.ndarray, step: int, pad_id: int, epoch: int
+) -> StepRows:
+    """This rank's micro-batches of the chosen rows of a step."""
+    recipe = engine.plan.recipe
     cut = micro_batches(engine, rows, chosen)
     numbers, mine = [number for number, _ in cut], [taken for _, taken in cut]
     batches = [collate(rows, taken, pad_id, engine.device) for taken in mine]
@@ -167,9 +194,8 @@ def rows_for(engine: Engine, rows: Rows, step: int, pad_id: int) -> StepRows:
     if recipe.passes_before_step:
         seeds = tuple(_dropout_seed(recipe.seed, step, number) for number in numbers)
         passes = StepPasses(
-            engine, rows, pad_id, chosen, step, epoch_of(step, recipe, rows), mine,
-            batches.__getitem__, seeds,
-        )  # fmt: skip
+            engine, rows, pad_id, chosen, step, epoch, mine, batches.__getitem__, seeds
+        )
     return StepRows(
         batches=batches,
         numbers=numbers,
@@ -263,6 +289,7 @@ def train_step(
         data_seconds=waited,
         noticed={name: largest[name] for name in local},
         suspects=blamed,
+        taken=rows.taken,
         metrics={**rows.metrics, **means(recipe, total, largest)},
     )
 

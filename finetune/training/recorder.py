@@ -16,6 +16,7 @@ from finetune.data.rows.order import rows_of_step, split_rows
 from finetune.data.rows.pack_statistics import filling_notes
 from finetune.data.rows.shared_prompts import computed_lengths
 from finetune.data.rows.store import Rows
+from finetune.data.stream.windows import Counts, Stream
 from finetune.distributed.base import Engine
 from finetune.errors import FinetuneError
 from finetune.kernels import cpu, pointwise
@@ -58,10 +59,13 @@ Reason = Literal["finished", "early stop", "interrupted"]
 class Recorder:
     """Writes the record of one run. Every rank makes the same calls; only rank 0 writes."""
 
-    def __init__(self, engine: Engine, run: Run, data: Prepared, steps: int) -> None:
+    def __init__(
+        self, engine: Engine, run: Run, data: Prepared, steps: int, stream: Stream | None = None
+    ) -> None:
         self.engine = engine
         self.run = run
         self.data = data
+        self.stream = stream
         self.plan = engine.plan
         self.steps = steps
         mine = matmul_flops(engine.device, model.compute_dtype(engine.plan))
@@ -82,9 +86,26 @@ class Recorder:
         prediction = self.forecast.summary() if self.forecast is not None else None
         write_json(self.run.plan, {**self.plan.summary(), "prediction": prediction})
         write_json(self.run.environment, environment(accelerators()))
-        write_json(self.run.data, {name: self.data.counts[name] for name in ("train", "eval")})
-        if self.data.bad_rows is not None:
+        if self.stream is None or self.stream.counts is None:
+            self._write_counts(self.data.counts["train"])
+        if self.data.bad_rows is not None and self.stream is None:
             shutil.copyfile(self.data.bad_rows, self.run.bad_rows)
+
+    def _write_counts(self, train: Counts) -> None:
+        first = self.data.counts  # has what is known of all rows, such as files of other kinds
+        counts = {"train": {**first["train"], **train}, "eval": first["eval"]}
+        write_json(self.run.data, counts)
+
+    def counted(self, counts: Counts, bad_rows: str) -> None:
+        """Write the counts of the rows of a stream up to those of a new buffer."""
+        if not self.engine.is_main:
+            return
+        self._write_counts(counts)
+        if bad_rows:
+            with self.run.bad_rows.open(
+                "a" if counts["windows"] > 1 else "w", encoding="utf-8"
+            ) as file:
+                file.write(bad_rows)
 
     def open(
         self,
@@ -127,7 +148,7 @@ class Recorder:
                 steps=self.steps,
                 trainable_parameters=parameters[0],
                 parameters=parameters[1],
-                train_rows=len(self.data.train),
+                train_rows=len(self.data.train) if self.stream is None else 0,
                 eval_rows=len(self.data.eval),
                 trained_tokens=self.data.counts["train"]["trained_tokens"],
                 packing=recipe.batch.packing,
@@ -166,12 +187,18 @@ class Recorder:
                 memory=peak,
                 data_seconds=result.data_seconds,
                 mfu=self._mfu(result),
-                epoch=progress.step * self._rows_per_step / len(self.data.train),
+                epoch=self._epoch(progress),
                 metrics=dict(result.metrics),
             )
         )
         for warning in self.watch.warnings(result.metrics, self.plan.recipe.reads_reference):
             self.warned(progress.step, warning)
+
+    def _epoch(self, progress: Progress) -> float:
+        """Passes over the training rows; complete ones of the shortest source of a stream."""
+        if progress.stream is not None:
+            return float(max(position[0] for position in progress.stream["positions"]))
+        return progress.step * self._rows_per_step / len(self.data.train)
 
     @property
     def _rows_per_step(self) -> float:
@@ -199,7 +226,11 @@ class Recorder:
         Raises:
             TrainingFailure: the recipe says to stop.
         """
-        rows, step = places(suspects, self.data), progress.step
+        taken, step = result.taken, progress.step
+        if taken is None:
+            rows = places(suspects, self.data)
+        else:
+            rows = [place for row in suspects for place in taken.places(row)]
         loss, norm = result.loss, result.grad_norm
         reason = verdict(self.plan.recipe.optim, step, loss, norm, rows, progress.skipped)
         self.metrics.write(Skipped(step=step, loss=loss, grad_norm=norm, rows=rows, told=reason))

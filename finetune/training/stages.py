@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from finetune.checkpoints.base_weights import fingerprint, refuse_other_base
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.copies import bring_state, store_of_parts
 from finetune.checkpoints.lock import locked, refuse_unshared
-from finetune.checkpoints.resume import claim, refuse_other_data
+from finetune.checkpoints.resume import claim, refuse_other_data, standing
 from finetune.checkpoints.saver import restore_best
 from finetune.checks.machine import check_machine
 from finetune.checks.model import context
@@ -22,6 +24,11 @@ from finetune.checks.start import Job, run_checks
 from finetune.data.audit import identity, mistakes
 from finetune.data.chat.render import Chat
 from finetune.data.prepare import Prepared, prepare
+from finetune.data.read.sources import Source, find_sources
+from finetune.data.rows.store import Rows
+from finetune.data.scratch import scratch_for
+from finetune.data.stream.positions import Versions, versions_of
+from finetune.data.stream.windows import Counts, Stream
 from finetune.distributed.base import Engine
 from finetune.distributed.layers import trained_shapes
 from finetune.errors import FinetuneError
@@ -65,6 +72,8 @@ class Inputs:
     """Steps between evaluations, and between checkpoints; None for once, at the end."""
     resumed: int | None
     """Step of the checkpoint to continue from; None at the beginning."""
+    stream: Stream | None = None
+    """The rows of each step, if they are prepared while steps run; `data` is then an example."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +144,9 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     if resumed is not None:
         # A step number stands for rows: of other rows, it would say nothing.
         refuse_other_data(run, resumed, identity(data.counts))
+    stream = None
+    if recipe.streams:
+        stream = _stream(engine, run, chat, resumed, held)
     # The layout of the forecast: the plan read the config file, if there is one yet.
     data = data.side_by_side(plan.padding.free, plan.prompts.shared)
     alone = plan.processes == 1
@@ -146,7 +158,30 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     check_machine(engine, expected(engine, data, steps, 0.0) if on_gpu else None)
     cadences = recipe.evaluation.every, recipe.saving.every
     evaluated, saved = (plan.interval(every, len(data.train)) for every in cadences)
-    return Inputs(tokenizer, chat, data, steps, evaluated, saved, resumed)
+    return Inputs(tokenizer, chat, data, steps, evaluated, saved, resumed, stream)
+
+
+def _stream(
+    engine: Engine, run: Run, chat: Chat, resumed: int | None, held: contextlib.ExitStack
+) -> Stream:
+    """The stream of a recipe's rows, from its beginning or from a checkpoint."""
+
+    recipe = engine.plan.recipe
+
+    def begin() -> tuple[list[Source], Versions, dict[str, Any] | None, Counts | None]:
+        sources, _ = find_sources(recipe)
+        versions = versions_of(sources)
+        return sources, versions, *standing(run, resumed, versions)
+
+    sources, versions, state, counts = engine.on_rank_0(begin)
+    here, folder = platform.node(), cache("streams") / "rows"
+    if is_first := engine.accelerator.is_local_main_process:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder = held.enter_context(scratch_for(folder))
+    folders = {node: path for node, path, first in engine.gather((here, folder, is_first)) if first}
+    stream = Stream(recipe, chat, sources, versions, folders[here], state, counts, len(folders))
+    held.enter_context(stream.preparing(is_first))
+    return stream
 
 
 def start(
@@ -187,6 +222,10 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
     pad_id, vocabulary_notes = scoring.fit_tokens(
         recipe, network, inputs.tokenizer, data.train.documents
     )
+    if inputs.stream is not None:
+        inputs.stream.check = functools.partial(
+            _check_rows, recipe, network, inputs.tokenizer, data
+        )
     tokenizer = stop_tokens.set_stop_tokens(network, inputs.chat, data.train)
     parameters, stored = sizes.counts(network), sizes.stored(engine, network)
     notes = [
@@ -227,6 +266,19 @@ def build(engine: Engine, run: Run, inputs: Inputs, recorder: Recorder) -> Built
         data, tokenizer, pad_id, base, adapter, padding, prompts, parameters, stored, reference,
         notes + engine.notes, progress,
     )  # fmt: skip
+
+
+def _check_rows(
+    recipe: Recipe,
+    network: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Prepared,
+    rows: Rows,
+) -> None:
+    """Refuse a buffer of a stream whose tokens or lengths the model does not have."""
+    largest = int(rows.documents.ids.max(initial=0))
+    scoring.refuse_tokens_without_rows(recipe, tokenizer, scoring.token_rows(network), largest)
+    context(recipe, network, dataclasses.replace(data, train=rows))
 
 
 def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:

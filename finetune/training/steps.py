@@ -10,6 +10,7 @@ from finetune.checkpoints import checkpoint
 from finetune.checkpoints.checkpoint import Progress
 from finetune.checkpoints.saver import Saver
 from finetune.checks.model import finite_weights
+from finetune.data.stream.windows import StreamFailure
 from finetune.distributed import averages
 from finetune.distributed.base import Engine
 from finetune.distributed.heartbeat import Heartbeat
@@ -18,7 +19,14 @@ from finetune.exporters.publish import describe, publish
 from finetune.process.signals import Interruption
 from finetune.rewards.process import RewardFailure
 from finetune.runs.run import Run
-from finetune.training.loop import StepResult, TakesSteps, evaluate, feeding, train_step
+from finetune.training.loop import (
+    StepResult,
+    TakesSteps,
+    evaluate,
+    feeding,
+    streaming,
+    train_step,
+)
 from finetune.training.memory_meter import peak_bytes
 from finetune.training.online.vllm_server import ServerFailure
 from finetune.training.optim import PLATEAU, plateau
@@ -89,7 +97,10 @@ class Training:
     def _feed(self) -> contextlib.AbstractContextManager[TakesSteps]:
         if self.rollouts is not None:
             return contextlib.closing(self.rollouts)
-        return feeding(self.engine, self.data.train, self.built.pad_id, self.steps)
+        data, pad_id, stream = self.data.train, self.built.pad_id, self.started.inputs.stream
+        if stream is not None:
+            return streaming(self.engine, stream, data, pad_id, self.steps)
+        return feeding(self.engine, data, pad_id, self.steps)
 
     def _take_steps(self, feed: TakesSteps, progress: Progress) -> tuple[Progress, Reason, int]:
         """Train to the last step or until patience runs out; returns why it ended, and the peak."""
@@ -111,8 +122,10 @@ class Training:
             with profile.of_step(step - first):
                 result = self.take_step(feed, progress, measuring)
             peak = int(result.noticed[PEAK])
+            state = None if result.taken is None else result.taken.then
+            progress = dataclasses.replace(progress, step=step + 1, stream=state)
             # Before a checkpoint of the step can exist: a saved step always has its record.
-            progress = self._record(dataclasses.replace(progress, step=step + 1), result, peak)
+            progress = self._record(progress, result, peak)
             high = high + 1 if self._is_high(result.loss) else 0
             if high == self.recipe.optim.max_loss_steps:
                 self._end_diverged(progress, result.loss)  # before a checkpoint of these weights
@@ -152,10 +165,10 @@ class Training:
 
     @contextlib.contextmanager
     def _saving_if_sampling_fails(self, progress: Progress) -> Iterator[None]:
-        """Save the progress before the failure of a reward or of a sampling server is raised."""
+        """Save the progress before the failure of a reward, a sampling server or a stream."""
         try:
             yield
-        except (RewardFailure, ServerFailure) as error:
+        except (RewardFailure, ServerFailure, StreamFailure) as error:
             step = progress.step
             if step > self.saver.last:
                 self.saver.save(progress, False)
@@ -172,6 +185,8 @@ class Training:
 
     def _record(self, progress: Progress, result: StepResult, peak: int) -> Progress:
         """Record a step, taken or skipped; returns the progress after it."""
+        for audit in [] if result.taken is None else result.taken.audits:
+            self.recorder.counted(*audit)
         if result.suspects is None:
             self.recorder.step(progress, result, peak)
         else:

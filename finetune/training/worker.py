@@ -123,7 +123,7 @@ class Worker:
             try:
                 self._print_notes()
                 inputs = read(engine, run, options, held)
-                recorder = Recorder(engine, run, inputs.data, inputs.steps)
+                recorder = Recorder(engine, run, inputs.data, inputs.steps, inputs.stream)
                 forecast = recorder.forecast
                 started = start(engine, run, options, inputs, recorder)
                 steps = self.steps(engine, run, options, self.interruption, self.heartbeat, started)

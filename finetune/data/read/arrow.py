@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune.data.read.remote import RemoteFile
 from finetune.data.values import Unreadable
 from finetune.errors import FinetuneError, reading
 
@@ -17,23 +18,39 @@ AT_ONCE = 1024
 """Rows that are converted at a time."""
 Restore = Callable[[Any], Any]
 """Converts a value of a column to its JSON form."""
+File = Path | RemoteFile
 
 
-def read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def size_of(path: File) -> int | None:
+    """Bytes of a file; None if a server does not tell."""
+    return path.size if isinstance(path, RemoteFile) else path.stat().st_size
+
+
+def read_parquet(path: File, place: Any = None) -> Iterator[tuple[int, Any]]:
+    """Read the row groups that have rows after a `files.Place`."""
     import pyarrow
     import pyarrow.parquet
 
     with reading(f"{path}: it is not a complete Parquet file"):
-        table = pyarrow.parquet.ParquetFile(path)
-        yield from _numbered(path, table.iter_batches(batch_size=AT_ONCE))
+        opened = path if isinstance(path, Path) else path.open()
+        table = pyarrow.parquet.ParquetFile(opened)
+        sizes = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
+        first = skipped = 0
+        while place is not None and first < len(sizes) and skipped + sizes[first] <= place.row:
+            skipped += sizes[first]
+            first += 1
+        groups = range(first, len(sizes))
+        batches = table.iter_batches(batch_size=AT_ONCE, row_groups=groups)
+        yield from _numbered(path, batches, skipped)
 
 
-def read_arrow(path: Path) -> Iterator[tuple[int, Any]]:
+def read_arrow(path: File) -> Iterator[tuple[int, Any]]:
     """Read an Arrow file in the stream format (`datasets`) or the file format (Feather)."""
     import pyarrow
 
     problem = f"{path}: it is not a complete Arrow file"
-    with reading(problem), pyarrow.memory_map(str(path)) as source:
+    local = isinstance(path, Path)
+    with reading(problem), pyarrow.memory_map(str(path)) if local else path.open() as source:
         yield from _numbered(path, _batches(source))
 
 
@@ -50,8 +67,8 @@ def _batches(source: Any) -> Iterator[Any]:
         yield from stream
 
 
-def _numbered(path: Path, batches: Iterator[Any]) -> Iterator[tuple[int, Any]]:
-    number = 0
+def _numbered(path: File, batches: Iterator[Any], number: int = 0) -> Iterator[tuple[int, Any]]:
+    """Rows of batches with their numbers, those after `number`."""
     restored: dict[str, Restore] | None = None
     for batch in batches:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):

@@ -6,6 +6,7 @@ rows after it are still readable.
 
 import codecs
 import csv
+import dataclasses
 import gzip
 import io
 import json
@@ -13,10 +14,9 @@ import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import IO, Any
 
-from finetune.data.read.arrow import read_arrow, read_parquet
+from finetune.data.read.arrow import File, read_arrow, read_parquet, size_of
 from finetune.data.values import Unreadable, parse_json
 from finetune.errors import FinetuneError
 
@@ -24,17 +24,30 @@ DOCUMENT_END = "<|endoftext|>"
 """The line that separates documents in a text file, as in published corpora."""
 EXCERPT = 2000
 """Characters of an unreadable row that are kept."""
+SKIP = 1 << 20
+"""Bytes that are read at a time on the way to a place."""
 
 NumberedRow = tuple[int, Any]
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a reader is in a file; reading goes on from there."""
+
+    row: int = 0
+    """Number of the last row that was read."""
+    byte: int = 0
+    """Bytes of the lines that were read, decompressed; 0 for a format that is not read by lines."""
 
 
 class BrokenText(ValueError):
     """A text is not UTF-8 or not JSON; the message has the position of the error."""
 
 
-def read_jsonl(path: Path) -> Iterator[NumberedRow]:
-    is_first = True
-    for number, raw in enumerate(raw_lines(path), 1):
+def read_jsonl(path: File, place: Place | None = None) -> Iterator[NumberedRow]:
+    place = place or Place()
+    is_first = not place.row
+    for number, raw in enumerate(raw_lines(path, place), place.row + 1):
         try:
             line = decode(raw, number == 1).strip()
             if not line:
@@ -56,7 +69,7 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, dict) and value.keys().isdisjoint(("role", "from"))
 
 
-def _check_shape(path: Path, first: str) -> None:
+def _check_shape(path: File, first: str) -> None:
     """Refuse a file whose first line shows that it does not have one row per line."""
     if first.startswith("["):
         raise FinetuneError(
@@ -69,7 +82,7 @@ def _check_shape(path: Path, first: str) -> None:
         )
 
 
-def read_json(path: Path) -> Iterator[NumberedRow]:
+def read_json(path: File) -> Iterator[NumberedRow]:
     """Read a list of rows, or JSON lines with the suffix `.json`."""
     text = "".join(lines(path))
     if text.lstrip().startswith("{") and len(text.strip().splitlines()) > 1:
@@ -97,7 +110,7 @@ JOINED = (
 """A record of a TSV file that an unpaired quote made of several rows."""
 
 
-def read_csv(path: Path, delimiter: str = ",") -> Iterator[NumberedRow]:
+def read_csv(path: File, delimiter: str = ",") -> Iterator[NumberedRow]:
     """Read a CSV file with a header; fields may have any length."""
     csv.field_size_limit(sys.maxsize)
     taken = list[str]()
@@ -135,7 +148,7 @@ def _noted(values: Iterable[str], taken: list[str]) -> Iterator[str]:
         yield value
 
 
-def _check_header(path: Path, names: list[str], delimiter: str) -> None:
+def _check_header(path: File, names: list[str], delimiter: str) -> None:
     for name in names:
         if names.count(name) > 1:
             raise FinetuneError(f"{path}: the header has the column '{name}' more than once")
@@ -149,11 +162,11 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
         )
 
 
-def read_tsv(path: Path) -> Iterator[NumberedRow]:
+def read_tsv(path: File) -> Iterator[NumberedRow]:
     return read_csv(path, "\t")
 
 
-def read_text(path: Path) -> Iterator[NumberedRow]:
+def read_text(path: File) -> Iterator[NumberedRow]:
     """Read the documents of a text file, separated by lines `<|endoftext|>`."""
     document, first = list[str](), 1
     for number, line in enumerate(lines(path), 1):
@@ -167,9 +180,7 @@ def read_text(path: Path) -> Iterator[NumberedRow]:
         yield first, {"text": "".join(document).strip("\n")}
 
 
-Reader = Callable[[Path], Iterator[NumberedRow]]
-
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[..., Iterator[NumberedRow]]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": read_json,
@@ -183,7 +194,7 @@ WHOLE = (".parquet", ".arrow")
 """Formats with compression of their own, which are not read from a compressed file."""
 
 
-def kind_of_file(path: Path) -> str | None:
+def kind_of_file(path: File) -> str | None:
     """The suffix of a readable file, without that of its compression; None for other files."""
     endings = [each.lower() for each in path.suffixes]
     if endings and endings[-1] in COMPRESSED:
@@ -192,16 +203,29 @@ def kind_of_file(path: Path) -> str | None:
     return endings[-1] if endings and endings[-1] in READERS else None
 
 
-def read_file(path: Path) -> Iterator[NumberedRow]:
-    """Yield the rows of a file of a known kind; raises FinetuneError if it cannot be read."""
-    if not path.stat().st_size:
+SKIPPING: tuple[Callable[..., Iterator[NumberedRow]], ...] = (read_jsonl, read_parquet)
+"""Readers that begin at a place without reading what is before it."""
+
+
+def read_file(path: File, place: Place | None = None) -> Iterator[NumberedRow]:
+    """Yield the rows of a file of a known kind, after a place, which moves with them.
+
+    Raises:
+        FinetuneError: it cannot be read.
+    """
+    if size_of(path) == 0:
         raise FinetuneError(f"{path}: the file is empty")
     kind = kind_of_file(path)
     assert kind is not None
-    yield from READERS[kind](path)
+    reader, place = READERS[kind], place or Place()
+    rows = reader(path, place) if reader in SKIPPING else reader(path)
+    for number, row in rows:
+        if number > place.row:
+            place.row = number
+            yield number, row
 
 
-def why_not_read(path: Path) -> str:
+def why_not_read(path: File) -> str:
     """An error message for a file of an unsupported kind, with what to do."""
     ending = path.suffix.lower()
     known = f"{', '.join(READERS)} (text also as {', '.join(COMPRESSED)})"
@@ -231,19 +255,19 @@ def _parse(text: str) -> Any:
 # Lines.
 
 
-def _open_with_arrow(path: Path, mode: str) -> IO[bytes]:
+def _open_with_arrow(raw: IO[bytes], path: File) -> IO[bytes]:
     """Decompress bzip2 or zstandard; Python's bz2 ends silently at bytes that are no stream."""
     import pyarrow  # slow to import
 
     kind = {".bz2": "bz2", ".zst": "zstd"}[path.suffix.lower()]
-    raw: Any = pyarrow.input_stream(str(path), compression=kind)
-    return io.BufferedReader(raw)
+    opened: Any = pyarrow.input_stream(raw, compression=kind)
+    return io.BufferedReader(opened)
 
 
-COMPRESSED: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open,
+COMPRESSED: dict[str, Callable[[IO[bytes], File], Any]] = {
+    ".gz": lambda raw, _: gzip.GzipFile(fileobj=raw),
     ".bz2": _open_with_arrow,
-    ".xz": lzma.open,
+    ".xz": lambda raw, _: lzma.LZMAFile(raw),  # noqa: SIM115 - the reader closes it
     ".zst": _open_with_arrow,
 }
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
@@ -260,26 +284,34 @@ MAGIC = {
 """Magic bytes of other kinds of files."""
 
 
-def raw_lines(path: Path) -> Iterator[bytes]:
-    """Yield lines with their line ends, split at newlines only.
+def raw_lines(path: File, place: Place | None = None) -> Iterator[bytes]:
+    """Yield lines with their line ends, split at newlines only, from the byte of a place on.
 
     Raises FinetuneError for a file that cannot be decompressed, is of another kind, or is encoded
     in units of two or four bytes.
     """
-    opener: Callable[..., Any] = COMPRESSED.get(path.suffix.lower(), open)
+    opener = COMPRESSED.get(path.suffix.lower())
+    place = place or Place()
     try:
-        with opener(path, "rb") as file:
-            for number, line in enumerate(file):
-                if number == 0:
+        with path.open("rb") as raw, raw if opener is None else opener(raw, path) as file:
+            if file.seekable():
+                file.seek(place.byte)
+            else:
+                skipped = 0
+                while skipped < place.byte and (part := file.read(min(place.byte - skipped, SKIP))):
+                    skipped += len(part)
+            for line in file:
+                if not place.byte:
                     _check_kind(path, line)
+                place.byte += len(line)
                 yield line
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if opener is open:
+        if opener is None:
             raise
         raise FinetuneError(f"{path}: it cannot be decompressed: {error}") from None
 
 
-def _check_kind(path: Path, line: bytes) -> None:
+def _check_kind(path: File, line: bytes) -> None:
     for magic, kind in MAGIC.items():
         if line.startswith(magic):
             raise FinetuneError(f"{path}: it is {kind}")
@@ -313,7 +345,7 @@ def decode(line: bytes, is_first: bool) -> str:
         ) from None
 
 
-def lines(path: Path) -> Iterator[str]:
+def lines(path: File) -> Iterator[str]:
     """Yield lines with their line ends; raises FinetuneError at the first that is not UTF-8."""
     for number, line in enumerate(raw_lines(path), 1):
         try:

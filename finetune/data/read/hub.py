@@ -2,10 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from finetune.data.read.arrow import restorers, without_nulls
+from finetune.data.read.files import Place
 from finetune.errors import FinetuneError, reading
 from finetune.recipe import Data
 
@@ -13,14 +15,47 @@ from finetune.recipe import Data
 def hub_rows(data: Data) -> Iterator[dict[str, Any]]:
     """Yield the rows of a data set in the form that they would have in JSON."""
     with _hub(data) as datasets:
-        rows = _load(datasets.load_dataset, data, split=data.split, streaming=data.stream)
-        features = rows.features
-        restored = None if features is None else restorers(features.arrow_schema, is_decoded=True)
-        for row in rows:
-            if restored is None:
-                yield {name: without_nulls(value) for name, value in row.items()}
-            else:
-                yield row | {name: restore(row[name]) for name, restore in restored.items()}
+        yield from _as_json(
+            _load(datasets.load_dataset, data, split=data.split, streaming=data.stream)
+        )
+
+
+def _as_json(rows: Any) -> Iterator[dict[str, Any]]:
+    features = rows.features
+    restored = None if features is None else restorers(features.arrow_schema, is_decoded=True)
+    for row in rows:
+        if restored is None:
+            yield {name: without_nulls(value) for name, value in row.items()}
+        else:
+            yield row | {name: restore(row[name]) for name, restore in restored.items()}
+
+
+@dataclass(frozen=True)
+class HubPart:
+    """A shard of a streamed data set."""
+
+    data: Data
+    number: int
+    shard: Any
+
+    def __str__(self) -> str:
+        return f"{self.data.source} ({self.data.split}) part {self.number}"
+
+    def rows(self, place: Place) -> Iterator[tuple[int, Any]]:
+        """Rows after a place, which moves with them; those before it are read and left out."""
+        with _hub(self.data):
+            rows = _as_json(self.shard.skip(place.row))
+            for row in rows:
+                place.row += 1
+                yield place.row, row
+
+
+def hub_parts(data: Data) -> list[HubPart]:
+    """The shards of a data set, which are read where they are."""
+    with _hub(data) as datasets:
+        rows = _load(datasets.load_dataset, data, split=data.split, streaming=True)
+        count = rows.num_shards
+        return [HubPart(data, number, rows.shard(count, number)) for number in range(count)]
 
 
 def hub_version(data: Data) -> str:

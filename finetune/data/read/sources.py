@@ -8,15 +8,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finetune.data.formats import FORMATS, find_format
+from finetune.data.read.arrow import File
 from finetune.data.read.columns import OF_TURNS, names_in, rewritten
 from finetune.data.read.files import kind_of_file, read_file, why_not_read
 from finetune.data.read.hub import hub_rows
-from finetune.data.read.remote import fetched
-from finetune.data.read.splits import choose, splits_of
+from finetune.data.read.remote import fetched, remote_files
+from finetune.data.read.splits import by_names, choose, splits_of
 from finetune.data.samples import READ_AS
 from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError, did_you_mean, refuse
@@ -61,7 +62,7 @@ class Source:
     """A section of a recipe's data with its files; a hub data set has none."""
 
     data: Data
-    files: tuple[Path, ...]
+    files: tuple[File, ...]
     unread: tuple[Path, ...] = ()
     """Files of a folder or glob that have an unsupported type."""
     outside: tuple[Path, ...] = ()
@@ -77,20 +78,26 @@ class Source:
         """
         data, there = self.data, set[str]()
         missing = {theirs for theirs, ours in data.columns.items() if ours is not None}
-        changes = bool(data.columns or data.roles or data.replace or data.system)
         for row in islice(self._part(), data.first):
-            if changes and isinstance(row.value, Mapping):
+            if missing and isinstance(row.value, Mapping):
                 names = names_in(row.value)
                 missing -= names
                 there |= names
-                row = SourceRow(row.file, row.number, _rewritten(row.value, data))
-            yield row
+            yield self.rewritten(row)
         if missing and there:
             (first, *_) = sorted(missing)
             raise FinetuneError(
                 f"data.columns: no row of {data.source} has a column '{first}'"
                 f"{did_you_mean(first, there)}; its columns are {', '.join(sorted(there))}"
             )
+
+    def rewritten(self, row: SourceRow) -> SourceRow:
+        """A row with the names, roles and texts that the section asks for."""
+        data = self.data
+        changes = bool(data.columns or data.roles or data.replace or data.system)
+        if not changes or not isinstance(row.value, Mapping):
+            return row
+        return SourceRow(row.file, row.number, _rewritten(row.value, data))
 
     def _part(self) -> Iterator[SourceRow]:
         """The rows of the part of the split that is read; the hub's library cuts its own."""
@@ -157,7 +164,7 @@ def find_source(data: Data) -> Source:
     _check_columns(data)
     source = _found(data)
     if source.files:
-        _refuse(data, "a local source", "stream", "revision")
+        _refuse(data, "a local source", "revision")
     return source
 
 
@@ -185,6 +192,8 @@ def _check_columns(data: Data) -> None:
 
 
 def _found(data: Data) -> Source:
+    if is_address(data.source) and data.stream:
+        return _streamed(data)
     if is_address(data.source):
         return replace(_found(replace(data, source=str(fetched(data.source)))), data=data)
     if glob.has_magic(data.source) and not os.path.exists(data.source):
@@ -209,6 +218,25 @@ def _found(data: Data) -> Source:
     if known or path.is_absolute() or not HUB_NAME.fullmatch(data.source):
         raise FinetuneError(f"data.source: no such file or folder: {data.source}{_path_hint(path)}")
     return Source(data, ())
+
+
+def _streamed(data: Data) -> Source:
+    """The files of an address, which stay there."""
+    there = {PurePosixPath(name): file for name, file in remote_files(data.source).items()}
+    kept = {n: f for n, f in there.items() if kind_of_file(f) and n.name not in ABOUT}
+    if not kept:
+        raise FinetuneError(f"data.source: '{data.source}' has no file that can be read")
+    outside = tuple[PurePosixPath, ...]()
+    if len(there) > 1 and "*" not in data.source:
+        splits = by_names(PurePosixPath(), sorted(kept))
+        within = {name for members in splits.values() for name in members}
+        outside = tuple(name for name in sorted(kept) if name not in within)
+        chosen = choose(PurePosixPath(), splits, data.split_name, outside)
+        kept = {name: kept[name] for name in chosen}
+    else:
+        _refuse(data, "a file" if len(there) == 1 else "a pattern of files", "split", "subset")
+    unread = tuple(Path(name) for name in there if kind_of_file(there[name]) is None)
+    return Source(data, tuple(kept[n] for n in sorted(kept)), unread, tuple(map(Path, outside)))
 
 
 def _globbed(data: Data) -> Source:

@@ -8,8 +8,8 @@ applies, all files belong to the split `train`.
 import glob
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
 from finetune.errors import FinetuneError, did_you_mean, reading
 from finetune.process.yaml_text import read_yaml
@@ -23,6 +23,7 @@ KEYWORDS = {
 BORDER = r"[-._ 0-9]"
 SHARD = re.compile(r"data/(.+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
+AnyPath = TypeVar("AnyPath", bound=PurePath)
 Splits = dict[str, list[Path]]
 
 
@@ -41,8 +42,12 @@ def splits_of(folder: Path, files: Sequence[Path], subset: str | None) -> Splits
             for name, patterns in _patterns(config["data_files"]).items()
         }
         return {name: paths for name, paths in found.items() if paths}
-    files = [path for path in files if path.is_relative_to(inside)]
-    names = {path: path.relative_to(inside).as_posix() for path in files}
+    return by_names(inside, [path for path in files if path.is_relative_to(inside)])
+
+
+def by_names(folder: PurePath, files: Sequence[AnyPath]) -> dict[str, list[AnyPath]]:
+    """Files of a folder by split, from their names alone."""
+    names = {path: path.relative_to(folder).as_posix() for path in files}
     sharded = {path: match[1] for path in files if (match := SHARD.fullmatch(names[path]))}
     if sharded:
         return _grouped((split, path) for path, split in sharded.items())
@@ -61,7 +66,12 @@ def splits_of(folder: Path, files: Sequence[Path], subset: str | None) -> Splits
     return in_folders or in_names or ({"train": files} if files else {})
 
 
-def choose(folder: Path, splits: Splits, split: str, outside: Sequence[Path] = ()) -> list[Path]:
+def choose(
+    folder: PurePath,
+    splits: Mapping[str, list[AnyPath]],
+    split: str,
+    outside: Sequence[AnyPath] = (),
+) -> list[AnyPath]:
     """The files of a split; `outside` are files without a split, for the error message.
 
     Raises:
@@ -84,7 +94,7 @@ def choose(folder: Path, splits: Splits, split: str, outside: Sequence[Path] = (
     return splits[split]
 
 
-def _some(paths: Sequence[Path], folder: Path) -> str:
+def _some(paths: Sequence[PurePath], folder: PurePath) -> str:
     names = [path.relative_to(folder).as_posix() for path in paths]
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + more
@@ -95,8 +105,8 @@ def _has(words: str, name: str, behind: str = f"({BORDER}|$)") -> bool:
     return re.search(f"(^|{BORDER})({words}){behind}", name, re.IGNORECASE) is not None
 
 
-def _grouped(pairs: Iterable[tuple[str, Path]]) -> Splits:
-    splits: Splits = {}
+def _grouped(pairs: Iterable[tuple[str, AnyPath]]) -> dict[str, list[AnyPath]]:
+    splits: dict[str, list[AnyPath]] = {}
     for split, path in pairs:
         splits.setdefault(split, []).append(path)
     return splits

@@ -12,9 +12,10 @@ import queue
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, islice
 from typing import IO, Any
 
@@ -38,17 +39,24 @@ def encode(encoder: Encoder, chunks: Iterable[Chunk]) -> Iterator[Encoded]:
     following = next(waiting, None)
     if following is None:
         return
-    waiting = chain([following], waiting)
-    if processes == 1 or not _is_importable(encoder):
-        yield from map(encoder, waiting)
+    with crew(encoder, processes if is_importable(encoder) else 1) as encode_all:
+        yield from encode_all(chain([following], waiting))
+
+
+@contextmanager
+def crew(
+    encoder: Encoder, processes: int
+) -> Iterator[Callable[[Iterable[Chunk]], Iterator[Encoded]]]:
+    """Workers for several `encode`s, the function that this yields; one process is this one."""
+    if processes == 1:
+        yield partial(map, encoder)
         return
     with ExitStack() as stack:
-        crew = [stack.enter_context(Worker(encoder)) for _ in range(processes)]
         free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in crew:
-            free.put(worker)
+        for _ in range(processes):
+            free.put(stack.enter_context(Worker(encoder)))
         threads = stack.enter_context(ThreadPoolExecutor(processes))
-        yield from _in_order(threads, free, waiting, ahead=2 * processes)
+        yield lambda chunks: _in_order(threads, free, iter(chunks), ahead=2 * processes)
 
 
 def _in_order(
@@ -77,7 +85,7 @@ def _in_order(
             future.cancel()
 
 
-def _is_importable(encoder: Encoder) -> bool:
+def is_importable(encoder: Encoder) -> bool:
     """Whether another interpreter can import the method and the tokenizer.
 
     False if a class is defined in the user's script.

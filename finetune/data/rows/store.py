@@ -11,7 +11,7 @@ import hashlib
 import json
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -229,6 +229,23 @@ def single_rows(documents: Documents, members: np.ndarray | None = None) -> Rows
     """Rows of one document each, by default all documents in order."""
     members = np.arange(len(documents)) if members is None else members
     return Rows(documents, members, np.arange(len(members) + 1), packed=False)
+
+
+def gathered(parts: Sequence[tuple[Rows, np.ndarray]]) -> Rows:
+    """Copies of chosen rows of several sets, (rows,) int64 each, as one set in memory."""
+    chosen = [(rows, rows.numbers(int(index))) for rows, indices in parts for index in indices]
+    sizes = np.array([len(numbers) for _, numbers in chosen], dtype=np.int64)
+    found = [(rows.documents, int(number)) for rows, numbers in chosen for number in numbers]
+    images = [documents.images_of(number) for documents, number in found]
+    made = composed([documents.document(number) for documents, number in found], images)
+    columns = {
+        name: np.array([documents.columns[name][number] for documents, number in found])
+        for name in parts[0][0].documents.columns
+    }
+    documents = replace(made, columns=columns)
+    return replace(
+        parts[0][0], documents=documents, members=np.arange(len(found)), bounds=_offsets(sizes)
+    )
 
 
 class DocumentWriter:

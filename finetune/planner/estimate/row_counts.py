@@ -65,11 +65,11 @@ def _lines(path: Path) -> int:
 
 
 def local_rows(recipe: Recipe) -> int | None:
-    """Rows of a recipe's data, counted by lines; None unless all data is local JSONL."""
+    """Rows of a recipe's data, counted by lines; None unless all is local JSONL, and no stream."""
     total = 0
     for data in recipe.data:
         path = Path(data.source)
-        if path.suffix != ".jsonl" or not path.is_file():
+        if data.stream or path.suffix != ".jsonl" or not path.is_file():
             return None
         rows = _lines(path)
         total += min(rows, data.first or rows) * data.repeat
