@@ -57,7 +57,7 @@ else
 endif
 
 test-slow: $(READY) ## Run the tests that take longer.
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL) $(WAITING) $(ARGS)
 
 test-gpu: $(READY) ## Run what only a GPU can show; without one, skip all of it and say so.
 	@if $(SEES_GPU); then $(BIN)/python -m pytest -m gpu $(ARGS); \
@@ -104,6 +104,8 @@ clean: ## Remove .venv, .bench, .cuda-trace and what tools left behind; runs and
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 WORKERS := 2
+# One more worker where the tests of schedulers and of killed machines mostly wait.
+WAITING = --numprocesses $(shell expr $(WORKERS) + 1)
 PARALLEL = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # A test that takes longer than these seconds is taken for one that hangs.
 HANGS = -o faulthandler_timeout=600

@@ -45,11 +45,13 @@ LAUNCH_SECONDS = 900
 
 
 LONG = (
-    "test_backends", "test_notebook", "test_prover", "test_benchmarks", "test_fault_table",
-    "test_method_backends", "test_documents", "test_prepare", "test_division", "test_faults",
-    "test_damage", "test_verifier", "test_divided_experts", "test_quickstart", "test_models",
+    "test_slurm", "test_notebook", "test_backends", "test_method_backends", "test_hosts",
+    "test_prover", "test_benchmarks", "test_fault_table", "test_optim", "test_documents",
+    "test_prepare", "test_division", "test_doctor", "test_image_training", "test_tuners",
+    "test_faults", "test_damage", "test_verifier", "test_board", "test_divided_experts",
+    "test_quickstart", "test_models",
 )  # fmt: skip
-"""Slowest files. They run first, so that neither of two workers is left with one at the end."""
+"""Slowest files. They run first, so that no worker is left with one at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,7 +42,7 @@ def calibration(folder: Path, card: str) -> Calibration:
     """
     found, others = Calibration(str(folder), card, [], []), Counter[str]()
     for run in find_runs(folder):
-        foreseen = read_object(run.plan).get("prediction") or {}
+        foreseen: dict[str, Any] = read_object(run.plan).get("prediction") or {}
         ratios = _ratios(run, foreseen)
         if ratios is not None and foreseen["machine"] == card:
             found.steps.append(ratios[0])
