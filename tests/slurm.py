@@ -21,11 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 from conftest import ROOT, build_tiny, end_tree, environment, write_recipe
 
 from finetune.launchers.slurm import STATES
 from finetune.runs.attempts import cost
 from finetune.runs.run import Run, read_object
+from finetune.verification.proofs.runs import family_of
 
 NODES = ("127.0.0.1", "127.0.0.2")
 """Names of the nodes, which are addresses, so that every process finds machine 0."""
@@ -49,14 +51,16 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 SlurmctldPort={port}
-SlurmdTimeout=10
+SlurmdTimeout=6
+MessageTimeout=5
+KillWait=10
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=2,sched_interval=2
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=1
 ReturnToService=2
 MpiDefault=none
 SwitchType=switch/none
@@ -87,6 +91,8 @@ class Slurm:
     """A running SLURM."""
 
     folder: Path
+    python: str = sys.executable
+    """The interpreter of its jobs."""
     nodes: dict[str, "subprocess.Popen[bytes]"] = dataclasses.field(default_factory=dict)
 
     @property
@@ -118,7 +124,15 @@ class Slurm:
         self.start_node(name)
 
     def processes(self, name: str) -> list[int]:
-        return [self.nodes[name].pid, *steps_of(name)]
+        steps = [each.pid for pid in steps_of(name) for each in family_of(pid)]
+        return [self.nodes[name].pid, *dict.fromkeys(steps)]
+
+    def kill_job(self) -> None:
+        """Kill what the only job runs on each node, but for SLURM's own processes."""
+        for pid in (pid for node in NODES for pid in steps_of(node)):
+            with contextlib.suppress(psutil.Error):
+                if "launch" in psutil.Process(pid).cmdline():
+                    os.kill(pid, signal.SIGKILL)
 
     def state(self, job: str) -> str:
         """State of a job; empty after its end."""
@@ -143,7 +157,7 @@ class Slurm:
         output = Path(words[words.index("--output") + 1])
         finetune(
             "launch", *words, "--launcher", "slurm", "cluster.nodes=2", "cluster.partition=low",
-            f"cluster.command={sys.executable} -P -m finetune", env=self.env,
+            f"cluster.command={self.python} -P -m finetune", env=self.env,
         ).passed()  # fmt: skip
         return read_object(Run(output).job)["id"]
 
