@@ -197,6 +197,7 @@ def test_inspect_shows_a_picture_as_one_chip_in_its_place(run, finetune, tmp_pat
         chip = f"[image {shown.width} x {shown.height}, {tokens} tokens]"
     assert f"<|vision_start|>{chip}<|vision_end|>?" in told
     assert "64 images; " in told
+    assert "64 assistant, 64 images (user), 64 user" in told
     finetune("inspect", recipe, "--rows", "1", "--html", tmp_path / "rows.html").passed()
     assert (tmp_path / "rows.html").read_text().count(f'src="{number.image}"') == 1
 
