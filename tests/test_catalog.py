@@ -248,7 +248,7 @@ def test_every_problem_is_reported_with_its_path_and_a_model_is_named_or_built()
         "part, got 2.5",
         "mine.yaml: colour: unknown key; known are model, data, eval_data, eval_rows, duplicates, "
         "data_checks, adapter, batch, optim, kernels, evaluation, saving, epochs, max_steps, seed, "
-        "trackers, backend, train_on, token_weight, eaft_alpha, label_smoothing",
+        "trackers, backend, stream_buffer, train_on, token_weight, eaft_alpha, label_smoothing",
         "mine.yaml: data.0.format: Field required",
         "mine.yaml: data.1.first: Input should be greater than 0, got 0",
         "mine.yaml: model.attention: got 'flash', expected sdpa or eager or flash_attention_2 or "

@@ -266,10 +266,10 @@ class _Step:
         return self.moment("forward: teacher", activations=inside, units=gathered)
 
     def _embedding(self) -> Moment:
-        """Gradient of the embedding: one unsharded table, added to that of a tied head."""
+        """One unsharded table, added to the gradient of a tied head or an earlier micro-batch."""
         workload, shape = self.workload, self.workload.shape
         table = shape.embedding * workload.trained_width if workload.trains("embedding") else 0.0
-        extra = 2.0 * table if workload.tied else 0.0
+        extra = 2.0 * table if workload.tied else table * (workload.accumulation > 1)
         if self.fsdp or workload.layout.share("grads") > 1:
             extra = (2.0 if workload.tied else 1.0) * table
         reduced = (
