@@ -41,6 +41,7 @@ def until(client: openai.OpenAI, id: str, *wanted: str, seconds: float = 240) ->
     return job
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_makes_an_adapter_that_plain_peft_loads(
     board: Board, client: openai.OpenAI, tiny: Tiny, tmp_path: Path, monkeypatch: Any
 ):

@@ -9,7 +9,7 @@ import pictured
 import pytest
 from boards import Board, boarding
 from browsers import Browser, Tab, browsing
-from conftest import Tiny, Train, copy_of, written
+from conftest import Tiny, Train, copy_of, slow, written
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -61,7 +61,7 @@ def tab(browser: Browser, board: Board) -> Iterator[Tab]:
     found.close()
 
 
-@pytest.mark.parametrize("scripts", [True, False])
+@pytest.mark.parametrize("scripts", [slow(True), False])
 def test_every_page_fits_its_screen_and_asks_no_other_host(board: Board, tab: Tab, scripts: bool):
     for path in PAGES:
         for width in WIDTHS:
@@ -130,6 +130,7 @@ def rows_with_images(board: Board) -> str:
     return "file:pictures"
 
 
+@pytest.mark.slow
 def test_rows_show_their_images_and_the_ids_of_tokens(
     board: Board, tab: Tab, rows_with_images: str
 ):

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finetune, Tiny, losses, read, write_recipe
+from conftest import Finetune, Tiny, losses, read, slow, write_recipe
 
 from finetune.runs.run import Run
 
@@ -16,7 +16,9 @@ def recipe(tiny: Tiny, folder: Path, name: str, **sections: Any) -> str:
     return str(write_recipe(folder / f"{name}.json", tiny.fields(**SHORT | sections)))
 
 
-@pytest.mark.parametrize("second", [ADAPTER, {"r": 2}, None], ids=["same", "other", "whole"])
+@pytest.mark.parametrize(
+    "second", [ADAPTER, slow({"r": 2}), slow(None)], ids=["same", "other", "whole"]
+)
 def test_a_stage_starts_from_the_result_before_it(
     tiny: Tiny, finetune: Finetune, tmp_path: Path, second: Any
 ):

@@ -56,6 +56,7 @@ def test_a_sound_recipe_gets_yes_everywhere(tiny, finetune, tmp_path, sections, 
     assert found["gradients"]["why"].startswith(f"{tensors} tensors")
 
 
+@pytest.mark.slow
 def test_a_model_alone_is_examined_with_lora(tiny, finetune):
     done = finetune("doctor", tiny.model, 'adapter.targets=["q_proj"]', "adapter.r=2").passed()
     lines = done.stdout.splitlines()

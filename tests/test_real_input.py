@@ -33,10 +33,8 @@ def test_one_process_learns_grade_school_maths(learned):
     assert losses(learned("single"), "eval")[-1] < 4.5
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp_full_shard", "zero3"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero3"])
 def test_the_evaluation_loss_falls_as_far_as_on_one_process(learned, backend):
     alone, together = (losses(learned(each), "eval") for each in ("single", backend))
     assert len(alone) == len(together) > 0

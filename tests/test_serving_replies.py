@@ -38,7 +38,7 @@ def test_a_written_call_becomes_one_of_the_api():
     asked = ChatRequest(messages=ASKED, tools=[TOOL])
     text = 'Wait.<tool_call>\n{"name": "look", "arguments": {"at": [1]}}\n</tool_call>'
     reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).response(
-        Answer(text, [], 3, 4, "stop")
+        Answer(text, [], [1, 2, 3], 4, "stop")
     )
     (choice,) = ChatCompletion.model_validate(reply).choices
     (call,) = choice.message.tool_calls
@@ -46,7 +46,7 @@ def test_a_written_call_becomes_one_of_the_api():
     assert (call.function.name, call.function.arguments) == ("look", '{"at": [1]}')
     broken = "<tool_call>{not json}</tool_call>"
     reply = Chat(SimpleNamespace(name="m", call_form=HERMES), asked).response(
-        Answer(broken, [], 3, 4, "stop")
+        Answer(broken, [], [1, 2, 3], 4, "stop")
     )
     assert reply["choices"][0]["message"]["content"] == broken
     assert reply["choices"][0]["finish_reason"] == "stop"
@@ -88,6 +88,8 @@ def test_a_model_that_computes_nan_is_named_and_the_server_goes_on(tmp_path):
             assert error["message"].startswith(told)
         streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
         assert told in streamed.text
-        reply = client.post("/v1/chat/completions", json={**body, "model": "sound"})
+        reply = client.post(
+            "/v1/chat/completions", json={**body, "model": "sound", "temperature": 0}
+        )
         assert reply.json()["usage"]["completion_tokens"] == 4
         assert client.get("/health").json() == {"status": "ok", "requests": 0}

@@ -48,6 +48,7 @@ def test_trials_of_choices_are_all_combinations_each_as_a_launch_trains_it(
     assert all(text in page for text in ("Trials", "trial-003", "Recipes: differences"))
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_as_if_it_had_not_been(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ):
@@ -91,6 +92,7 @@ def test_a_trial_that_is_worse_than_the_median_stops_early_and_is_saved(
     assert "stopped early" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failed_trial_does_not_end_the_others_but_three_in_a_row_do(
     tiny: Tiny, finetune: Finetune, tmp_path: Path
 ):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from conftest import Runs, Tiny, assert_same_losses, problems_of, slow
+from conftest import Runs, Tiny, assert_same_losses, problems_of
 
 import finetune as ft
 from finetune import catalog
@@ -15,8 +15,9 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", ["fsdp_full_shard", *map(slow, ("zero3", "tp", "pp", "sp"))])
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3", "tp", "pp", "sp"])
 def test_backends_have_the_losses_of_one_process(runs_of: Runs, tiny: Tiny, backend: str, rule):
     recipes = {name: tiny.fields(**sections) for name, sections in RULES.items()}
     assert_same_losses(*(runs_of(each, recipes)[rule] for each in ("single", backend)))
