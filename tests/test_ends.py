@@ -254,7 +254,8 @@ def listening(process: "subprocess.Popen[str]") -> set[str]:
     }
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "zero2"])
 def test_a_launch_on_one_machine_listens_on_the_loopback_only(tmp_path, words, backend):
     run = Run(tmp_path / "run")
     more = ["max_steps=100000", "--backend", backend, "--processes", "2"]

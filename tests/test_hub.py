@@ -114,6 +114,7 @@ def test_an_adapter_of_the_hub_is_trained_further_as_its_folder_is(
     assert "model.adapter: 'someone/absent' is not a folder here" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_stream_reads_what_it_needs_and_leaves_no_copy(hub, served, tiny, tmp_path):
     finetune, asked = hub
     recipe = fields(tiny, stream=True, first=10) | {"eval_data": []}

@@ -456,7 +456,7 @@ def test_steps_on_four_processes_are_those_of_one_bit_for_bit(tmp_path: Path) ->
     assert together(SHARDED, 4, tmp_path).output.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("backend", ["fsdp_full_shard", "ddp"])
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", slow("ddp")])
 def test_muon_on_two_processes_is_that_of_one(backend: str, run_of: Train) -> None:
     """20 steps; weights differ by less than a ten-thousandth of their movement."""
     sections = {"optim": {"name": "muon", "lr": 1e-3}, "max_steps": 20}

@@ -29,6 +29,7 @@ def pairs(tiny: Tiny, tmp_path):
     ) | {"data": data, "eval_data": data}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_negatives_of_a_whole_step_do_not_depend_on_micro_batches_or_ranks(
     pairs, finetune, tmp_path
 ):
