@@ -86,6 +86,17 @@ def test_another_machine_continues_and_reads_what_the_store_has(
     assert not list((tmp_path / "third").glob("runs/*/checkpoints/step-00000006"))
 
 
+def test_what_a_checkpoint_needs_is_in_the_store_before_it(tiny, address, tmp_path):
+    """So that a machine that is lost while its first checkpoint is copied leaves a run."""
+    train_at(tiny, address)
+    there = Run(tmp_path / "store/runs/mine")
+    complete = min(
+        (there.checkpoint(step) / "manifest.json").stat().st_mtime_ns for step in there.steps()
+    )
+    for file in (there.recipe, there.plan, there.data, there.environment):
+        assert file.stat().st_mtime_ns < complete
+
+
 def test_a_run_that_was_removed_from_the_store_begins_anew(tiny, address, tmp_path):
     first = train_at(tiny, address)
     shutil.rmtree(tmp_path / "store")
