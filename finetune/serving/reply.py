@@ -1,11 +1,12 @@
 """The answer to one request: tokens with log-probabilities, and text up to a stop sequence."""
 
+import contextlib
 import dataclasses
 import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 import torch
 
@@ -131,20 +132,22 @@ class Reply(Row):
         except Exception as error:
             self.fail(error)
             return
-        self.answer.set_result(
-            Answer(
-                text=self._cut.text,
-                tokens=self._tokens,
-                prompt_ids=list(self.prompt),
-                new_tokens=len(self.ids),
-                finish_reason="stop" if self.stopped or self._cut.found else "length",
+        with contextlib.suppress(InvalidStateError):  # it has failed on another thread
+            self.answer.set_result(
+                Answer(
+                    text=self._cut.text,
+                    tokens=self._tokens,
+                    prompt_ids=list(self.prompt),
+                    new_tokens=len(self.ids),
+                    finish_reason="stop" if self.stopped or self._cut.found else "length",
+                )
             )
-        )
 
     def fail(self, error: Exception) -> None:
-        self.cancelled.set()
-        if not self.answer.done():
+        """End with an error, unless the answer is complete."""
+        with contextlib.suppress(InvalidStateError):
             self.answer.set_exception(error)
+        self.cancelled.set()  # after it, or the scheduler's thread would call what it has complete
 
 
 def _likely(id: int, logits: torch.Tensor, count: int) -> Token:
