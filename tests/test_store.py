@@ -330,7 +330,7 @@ def test_machines_without_a_shared_disk_lose_their_disks_and_nothing_else(
 ):
     """Each writes its part of a checkpoint to the store, and reads from there what it needs."""
     if scheme == "s3":
-        request.getfixturevalue("line").cuts = True
+        request.getfixturevalue("line")
     fields: dict[str, Any] = {"max_steps": 40, "saving": {"every": 5, "keep": 2}}
     straight = run_of("fsdp_full_shard", **fields)
     address = "s3://bucket/apart" if scheme == "s3" else f"file://{tmp_path}/store/apart"

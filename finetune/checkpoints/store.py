@@ -37,8 +37,8 @@ HERE = ".store.json"
 """In the local directory: the address of its store, and which of how many machines this is."""
 PART = re.compile(r"rank-(\d+)-of-(\d+)\.safetensors")
 """What a rank writes of a checkpoint; machine 0 has the first ranks."""
-OF_CHECKPOINTS = {"metrics.jsonl", "best.json", "final"}
-"""Names of a run directory that follow checkpoints; whatever else there is comes before them."""
+BEFORE_CHECKPOINTS = "recipe.json", "plan.json", "data.json", "environment.json", "metrics.jsonl"
+"""Files that a checkpoint needs to be continued; its manifest follows them."""
 LOCAL = {LOCK, HERE, "offload", "flight_records", "starting_adapter.json"}
 """Names of a run directory that mean something only on the machine that wrote them."""
 
@@ -219,24 +219,19 @@ class Store:
             FinetuneError: something could not be copied; it is tried again by the next call.
         """
         steps, there = self.local.steps(), self.sizes()
-        others = {
-            file: part
-            for file in self._inside(self.local.root)
-            if (part := file.relative_to(self.local.root).parts[0]) != "checkpoints"
-        }
-        for file, part in others.items():
-            if part not in OF_CHECKPOINTS:
-                self._push(file)
         for step in steps:
             folder = self.local.checkpoint(step)
             files = sorted(self._inside(folder), key=lambda each: each.name == "manifest.json")
             for file in files:
-                if file.name == "manifest.json":
-                    self._push(self.local.metrics)
+                if file.name == "manifest.json":  # with these, it is a run
+                    for needed in BEFORE_CHECKPOINTS:
+                        if (self.local.root / needed).is_file():
+                            self._push(self.local.root / needed)
                 if not self._of_another_machine(file, there):
                     self._push(file)
-        for file in others:
-            self._push(file)
+        for file in self._inside(self.local.root):
+            if file.relative_to(self.local.root).parts[0] != "checkpoints":
+                self._push(file)
         # Other machines write the parts of a step that is not complete here.
         below = math.inf if self.machines == 1 else max(steps, default=0)
         gone = [
