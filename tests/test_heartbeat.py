@@ -79,14 +79,19 @@ def test_a_silent_host_is_named(two_hosts: None, tmp_path: Path) -> None:
     assert 1 not in lost
 
 
-def test_a_rank_that_ends_after_its_connections_is_not_taken_for_silent(tmp_path: Path) -> None:
-    """As the kernel ends a process: a peer reads that its connection closed while it runs."""
+def rank_0(folder: Path) -> tuple[TCPStore, Heartbeat]:
+    """A store, and the heartbeat of the first of two ranks that meet there."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     engine: Any = Ranks(0)
-    failed = Heartbeat(
-        engine, ("127.0.0.1", store.port), None, tmp_path, on_orphan=lambda: None,
+    return store, Heartbeat(
+        engine, ("127.0.0.1", store.port), None, folder, on_orphan=lambda: None,
         on_loss=lambda _: None, standing=lambda: "checkpoint 3 is complete",
     )  # fmt: skip
+
+
+def test_a_rank_that_ends_after_its_connections_is_not_taken_for_silent(tmp_path: Path) -> None:
+    """As the kernel ends a process: a peer reads that its connection closed while it runs."""
+    store, failed = rank_0(tmp_path)
     failed.start()
     with subprocess.Popen(["sleep", "1"]) as ending:
         host = socket.gethostname()
@@ -107,12 +112,7 @@ def test_a_rank_that_others_wait_for_is_named_in_a_file_until_it_has_joined(
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(heartbeat, "WAITING_SECONDS", 0.5)
     monkeypatch.setattr(heartbeat, "collectives_begun", lambda: 7)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    engine: Any = Ranks(0)
-    first = Heartbeat(
-        engine, ("127.0.0.1", store.port), None, tmp_path, on_orphan=lambda: None,
-        on_loss=lambda _: None, standing=lambda: "",
-    )  # fmt: skip
+    store, first = rank_0(tmp_path)
 
     def second(collectives: int) -> None:
         beat = Beat(1, 1, 4, collectives, os.getpid(), "other", "saver.py:8 in save", 3.0)

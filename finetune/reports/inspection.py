@@ -250,7 +250,7 @@ def _with_roles(
             role, header = names[header.rstrip()], None
             owners[first:] = [role] * (place - first)
         elif header is not None and header.strip() != header:
-            header = None  # what follows is no name
+            header = None  # not the name of a role
         owners.append(role)
     return map(lambda piece, role: dataclasses.replace(piece, role=role), found, owners)
 

@@ -112,8 +112,8 @@ class RemoteFile:
         """Open the file for reading; a lost connection is opened again where it ended.
 
         Raises:
-            FinetuneError: it is no longer the file that was listed; or, when it is read, it ends
-                early, or cannot be read after several tries.
+            FinetuneError: the file has changed since it was listed; while reading, that it ends
+                early or cannot be read after several attempts.
         """
         assert mode == "rb"
         files, path = file_system(self.address)
