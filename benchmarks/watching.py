@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.job import DEEP, write_job
+from benchmarks.job import SMALL, write_job
 from benchmarks.record import ROOT, Result
 from finetune.runs.run import Run
 
-CLIENTS, STEPS = 10, 60
+CLIENTS, STEPS = 10, 150
 HOW = (
     f"`finetune board` and {CLIENTS} clients that read the events of one run on one process, from "
     "its first step to its end; then the same run alone. Processor time of the board and of the "
@@ -24,7 +24,7 @@ HOW = (
 
 def measure(folder: Path) -> Result:
     """Train twice, once watched."""
-    recipe = write_job(folder / "job", DEEP, STEPS)
+    recipe = write_job(folder / "job", SMALL, STEPS)
     runs = folder / "runs"
     runs.mkdir()
     words = [sys.executable, "-m", "finetune", "board", str(runs), "--port", "0"]
