@@ -25,6 +25,7 @@ from benchmarks import (
     shapes,
     startup,
     training,
+    watching,
 )
 from benchmarks.job import PIPED
 from benchmarks.record import ROOT, Circumstances, Result, write
@@ -36,6 +37,7 @@ ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 PARTS = (
     *EVERYDAY, "answers", "checks", "data", "heads", "kernels", "memory", "merge", "merge_8b",
     "peaks", "saving", "scaling", "serving", "shapes", "pipeline",
+    "watching",
 )  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
@@ -129,6 +131,8 @@ def measure(
         case "scaling":
             backends = chosen or scaling.BACKENDS
             return scaling.measure(scratch / part, backends, arguments.steps)
+        case "watching":
+            return watching.measure(scratch)
         case "pipeline":
             return scaling.measure(scratch / part, ("pp",), arguments.steps, PIPED)
         case _:

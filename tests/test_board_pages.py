@@ -1,5 +1,6 @@
 """Every page of the board in a browser: its width, colors, keyboard, and what it asks for."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,10 @@ def test_rows_show_their_images_and_the_ids_of_tokens(
     ids = tokenizer.encode("red<|im_end|>", add_special_tokens=False)
     assert tab.value(f"{trained}.map((b) => b.title)") == [f"assistant: {id}" for id in ids]
     assert tab.value("document.documentElement.scrollWidth") <= 390
+    row = tab.value("document.querySelector('textarea').value").replace('"red"', '"blue"')
+    edited: httpx.Response = board.user.post("/row", data={"from": rows_with_images, "row": row})
+    assert edited.text.count("<img") == 1, edited.text  # its path begins at the folder of the data
+    assert "blue" in re.sub("<[^>]*>", "", edited.text)
 
 
 def test_the_file_for_a_cluster_is_that_of_a_dry_run(board: Board, tiny: Tiny):

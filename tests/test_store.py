@@ -265,6 +265,8 @@ class Line(threading.Thread):
         except OSError:
             pass
         for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # close waits for the thread that reads from it
             each.close()
 
 
@@ -330,7 +332,7 @@ def test_machines_without_a_shared_disk_lose_their_disks_and_nothing_else(
 ):
     """Each writes its part of a checkpoint to the store, and reads from there what it needs."""
     if scheme == "s3":
-        request.getfixturevalue("line")
+        request.getfixturevalue("line").cuts = True
     fields: dict[str, Any] = {"max_steps": 40, "saving": {"every": 5, "keep": 2}}
     straight = run_of("fsdp_full_shard", **fields)
     address = "s3://bucket/apart" if scheme == "s3" else f"file://{tmp_path}/store/apart"
@@ -352,6 +354,8 @@ def test_machines_without_a_shared_disk_lose_their_disks_and_nothing_else(
     assert part.name == f"step-{kept:08d}"  # what it resumed from, without the model
     assert sorted(each.name for each in part.iterdir()) == ["manifest.json", "state"]
     assert not list((tmp_path / "second/1").rglob("*.partial/state/*"))
+    if scheme == "s3":
+        assert request.getfixturevalue("line").cut > 0
     store = Store(address)
     store.local = Run(tmp_path / "copy")
     store.fetch_to_read(40)

@@ -1,6 +1,7 @@
 """The page of data: rows as the model sees them, their lengths, and a row to edit."""
 
 import json
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -73,6 +74,9 @@ def edited(shelf: Shelf, tasks: Tasks, sent: Words) -> dict[str, Any]:
         raise FinetuneError(f"row: got a {type(value).__name__}, expected an object with columns")
     words = sent.get("set", [])
     recipe = catalog.override(began.recipe, words) if words else began.recipe
+    if recipe.model.reads:
+        source = Path(recipe.data[0].source)
+        value = _with_files_in(value, source.parent if source.is_file() else source)
     with tempfile.TemporaryDirectory(dir=tasks.home) as folder:
         path = Path(folder) / "row.jsonl"
         path.write_text(json.dumps(value) + "\n", encoding="utf-8")
@@ -81,6 +85,17 @@ def edited(shelf: Shelf, tasks: Tasks, sent: Words) -> dict[str, Any]:
         without = ["eval_data=[]", "eval_rows=null", "evaluation.metrics=[]", "data_checks=report"]
         found = _inspect(began.word, *words, f"data={json.dumps(data)}", *without, "--rows", "1")
     return {"inspection": found}
+
+
+def _with_files_in(value: Any, folder: Path) -> Any:
+    """The same value, whose strings that name a file of the data's folder name it from anywhere."""
+    if isinstance(value, dict):
+        return {name: _with_files_in(each, folder) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_files_in(each, folder) for each in value]
+    if isinstance(value, str) and Path(value).suffix and os.path.isfile(file := folder / value):
+        return str(file.resolve())
+    return value
 
 
 def _inspect(*words: str) -> dict[str, Any]:

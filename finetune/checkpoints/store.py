@@ -39,6 +39,7 @@ PART = re.compile(r"rank-(\d+)-of-(\d+)\.safetensors")
 """What a rank writes of a checkpoint; machine 0 has the first ranks."""
 BEFORE_CHECKPOINTS = "recipe.json", "plan.json", "data.json", "environment.json", "metrics.jsonl"
 """Files that a checkpoint needs to be continued; its manifest follows them."""
+HIDDEN = re.compile(r"(^|/)\.")
 LOCAL = {LOCK, HERE, "offload", "flight_records", "starting_adapter.json"}
 """Names of a run directory that mean something only on the machine that wrote them."""
 
@@ -97,14 +98,18 @@ class Store:
                 self.files.rm_file(f"{self.root}/{name}")
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each object below the address, by name."""
+        """Bytes of each object below the address, by name, but for hidden ones.
+
+        Those are of a moment: what `try_out` of another machine writes, or a file being copied.
+        """
         found = dict[str, Any]()
         missing = FileNotFoundError
         with contextlib.suppress(missing), asking(self.address, "cannot be listed", missing):
             self.files.invalidate_cache()
             found = self.files.find(self.root, detail=True)
         start = len(self.files._strip_protocol(self.root)) + 1
-        return {path[start:]: each["size"] for path, each in found.items()}
+        sizes = {path[start:]: each["size"] for path, each in found.items()}
+        return {name: size for name, size in sizes.items() if not HIDDEN.search(name)}
 
     def try_out(self) -> None:
         """Write, read and remove an object, before anything is computed for the store.
@@ -260,10 +265,17 @@ class Store:
         ):  # or was removed for a newer checkpoint
             about = file.stat()
             now = about.st_size, about.st_mtime_ns
-            if self._copied.get(name) != now:
-                self._folder_of(name)
-                self.files.put_file(str(file), f"{self.root}/{name}")
-                self._copied[name] = now
+            if self._copied.get(name) == now:
+                return
+            self._folder_of(name)
+            folder, _, last = f"{self.root}/{name}".rpartition("/")
+            if self._is_folder:  # not whole at once, as an object of a bucket is
+                scratch = f"{folder}/.{last}.{secrets.token_hex(4)}"
+                self.files.put_file(str(file), scratch)
+                os.replace(scratch, f"{folder}/{last}")
+            else:
+                self.files.put_file(str(file), f"{folder}/{last}")
+            self._copied[name] = now
 
     def _fetch(self, there: dict[str, int], steps: set[int | None]) -> None:
         """Copy all files but those of other checkpoints; a checkpoint appears when complete."""
@@ -287,11 +299,14 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            with asking(self.address, f"{name} cannot be read"):
-                self.files.get_file(f"{self.root}/{name}", str(scratch))
-            if scratch.stat().st_size != size:
-                raise FinetuneError(f"{self.address}/{name}: changed while it was read; try again")
-            scratch.replace(path)
+            for _ in range(5):  # a file such as metrics may be written again meanwhile
+                with asking(self.address, f"{name} cannot be read"):
+                    self.files.get_file(f"{self.root}/{name}", str(scratch))
+                    if scratch.stat().st_size == size:
+                        scratch.replace(path)
+                        return
+                    size = self.files.size(f"{self.root}/{name}")
+            raise FinetuneError(f"{self.address}/{name}: changes while it is read; try again")
         finally:
             scratch.unlink(missing_ok=True)
 
@@ -320,8 +335,12 @@ class Store:
             and file.relative_to(self.local.root).parts[0] not in LOCAL
         ]
 
+    @property
+    def _is_folder(self) -> bool:
+        return "file" in self.files.protocol
+
     def _folder_of(self, name: str) -> None:
-        if "file" in self.files.protocol:  # a bucket would be created if it is missing
+        if self._is_folder:  # a bucket would be created if it is missing
             self.files.makedirs(f"{self.root}/{name}".rpartition("/")[0], exist_ok=True)
 
     # The lock.
