@@ -1,11 +1,14 @@
 """Spend less on what each process of a test does before its first step; imported for its effects.
 
 The rate of products, which no test needs exactly, is that of three of them; and what the forks of a
-warm interpreter would each read again is read before they are made.
+warm interpreter would each read or make again is made before them.
 """
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from finetune.kernels import matmul_rate
 from finetune.runs.environment import versions
 
 matmul_rate.SECONDS = 0.01
 versions()
+get_checkpoint_conversion_mapping("llama")  # a table of every family
