@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 from conftest import ROOT, build_tiny, end_tree, environment, write_recipe
+from faulty import steps_made
 
 from finetune.launchers.slurm import STATES
 from finetune.runs.attempts import cost
@@ -231,9 +232,12 @@ def answer(slurm: Slurm, words: list[str]) -> str:
 
 
 def preempted(
-    slurm: Slurm, run: Run, job: str, times: int, seed: int, longest: float = 25.0
+    slurm: Slurm, run: Run, job: str, times: int, seed: int, longest: float = 12.0
 ) -> list[tuple[float, int]]:
-    """Preempt a job at moments drawn from its life, start included.
+    """Preempt a job at moments drawn from its life: half of them after its start has made a step.
+
+    Args:
+        longest: seconds from the start, or from its first step, to the last moment.
 
     Returns:
         For each start, the time at which SLURM ran the job, and the steps made when it was taken.
@@ -241,11 +245,15 @@ def preempted(
     drawn, moments = random.Random(seed), list[tuple[float, int]]()
     for _ in range(times):
         slurm.wait(lambda: slurm.state(job) == "RUNNING")
-        begun = time.time()
+        begun, before = time.time(), steps_made(run)
+        if drawn.random() < 0.5:
+            slurm.wait(
+                lambda before=before: steps_made(run) > before or slurm.state(job) != "RUNNING"
+            )
         time.sleep(drawn.uniform(0, longest))
         if slurm.state(job) != "RUNNING":
             break
-        moments.append((begun, sum(1 for _ in run.read_metrics("train"))))
+        moments.append((begun, steps_made(run)))
         print(*moments[-1], file=sys.stderr, flush=True)
         slurm.preempt(job)
         slurm.wait(lambda: slurm.state(job) in ("PENDING", "RUNNING", "COMPLETED"))
@@ -269,7 +277,7 @@ def main(times: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         tiny = build_tiny(folder / "tiny")
-        sections = {"max_steps": 80 * times, "saving": {"every": 50}, "evaluation": {"every": 200}}
+        sections = {"max_steps": 60 * times, "saving": {"every": 50}, "evaluation": {"every": 200}}
         recipe = write_recipe(folder / "r.json", tiny.fields(**sections))
         shared = ["--backend", "fsdp_full_shard", "--precision", "fp32", "--no-plot"]
 
