@@ -103,16 +103,15 @@ def test_a_lost_host_ends_the_other_and_both_resume(run_of, tmp_path, hosts):
     assert run.final.exists()
 
 
-FIRST, LAST = 4, 14
+FIRST, LAST = 3, 11
 """Steps between which bytes are counted."""
 
 
-def sent_by(number: int) -> int:
-    """Bytes that a host has sent through the cable."""
-    device = ("fta", "ftb")[number]
-    file = f"/sys/class/net/{device}/statistics/tx_bytes"
-    words = ["ip", "netns", "exec", HOSTS[number], "cat", file]
-    return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+def sent_by(number: int, process: "subprocess.Popen[str]") -> int:
+    """Bytes that the host of a process has sent through the cable."""
+    text = Path(f"/proc/{process.pid}/net/dev").read_text()
+    (line,) = [line for line in text.splitlines() if ("fta:", "ftb:")[number] in line]
+    return int(line.split(":")[1].split()[8])
 
 
 @pytest.mark.slow
@@ -136,7 +135,7 @@ def test_what_crosses_a_cable_is_what_the_plan_says(tiny, tmp_path, hosts, backe
              "num_attention_heads": 8, "num_key_value_heads": 8}  # fmt: skip
     model = {"name": str(tiny.other(tmp_path / "model", "llama", **sizes))}
     rarely = {"every": 100}
-    fields = tiny.fields(model=model, max_steps=LAST + 4, saving=rarely, evaluation=rarely)
+    fields = tiny.fields(model=model, max_steps=100, saving=rarely, evaluation=rarely)
     recipe, run = write_recipe(tmp_path / "recipe.json", fields), Run(tmp_path / "run")
     words = [str(recipe), "--backend", backend, "--processes", str(2 * here), "--precision"]
     words += ["fp32", "--output", str(run.root), "--no-plot"]
@@ -144,9 +143,10 @@ def test_what_crosses_a_cable_is_what_the_plan_says(tiny, tmp_path, hosts, backe
     counted = list[list[int]]()
     for step in (FIRST, LAST):
         wait_for(lambda step=step: steps_made(run) >= step, processes[0])
-        counted.append([sent_by(0), sent_by(1)])
-    told = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
+        counted.append([sent_by(*each) for each in enumerate(processes)])
+    for process in processes:
+        end_tree(process.pid)
+        process.communicate()
     planned = here * read(run.plan)["prediction"]["sent"][axis]
     if backend == "zero3":  # gloo's reduce-scatter, a third of it, is an all-reduce (torch 2.13)
         planned *= 4 / 3
