@@ -73,7 +73,7 @@ test-cuda-trace: $(READY) ## Trace what runs on a GPU with CUDA builds of PyTorc
 		$$traces/bin/python -m pytest tests/cuda_trace $(ARGS) || exit 1; \
 	done
 
-test-engines: $(READY) ## Read what is submitted to SkyPilot and Kubernetes with their own parsers.
+test-engines: $(READY) ## Read what is submitted to SkyPilot and Kubernetes with their own parsers; train on Ray.
 	@for engine in $(ENGINES); do \
 		place=.engines/$${engine%%=*}; \
 		$(BIN)/python -m venv $$place --without-pip && \
@@ -115,7 +115,7 @@ HANGS = -o faulthandler_timeout=600
 TRACE_TORCH := 2.14.1 2.11.0
 
 # Large packages, each in an environment of its own.
-ENGINES := skypilot==0.14.1 kubeflow==0.5.0
+ENGINES := skypilot==0.14.1 kubeflow==0.5.0 ray==2.60.0
 
 RACES = --workload all --minutes 5 $(PEERS)
 

@@ -6,6 +6,7 @@ compares it bit for bit with one that was never stopped.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,6 @@ import random
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,16 +23,19 @@ from pathlib import Path
 
 import psutil
 from conftest import ROOT, build_tiny, end_tree, environment, write_recipe
+from faulty import steps_made
 
 from finetune.launchers.slurm import STATES
 from finetune.runs.attempts import cost
 from finetune.runs.run import Run, read_object
 from finetune.verification.proofs.runs import family_of
 
-NODES = ("127.0.0.1", "127.0.0.2")
+PLACE = os.getpid() % 250 + 1
+"""Gives each SLURM of one machine its own addresses, ports and numbers of jobs."""
+NODES = (f"127.0.{PLACE}.1", f"127.0.{PLACE}.2")
 """Names of the nodes, which are addresses, so that every process finds machine 0."""
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol")
-FIRST_PORT = 16_817
+FIRST_PORT = 16_000 + 3 * PLACE
 SECONDS = 240
 """Seconds in which the state of a job changes: it waits for `cred_expire`, and this machine."""
 
@@ -51,9 +54,10 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 SlurmctldPort={port}
+FirstJobId={job}
 SlurmdTimeout=6
 MessageTimeout=5
-KillWait=10
+KillWait=5
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -69,7 +73,7 @@ AccountingStorageType=accounting_storage/none
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=2000 State=UNKNOWN
+NodeName={nodes}.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=2000 State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 PartitionName=owned Nodes=ALL AllowAccounts=project MaxTime=INFINITE State=UP PriorityTier=1
@@ -189,7 +193,7 @@ def running(folder: Path) -> Iterator[Slurm]:
         (folder / name).mkdir()
     text = CONFIGURATION.format(
         folder=folder, host=socket.gethostname(), port=FIRST_PORT, first=FIRST_PORT + 1,
-        last=FIRST_PORT + 2,
+        last=FIRST_PORT + 2, job=40 * PLACE, nodes=f"127.0.{PLACE}",
     )  # fmt: skip
     (folder / "slurm.conf").write_text(text)
     key = folder / "munge.key"
@@ -228,17 +232,29 @@ def answer(slurm: Slurm, words: list[str]) -> str:
 
 
 def preempted(
-    slurm: Slurm, run: Run, job: str, times: int, seed: int, longest: float = 25.0
-) -> list[str]:
-    """Preempt a job at moments drawn from its life, start included; returns what it did then."""
-    drawn, moments = random.Random(seed), list[str]()
+    slurm: Slurm, run: Run, job: str, times: int, seed: int, longest: float = 12.0
+) -> list[tuple[float, int]]:
+    """Preempt a job at moments drawn from its life: half of them after its start has made a step.
+
+    Args:
+        longest: seconds from the start, or from its first step, to the last moment.
+
+    Returns:
+        For each start, the time at which SLURM ran the job, and the steps made when it was taken.
+    """
+    drawn, moments = random.Random(seed), list[tuple[float, int]]()
     for _ in range(times):
         slurm.wait(lambda: slurm.state(job) == "RUNNING")
+        begun, before = time.time(), steps_made(run)
+        if drawn.random() < 0.5:
+            slurm.wait(
+                lambda before=before: steps_made(run) > before or slurm.state(job) != "RUNNING"
+            )
         time.sleep(drawn.uniform(0, longest))
         if slurm.state(job) != "RUNNING":
             break
-        steps = sum(1 for _ in run.read_metrics("train"))
-        moments.append(f"step {steps}")
+        moments.append((begun, steps_made(run)))
+        print(*moments[-1], file=sys.stderr, flush=True)
         slurm.preempt(job)
         slurm.wait(lambda: slurm.state(job) in ("PENDING", "RUNNING", "COMPLETED"))
     return moments
@@ -261,7 +277,7 @@ def main(times: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         tiny = build_tiny(folder / "tiny")
-        sections = {"max_steps": 80 * times, "saving": {"every": 50}, "evaluation": {"every": 200}}
+        sections = {"max_steps": 60 * times, "saving": {"every": 50}, "evaluation": {"every": 200}}
         recipe = write_recipe(folder / "r.json", tiny.fields(**sections))
         shared = ["--backend", "fsdp_full_shard", "--precision", "fp32", "--no-plot"]
 
@@ -276,18 +292,17 @@ def main(times: int) -> None:
             job = slurm.submit(finetune, recipe, *shared, "--output", run.root)
             moments = preempted(slurm, run, job, times, seed=times)
             slurm.wait(lambda: STATES.get(slurm.state(job), "ended") == "ended", 1200)
-        events = [json.loads(line) for line in run.attempts.read_text().splitlines()]
-        begun = [each["time"] for each in events if each["event"] == "start"]
         stepped = [each["time"] for each in run.read_metrics("train")]
+        begun = [*(start for start, _ in moments), math.inf]
         first = [
             min(taken) - start
-            for start, until in zip(begun, [*begun[1:], math.inf], strict=True)
+            for start, until in itertools.pairwise(begun)
             if (taken := [each for each in stepped if start < each < until])
         ]
         print(json.dumps({
-            "preempted": len(moments), "at": moments, "starts": len(begun),
+            "preempted": len(moments), "after steps": [steps for _, steps in moments],
             "steps": len(stepped), "lost": cost(run).lost_steps,
-            "seconds from a start to its first step": round(statistics.median(first), 1),
+            "seconds from SLURM's start to a new step": sorted(round(each, 1) for each in first),
             "equal": curve(run) == curve(straight) and files_of(run) == files_of(straight),
         }))  # fmt: skip
 

@@ -20,7 +20,7 @@ EXCHANGES = (
     + """
 boxes = Boxes.shared()
 assert not isinstance(boxes, str), boxes
-gather, scatter = AllGather(boxes), ReduceScatter(boxes)
+gather, scatters = AllGather(boxes), [ReduceScatter(boxes), ReduceScatter(None)]
 uneven = random.Random(rank)  # ranks come early and late, each for itself
 
 def values(count, owner, seed, kind):
@@ -52,10 +52,11 @@ for seed, (length, kind) in enumerate([
     for row in rows[1:]:
         total += row
     for op, expected in ((ReduceOp.SUM, total), (ReduceOp.AVG, total / world)):
-        result = empty(length, kind)
-        time.sleep(uneven.random() / 50)
-        scatter(result, wholes[rank], dist.group.WORLD, op)
-        assert torch.equal(result, expected), (seed, length, kind, op)
+        for scatter in scatters:
+            result = empty(length, kind)
+            time.sleep(uneven.random() / 50)
+            scatter(result, wholes[rank], dist.group.WORLD, op)
+            assert torch.equal(result, expected), (seed, length, kind, op)
     if world == 2 and kind == torch.float32:
         dist.reduce_scatter_tensor(result, wholes[rank], op=ReduceOp.SUM)
         assert torch.equal(result, total), (seed, length)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import FP32, apart, end_tree, environment, wait_for
+from conftest import FP32, apart, end_tree, environment, read, wait_for, write_recipe
+from faulty import steps_made
 
 from finetune.runs.run import Run
 
@@ -65,7 +66,9 @@ def start_on(number: int, words: list[str], cache: Path) -> "subprocess.Popen[st
     ]  # fmt: skip
     inside = f'hostname {HOSTS[number]} && exec "$@"'
     return subprocess.Popen(
-        ["ip", "netns", "exec", HOSTS[number], "unshare", "-u", "sh", "-c", inside, "sh",
+        # Processes of one namespace would share memory, and send no weights over the cable.
+        ["ip", "netns", "exec", HOSTS[number], "unshare", "-u", "-p", "-f", "--mount-proc",
+         "sh", "-c", inside, "sh",
          *python, *machine],
         env=environment(cache) | {"GLOO_SOCKET_IFNAME": ("fta", "ftb")[number]},
         cwd=cache, text=True, start_new_session=True,
@@ -98,3 +101,54 @@ def test_a_lost_host_ends_the_other_and_both_resume(run_of, tmp_path, hosts):
     assert [process.returncode for process in again] == [0, 0], outputs
     assert apart(run, straight) < FP32
     assert run.final.exists()
+
+
+FIRST, LAST = 3, 11
+"""Steps between which bytes are counted."""
+
+
+def sent_by(number: int, process: "subprocess.Popen[str]") -> int:
+    """Bytes that the host of a process has sent through the cable."""
+    text = Path(f"/proc/{process.pid}/net/dev").read_text()
+    (line,) = [line for line in text.splitlines() if ("fta:", "ftb:")[number] in line]
+    return int(line.split(":")[1].split()[8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "here", "axis"),
+    [
+        ("ddp", 1, "shard"),
+        ("fsdp_full_shard", 1, "shard"),
+        ("hsdp", 2, "replicate"),
+        ("zero3", 1, "shard"),
+        ("pp", 1, "pipeline"),
+    ],
+)
+def test_what_crosses_a_cable_is_what_the_plan_says(tiny, tmp_path, hosts, backend, here, axis):
+    """Every process of a host sends so much to the other host."""
+    for host, device in zip(HOSTS, ("fta", "ftb"), strict=True):
+        limit = f"tc qdisc add dev {device} root tbf rate 1gbit burst 256kb latency 400ms"
+        ip(f"netns exec {host} {limit}")
+    # ZeRO-3 keeps tensors of fewer than 100,000 elements on every process.
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+             "num_attention_heads": 8, "num_key_value_heads": 8}  # fmt: skip
+    model = {"name": str(tiny.other(tmp_path / "model", "llama", **sizes))}
+    rarely = {"every": 100}
+    fields = tiny.fields(model=model, max_steps=100, saving=rarely, evaluation=rarely)
+    recipe, run = write_recipe(tmp_path / "recipe.json", fields), Run(tmp_path / "run")
+    words = [str(recipe), "--backend", backend, "--processes", str(2 * here), "--precision"]
+    words += ["fp32", "--output", str(run.root), "--no-plot"]
+    processes = [start_on(number, words, tmp_path) for number in range(2)]
+    counted = list[list[int]]()
+    for step in (FIRST, LAST):
+        wait_for(lambda step=step: steps_made(run) >= step, processes[0])
+        counted.append([sent_by(*each) for each in enumerate(processes)])
+    for process in processes:
+        end_tree(process.pid)
+        process.communicate()
+    planned = here * read(run.plan)["prediction"]["sent"][axis]
+    if backend == "zero3":  # gloo's reduce-scatter, a third of it, is an all-reduce (torch 2.13)
+        planned *= 4 / 3
+    each = [(after - before) / (LAST - FIRST) for before, after in zip(*counted, strict=True)]
+    assert each == pytest.approx([planned, planned], rel=0.05)

@@ -24,7 +24,7 @@ SLOTS = 2
 
 
 def share_memory(model: nn.Module, group: dist.ProcessGroup | None = None) -> str | None:
-    """Let FSDP2 units gather and reduce through shared memory.
+    """Let FSDP2 units gather and reduce through shared memory, or reduce over gloo with few bytes.
 
     Every process of the group must call it, and all get the same result.
 
@@ -35,16 +35,16 @@ def share_memory(model: nn.Module, group: dist.ProcessGroup | None = None) -> st
     Returns:
         The reason for keeping gloo; None if memory is shared.
     """
-    boxes = Boxes.shared(group)
-    if isinstance(boxes, str):
-        return boxes
+    found = Boxes.shared(group)
+    boxes, reason = (None, found) if isinstance(found, str) else (found, None)
     gather: Any = AllGather(boxes)
     scatter: Any = ReduceScatter(boxes)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(gather)
+            if reason is None:
+                module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
-    return None
+    return reason
 
 
 class Boxes:
@@ -94,9 +94,9 @@ class Boxes:
 
 
 class Collective:
-    """Common interface of custom FSDP2 collectives."""
+    """Common interface of custom FSDP2 collectives, through boxes if there are any."""
 
-    def __init__(self, boxes: Boxes) -> None:
+    def __init__(self, boxes: Boxes | None) -> None:
         self.boxes = boxes
 
     def allocate(
@@ -116,6 +116,7 @@ class AllGather(Collective):
         async_op: bool = False,
     ) -> None:
         """Gather the inputs (n,) of all ranks, in order, into the output (ranks x n,)."""
+        assert self.boxes is not None
         rows = output_tensor.view(group.size(), -1)
         most = SLOT // input_tensor.itemsize
         for whole, mine in zip(rows.split(most, 1), input_tensor.split(most), strict=True):
@@ -125,7 +126,11 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """`torch.distributed.fsdp`'s interface of the same name."""
+    """`torch.distributed.fsdp`'s interface of the same name.
+
+    Without boxes, each process sends the others their rows. Gloo's own (torch 2.13) is an
+    all-reduce, which sends twice as much.
+    """
 
     def __call__(
         self,
@@ -143,12 +148,20 @@ class ReduceScatter(Collective):
         rows = input_tensor.view(group.size(), -1)
         most = SLOT // input_tensor.itemsize // group.size()
         for result, mine in zip(output_tensor.split(most), rows.split(most, 1), strict=True):
-            first, *others = (part[group.rank()] for part in self.boxes.exchange(mine))
+            first, *others = self._received(mine, group)
             result.copy_(first)
             for part in others:
                 result.add_(part)
         if op == ReduceOp.AVG:
             output_tensor.div_(group.size())
+
+    def _received(self, rows: torch.Tensor, group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
+        """Row `rank` of the rows (ranks x n,) of every rank."""
+        if self.boxes is not None:
+            return [part[group.rank()] for part in self.boxes.exchange(rows)]
+        received = torch.empty(rows.shape, dtype=rows.dtype)
+        dist.all_to_all_single(received, rows.contiguous(), group=group)
+        return received.unbind()
 
 
 def _memory(size: int) -> int:

@@ -94,7 +94,7 @@ def run(job: Job) -> None:
         here = max(1, job.plan.processes // machines(flags))
         threads = max(1, usable_cores() // here)
         axes = job.plan.backend.axes.variables()
-        _run(command, axes, job.run, status, threads, starts_again=bool(job.max_restarts))
+        _run(command, axes, job.run, status, threads, bool(job.max_restarts))
 
 
 def begin(
@@ -183,12 +183,7 @@ def _is_free(port: int) -> bool:
 
 
 def _run(
-    command: list[str],
-    axes: dict[str, str],
-    run: Run,
-    status: Path,
-    threads: int,
-    starts_again: bool,
+    command: list[str], axes: dict[str, str], run: Run, status: Path, threads: int, restarts: bool
 ) -> None:
     """Run the command until it ends, forward its output, and raise a worker's error.
 
@@ -218,7 +213,7 @@ def _run(
             # are held back until this is known.
             if not status.exists() and not signals:
                 pending.append(line)
-                if starts_again or not report:
+                if restarts or not report:
                     sys.stderr.write(pending.pop())
         code = process.wait()
     lost = None if signals else lost_worker("".join(report))
@@ -227,9 +222,8 @@ def _run(
         sys.stderr.writelines(pending)
     elif code:
         standing = f"{lost}; {run.standing()}"
-        if (
-            outcome is None or outcome["status"] == Interrupted.exit_status
-        ):  # the agent ends the others
+        # The agent ends the others.
+        if outcome is None or outcome["status"] == Interrupted.exit_status:
             raise TrainingFailure(standing)
         if not any(lost.partition(" (")[0] in problem for problem in outcome["problems"]):
             outcome["problems"].append(standing)

@@ -90,18 +90,10 @@ def launch(
             if not (here and is_address(output)):  # whose directory has only what its ranks read
                 claim(run, plan, resume)
             resume = "auto"
-        start(
-            Job(
-                plan,
-                run,
-                resume,
-                precision,
-                tuple(arguments),
-                tuple(flags),
-                max_restarts,
-                join_minutes,
-            )
+        job = Job(
+            plan, run, resume, precision, tuple(arguments), tuple(flags), max_restarts, join_minutes
         )
+        start(job)
         return run
 
 

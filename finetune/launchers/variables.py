@@ -33,12 +33,8 @@ def flags(given: Sequence[str]) -> list[str]:
                 f"srun: {os.environ['SLURM_STEP_NUM_TASKS']} tasks on {count} nodes; finetune "
                 "launch starts the processes of a node itself: srun --ntasks-per-node 1"
             )
-        job, step = (int(os.environ.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
-        place = [
-            os.environ["SLURM_NODEID"],
-            first_host(head),
-            str(FIRST_PORT + (job + step) % PORTS),
-        ]
+        start = sum(int(os.environ.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
+        place = [os.environ["SLURM_NODEID"], first_host(head), str(FIRST_PORT + start % PORTS)]
     elif several[0].startswith("PET"):
         place = [os.environ["PET_NODE_RANK"], head, os.environ.get("PET_MASTER_PORT", "29500")]
     else:

@@ -422,13 +422,16 @@ def _slots(plan: Plan, rows: Rows, computed: np.ndarray, steps: int) -> float:
     found: list[int] = []
     for step in range(min(steps, COUNTED_STEPS)):
         chosen = rows_of_step(step, len(rows), batch.rows, seed)
-        for each in split_rows(
+        cuts = split_rows(
             chosen, rows.slots, batch.micro_rows, batch.micro_tokens, rows.side_by_side
-        ):
-            widths = rows.slots[each]
-            side_by_side = computed[each].sum()
-            found.append(int(side_by_side if rows.side_by_side else widths.max() * len(each)))
-    return sum(found) / min(steps, COUNTED_STEPS)
+        )
+        sizes = [
+            int(computed[each].sum() if rows.side_by_side else rows.slots[each].max() * len(each))
+            for each in cuts
+        ]
+        # A pipeline pads the micro-batches of a step to one shape.
+        found.append(max(sizes) * len(sizes) if plan.mesh.pipeline > 1 else sum(sizes))
+    return sum(found) / len(found)
 
 
 def hardware_of(device: torch.device) -> hardware.GPU | None:

@@ -101,13 +101,13 @@ class Forecast:
             "moment": timeline.peak.name,
             "length": self.workload.length,
         }
-        if self.workload.layout.processes > 1:
-            found |= {
-                "layers": self.workload.shape.layers,
-                "sent": dict(traffic.by_axis(advice.volume(self.workload))),
-            }
+        layout, rows = self.workload.layout, self.workload.rows * self.workload.accumulation
+        mean = max(1, round(self.facts.slots / (rows * layout.data)))  # tokens of a row
+        moved = advice.volume(dataclasses.replace(self.workload, length=mean))
+        if layout.processes > 1:
+            sent = dict(traffic.by_axis(moved))
+            found |= {"layers": self.workload.shape.layers, "sent": sent}
         if self.machine is not None:
-            moved = advice.volume(self.workload)
             each = self.facts.slots / self.workload.layout.processes
             document = self.facts.document * self.facts.repeated
             times = timing.times(self.workload, self.machine, moved, each, document)
