@@ -196,9 +196,15 @@ RIGHT: dict[str, Callable[[], Made]] = {
 """Families whose losses are those of plain transformers."""
 
 
-def saved(name: str, folder: Path) -> Path:
-    """The folder of a model with its processor, all weights drawn."""
+def saved(name: str, folder: Path, **vision: int) -> Path:
+    """The folder of a model with its processor, all weights drawn.
+
+    Args:
+        vision: Changed fields of its vision config.
+    """
     config, images, kind, settings, named = RIGHT[name]()
+    if vision:
+        config.vision_config.update(vision)
     tokenizer = byte_tokenizer(None)
     tokenizer.add_tokens(SPECIAL, special_tokens=True)
     place = "<begin>" if name == "gemma3" else "<image>"

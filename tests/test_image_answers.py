@@ -4,6 +4,7 @@ import base64
 import inspect
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ import httpx
 import pictured
 import pytest
 import torch
+from browsers import Tab, browsing
 from conftest import launch, write_recipe
 from fastapi.testclient import TestClient
 from PIL import Image
@@ -233,6 +235,41 @@ def test_a_server_answers_about_pictures_of_several_requests_at_once(run, plain,
     assert said(posted(url, *map(as_url, two))) == wanted
     (wanted,) = generate(load(run), [[{"role": "user", "content": "?"}]], max_new_tokens=8)
     assert said(posted(url)) == wanted
+
+
+DROP = """(() => {
+  const bytes = Uint8Array.from(atob("PICTURE"), (letter) => letter.charCodeAt(0));
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([bytes], "picture.png", {type: "image/png"}));
+  const drop = new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true});
+  document.querySelector("main").dispatchEvent(drop);
+  return drop.defaultPrevented;
+})()"""
+ASK = """(() => {
+  document.getElementById("prompt").value = "?";
+  document.getElementById("max_tokens").value = "12";
+  document.querySelector("form").requestSubmit();
+})()"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium is installed")
+def test_a_picture_dropped_into_the_chat_page_is_asked_about(run, plain, url, tmp_path):
+    number = next(each for each in range(1, 8) if plain[each] == COLOURS[each % 4])
+    with browsing(tmp_path) as browser:
+        tab = Tab(browser)
+        tab.open(url)
+        tab.until('document.querySelector("section") !== null')
+        bytes_ = base64.b64encode(held(run, number).read_bytes()).decode()
+        assert tab.value(DROP.replace("PICTURE", bytes_)) is True  # the page itself stays
+        tab.until('document.querySelector("#shown img")?.naturalWidth > 0')
+        tab.value(ASK)
+        tab.until('document.querySelector(".note, .error") !== null')
+        texts = '[...document.querySelectorAll(".assistant, .error")].map((one) => one.textContent)'
+        shown = 'document.querySelectorAll("PLACE img").length'
+        assert tab.value(texts) == [plain[number]]
+        assert tab.value(shown.replace("PLACE", ".user")) == 1
+        assert tab.value(shown.replace("PLACE", "#shown")) == 0
+        assert not tab.problems
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,22 @@
 
 import dataclasses
 import importlib.util
+import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import image_families
 import image_families_page
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import launch, write_recipe
+from PIL import Image
 from shrunk_families import MADE
 from test_image_answers import asked, picture, plain_answer
-from test_image_training import PARTS, close, fields, pictures, steps, trained
+from test_image_training import PARTS, close, fields, pairs, pictures, steps, trained
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -23,6 +27,7 @@ from finetune import SFT, Model, Run, catalog
 from finetune.data.prepare import prepare
 from finetune.data.rows.order import rows_of_step
 from finetune.inference.generate import generate, load_folder
+from finetune.models import image_parts
 from finetune.models.model import load_chat_of
 from finetune.planner.families import FAMILIES, UNREAD
 from finetune.verification.model_checks.examination import Examination
@@ -133,6 +138,69 @@ def test_families_are_adapted_saved_reloaded_and_merged(tmp_path):
     assert wrong == {}
     assert [check for check in check_deliveries(deliveries, FP32) if not check.passed] == []
     assert len(deliveries) == len(MADE)
+
+
+@pytest.mark.parametrize("name", [each for each, family in FAMILIES.items() if family.scores])
+def test_a_score_head_reads_the_images_of_a_pair(rows, tmp_path, name):
+    """Score, not the language model, is trained: its first loss is that of plain transformers."""
+    base = image_families.saved(name, tmp_path / "base")
+    source = pairs(rows)
+    changed = {"data": [{"source": str(source), "format": "preference"}], "max_steps": 1}
+    given = fields(base, rows, method="reward", **changed, optim={"lr": 1e-12}, batch={"rows": 24})
+    run = trained(tmp_path / "run", given)
+    recipe = catalog.from_fields(given)
+    chat = load_chat_of(recipe)
+    assert chat.images is not None
+    documents = prepare(recipe, chat, tmp_path / "cache").train.documents
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(run.final).eval()
+    assert image_parts.part_of(model, ["score.weight"]) == {"score.weight": "language"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    accepted, losses = inspect.signature(model.forward).parameters, list[float]()
+    for row, line in enumerate(map(json.loads, source.read_text().splitlines())):
+        scores = list[float]()
+        for number, answer in ((2 * row, "chosen"), (2 * row + 1, "rejected")):
+            text = tokenizer.apply_chat_template(line["prompt"] + line[answer], tokenize=False)
+            names = [part["path"] for part in line["prompt"][0]["content"] if "path" in part]
+            pictured = {"images": [[Image.open(rows.parent / each) for each in names]]}
+            inputs = chat.images.whole(
+                **(pictured if names else {}), text=[text], return_tensors="pt",
+                **{"return_mm_token_type_ids": True} if "mm_token_type_ids" in accepted else {},
+            )  # fmt: skip
+            assert inputs["input_ids"][0].tolist() == documents.document(number)[0].tolist()
+            with torch.no_grad():
+                scores.append(model(**inputs, use_cache=False).logits[0, 0].item())
+        losses.append(np.logaddexp(0.0, scores[1] - scores[0]))
+    (found,) = (loss for loss, _ in steps(run))
+    assert found == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+LAYERS = {"qwen2_5_vl": "depth", "smolvlm": "num_hidden_layers", "gemma3": "num_hidden_layers"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "recomputes"),
+    [
+        (PARTS, False),
+        *(pytest.param(*each, marks=pytest.mark.slow)
+          for each in ((PARTS, True), (["language"], False), (["language"], True))),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_measured_peak_is_within_a_twentieth_of_the_plan(tmp_path, name, parts, recomputes):
+    """The tower is 14 times as large as the language model, and runs again if it is trained."""
+    wide = {"hidden_size": 96, "intermediate_size": 192, LAYERS[name]: 6}
+    base = image_families.saved(name, tmp_path / "base", **wide)
+    picture(tmp_path, 1)
+    user = [{"type": "image", "path": "1.png"}, {"type": "text", "text": "Say red."}]
+    row = {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": "red"}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row)}\n" * 24)
+    given = fields(
+        base, path, model={"trains": parts, "activation_checkpointing": recomputes},
+        batch={"micro_rows": 4}, data_checks="report",
+    )  # fmt: skip
+    (counted,) = trained(tmp_path / "run", given).read_metrics("memory")
+    assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.05)
 
 
 def test_the_processor_of_pixtral_imports_that_of_torchvision():

@@ -19,10 +19,11 @@ from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.planner.balance_loss import expert_count
 from finetune.planner.families import (
+    BOTH_WAYS,
     ENCODER_DECODER,
     FAMILIES,
     MASKED,
-    OTHER_MEDIA,
+    READS_AUDIO,
     READS_IMAGES,
 )
 from finetune.recipe import Data, Model, Recipe
@@ -39,7 +40,9 @@ def of(kind: str, attention: Any = "eager", **fields: Any) -> Recipe:
     ("kinds", "reason"),
     [
         ("t5 mt5 bart pegasus marian led whisper", ENCODER_DECODER),
-        ("florence2 voxtral", OTHER_MEDIA),
+        ("florence2", ENCODER_DECODER),
+        ("granite_speech qwen2_5_omni qwen2_audio voxtral", READS_AUDIO),
+        ("paligemma", BOTH_WAYS),
         ("qwen2_vl llava", READS_IMAGES),
         ("deberta modernbert", MASKED),
     ],

@@ -49,11 +49,6 @@ def _parts(recipe: Recipe) -> Iterator[str]:
         for name, count in counts.items()
     )
     yield f"parts        {told} parameters"
-    others = sum(count for name, count in counts.items() if name != "language")
-    yield (
-        f"             no formula of memory counts connector and tower: {units.size(2 * others)} "
-        "of weights in 16 bits, besides their activations"
-    )
 
 
 def _rows(recipe: Recipe) -> Iterator[str]:

@@ -74,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     family = None
     with contextlib.suppress(FinetuneError):  # reported with the plan
         family = family_of(config_of(recipe)[0])
-    if family is not None and not (family.shape or family.unfit or recipe.model.trust_remote_code):
+    model = recipe.model
+    known = family is None or family.shape or family.unfit or model.reads
+    if not (known or model.trust_remote_code):
         measure_layers(recipe)
     asked = verify if arguments.verify else None
     status = plan_on_machine.run(arguments, recipe, asked, _rate)

@@ -21,6 +21,7 @@ from finetune.data.images.processor import ImageProcessor
 from finetune.distributed.layers import network_of
 from finetune.errors import FinetuneError, reading
 from finetune.models.load_checks import full_shape, plain_name
+from finetune.models.scoring import head_of
 from finetune.recipe import Model, Recipe
 
 LANGUAGE, CONNECTOR, TOWER = "language", "connector", "tower"
@@ -89,7 +90,7 @@ def part_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     The connector is what is in neither, and `MERGERS` of the tower.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    head = paths.get(id(model.get_output_embeddings()))
+    head = paths.get(id(head_of(model)))
     language = [paths[id(model.get_decoder())], *([] if head is None else [head])]
     tower = paths[id(model.get_encoder(modality="image"))]
     inside = [f"{tower}.{name}" for name in MERGERS]
@@ -213,6 +214,14 @@ def leave_documents_out(model: PreTrainedModel) -> None:
 
 
 # Gradients.
+
+
+def ask_text_alone(model: PreTrainedModel) -> None:
+    """Let checkpoints ask for gradients of embedded tokens alone, as PEFT 0.21 does once more.
+
+    transformers 5.23 also asks for those of pixels, for which a frozen tower would be run again.
+    """
+    model.enable_input_require_grads = model.get_decoder().enable_input_require_grads
 
 
 def unreached(

@@ -235,6 +235,8 @@ def as_trained(
         FinetuneError: the adapter does not fit the model.
     """
     model.config.use_cache = False
+    if recipe.model.reads:
+        image_parts.ask_text_alone(model)
     if recipe.model.activation_checkpointing:
         recompute(model, recipe.model.activation_checkpointing, not recipe.model.trainable)
     if recipe.adapter is None:

@@ -14,7 +14,8 @@ Shape = Literal["llama", "phi3", "gpt_neox", "gpt2"]
 
 ENCODER_DECODER = "is an encoder-decoder model, and only decoders are trained here"
 READS_IMAGES = "also reads images: set model.reads=[image]"
-OTHER_MEDIA = "also reads images or audio, which are not supported"
+BOTH_WAYS = "attends to its prompt in both directions"
+READS_AUDIO = "also reads audio, which is not supported"
 MASKED = "is an encoder that predicts masked tokens, not the next token"
 
 
@@ -197,10 +198,11 @@ FAMILIES: dict[str, Family] = {
     "hyperclovax_vision_v2": dataclasses.replace(_IMAGES, logits=None),
     **dict.fromkeys(("glm5_next", "lfm3_vl"), dataclasses.replace(_IMAGES, concatenates=False)),
     # The tokens of an image see each other, which attention of documents does not know.
-    "gemma3": Family(reads=("image",), logits="plain", concatenates=False),
+    "gemma3": Family(reads=("image",), scores=True, logits="plain", concatenates=False),
     "gemma4": Family(reads=("image",), logits="softcapped", concatenates=False),
     "qwen3_5": Family(
-        reads=("image",), text_only=True, logits="plain", recurrent=("Qwen3_5GatedDeltaNet",)
+        reads=("image",), scores=True, text_only=True, logits="plain",
+        recurrent=("Qwen3_5GatedDeltaNet",),
     ),
     "qwen3_5_moe": Family(
         reads=("image",), text_only=True, logits="plain", recurrent=("Qwen3_5MoeGatedDeltaNet",)
@@ -226,17 +228,16 @@ FAMILIES: dict[str, Family] = {
     ),
     **dict.fromkeys(
         (
-            "bart", "blenderbot", "led", "longt5", "m2m_100", "marian", "mbart", "mt5", "nllb-moe",
-            "pegasus", "plbart", "t5", "umt5", "whisper",
+            "bart", "blenderbot", "florence2", "led", "longt5", "m2m_100", "marian", "mbart", "mt5",
+            "nllb-moe", "pegasus", "plbart", "t5", "umt5", "whisper",
         ),
         dataclasses.replace(_OTHER, unfit=ENCODER_DECODER),
     ),
     **dict.fromkeys(
-        (
-            "florence2", "paligemma", "qwen2_5_omni", "qwen2_audio", "voxtral",
-        ),
-        dataclasses.replace(_OTHER, unfit=OTHER_MEDIA),
+        ("granite_speech", "qwen2_5_omni", "qwen2_audio", "voxtral"),
+        dataclasses.replace(_OTHER, unfit=READS_AUDIO),
     ),
+    "paligemma": dataclasses.replace(_OTHER, unfit=BOTH_WAYS),
     **dict.fromkeys(
         ("albert", "deberta", "deberta-v2", "distilbert", "longformer", "modernbert"),
         dataclasses.replace(_OTHER, unfit=MASKED),
@@ -291,7 +292,7 @@ UNREAD: dict[str, str] = {
         ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
         "counts positions with values of its modules, not of its config",
     ),
-    "paligemma": "attends to its prompt in both directions",
+    "paligemma": BOTH_WAYS,
     "pi0": "predicts movements of a robot",
 }  # fmt: skip
 """Why `model.reads` is refused, for types that transformers loads as models of images and text."""

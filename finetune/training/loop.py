@@ -90,6 +90,8 @@ class Peak:
     """Tokens of its longest document; 0 if it is not padding-free."""
     attended: int
     """Its tokens in attention, where a shared prompt is repeated for each document."""
+    images: int
+    """Bytes of the inputs for its images."""
 
     @classmethod
     def of(cls, batches: list[MicroBatch], pipeline: bool) -> "Peak":
@@ -101,6 +103,7 @@ class Peak:
             labelled=max(each.trained_tokens for each in held),
             longest=max(each.boundaries.longest if each.boundaries else 0 for each in held),
             attended=last.attended,
+            images=sum(each.nbytes for each in last.images.values()),
         )
 
 

@@ -265,6 +265,7 @@ class Recorder:
                 max(each.labelled for each in held) * shares,
                 max(each.longest for each in held),
                 max(each.attended for each in held) / (rows * length),
+                max(each.images for each in held),
             )  # fmt: skip
             planned = self.forecast.of_ranks(stages)
         # Padding-free rows may count as one row of `length` tokens: give each row its share.

@@ -75,16 +75,19 @@ class Forecast:
         labelled: int,
         longest: int,
         repeated: float = 1.0,
+        images: int = 0,
     ) -> list[Moment]:
         """The peak of each stage for micro-batches with `rows` rows of `length` tokens.
 
         `longest` is the length of the longest document in tokens; 0 if rows are padded. `repeated`
-        is the number of tokens in attention for each of `rows x length`.
+        is the number of tokens in attention for each of `rows x length`, and `images` the bytes of
+        the images.
         """
         scored = longest if self.workload.scored else 0
         workload = dataclasses.replace(
-            self.training, rows=rows, scored=scored, repeated=max(1.0, repeated)
-        )
+            self.training, rows=rows, scored=scored, repeated=max(1.0, repeated),
+            image_bytes=images,
+        )  # fmt: skip
         workload = _with_length(workload, length, padded, labelled)
         return [found.peak for found in memory.by_stage(workload)]
 

@@ -13,6 +13,7 @@ from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding.gathered import Gathered
 from finetune.planner.estimate.sharding.resident import cast_weights, loading, state
 from finetune.planner.estimate.sharding.zero import Gradients
+from finetune.planner.estimate.tower_memory import with_tower
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture
 
@@ -25,7 +26,8 @@ def timeline(workload: Workload) -> Timeline:
     axes = workload.layout.axes
     here = stage_workload.here(workload) if axes.any else workload
     found = pipeline_memory.timeline(workload) if axes.pipeline > 1 else _Step(here).timeline()
-    return Timeline((*_reference_pass(here), *_sampling(workload, here), *found.moments))
+    moments = (*_reference_pass(here), *_sampling(workload, here), *found.moments)
+    return Timeline(tuple(with_tower(here, moments)))
 
 
 def _reference_pass(here: Workload) -> list[Moment]:

@@ -23,6 +23,7 @@ from finetune.planner.estimate.sharding.nvme import Swapped
 from finetune.planner.estimate.timing import Times, passes
 from finetune.planner.estimate.trained_share import share
 from finetune.planner.estimate.workload import AttentionKind, Workload
+from finetune.planner.families import family_of
 from finetune.planner.kernels import Choice
 from finetune.planner.plan import Plan, synchronises_each
 from finetune.planner.shapes.architecture import Architecture
@@ -46,6 +47,8 @@ def workload_of(plan: Plan, shape: Architecture, row_tokens: int | None = None) 
     fewer = mean if batch.micro_tokens is not None and not batch.packing else 1.0
     place = layout.of_backend(backend, plan.processes)
     kinds: dict[str, AttentionKind] = {"eager": "eager"}
+    # The formulas of a type may be those of another one, for whose classes there are kernels.
+    known = shape.tower is None or bool(family_of(shape.kind).classes)
     return Workload(
         shape=shape,
         rows=recipe.most_micro_rows * recipe.documents_per_row,
@@ -79,11 +82,12 @@ def workload_of(plan: Plan, shape: Architecture, row_tokens: int | None = None) 
         ahead=recipe.passes_before_step,
         sampled=None if recipe.sampled is None or recipe.sampled.elsewhere else recipe.sampled,
         wide_gradients=True,
-        fused_norms=Choice("norm", "fused") in plan.kernels,
-        fused_activations=Choice("activation", "fused") in plan.kernels,
-        fused_rotations=Choice("rotary", "fused") in plan.kernels,
+        fused_norms=known and Choice("norm", "fused") in plan.kernels,
+        fused_activations=known and Choice("activation", "fused") in plan.kernels,
+        fused_rotations=known and Choice("rotary", "fused") in plan.kernels,
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
         compiled=recipe.kernels.blocks == "compiled",
+        parts=recipe.model.trains,
     )
 
 

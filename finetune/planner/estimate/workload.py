@@ -136,6 +136,10 @@ class Workload:
     """Whether rows are padded to the longest of their micro-batch."""
     document: float = 0.0
     """Average tokens of a document, for the time of attention; 0 if all rows are full."""
+    parts: tuple[str, ...] = ()
+    """Parts that are trained, as in `model.trains`."""
+    image_bytes: float | None = None
+    """Bytes of the images of a micro-batch; None if all tokens may be those of images."""
 
     @property
     def teacher(self) -> "Workload | None":
@@ -199,6 +203,14 @@ class Workload:
     @property
     def tokens(self) -> int:
         return self.rows * self.length
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of images in a micro-batch of a model that reads images."""
+        tower = self.shape.tower
+        if tower is None or self.image_bytes is None:
+            return self.tokens
+        return round(self.image_bytes / tower.pixels)
 
     @property
     def labelled_tokens(self) -> int:

@@ -95,6 +95,8 @@ class Architecture:
     head: str = "lm_head"
     scores: int = 0
     """Outputs of a score head in place of logits, which is never tied; 0 for a language model."""
+    tower: "Tower | None" = None
+    """Of a model that reads images; its parameters are none of those counted here."""
     # The part of a model on one process of a mesh: its layers, heads, inner width, vocabulary and
     # experts are counted per process; norms are not divided.
     ways: int = 1
@@ -194,3 +196,21 @@ class Architecture:
             visited = self.experts.active * self.experts.weights(self.hidden)
             experts = visited + self.experts.count * self.hidden
         return self.layers * (self.linear_weights + experts) + self.head_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Tower:
+    """A vision transformer and the connector behind it."""
+
+    shape: Architecture
+    """Its layers; the vocabulary has no meaning."""
+    embedding: int
+    """Parameters of the tower outside of its layers."""
+    connector: int
+    """Parameters of the connector."""
+    patches: int
+    """Patches that become one token."""
+    pixels: float
+    """Bytes of the inputs for one token: pixels, and their mask if there is one."""
+    windows: bool
+    """Whether images attend in separate calls, and their patches are concatenated."""

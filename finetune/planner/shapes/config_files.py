@@ -15,6 +15,7 @@ from finetune.planner.shapes import published
 from finetune.planner.shapes.approximate import approximate
 from finetune.planner.shapes.architecture import Architecture
 from finetune.planner.shapes.read_config import read
+from finetune.planner.shapes.tower import read_with_tower
 from finetune.recipe import Head, Model, Recipe
 
 HUB_SECONDS = 5
@@ -81,8 +82,11 @@ def model_source(recipe: Recipe) -> Source:
     config, where = config_of(recipe)
     kind, family = config.get("model_type"), family_of(config)
     exact = family.shape is not None or bool(family.unfit) or not isinstance(kind, str)
-    shape = read(config, where) if exact else approximate(decoder_fields(config))
-    if not exact:
+    if recipe.model.reads:
+        shape, exact = read_with_tower(config, where), False
+    else:
+        shape = read(config, where) if exact else approximate(decoder_fields(config))
+    if not exact and not recipe.model.reads:
         where += (
             f"; {kind} has no formulas: its weights are counted, and activations are those of a "
             "Llama with as many; --verify traces them"

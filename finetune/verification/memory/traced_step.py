@@ -49,6 +49,11 @@ def verify(plan: Plan, workload: Workload | None = None) -> Verification | Stage
             f"--verify: a step of {recipe.method} needs {needed}, which a trace does not have; "
             "verify a recipe of sft with the same model and rows"
         )
+    if recipe.model.reads:
+        raise FinetuneError(
+            "--verify: a traced step has no images; `finetune report RUN` has the measured peak of "
+            "a run beside the predicted one"
+        )
     if backend.shard_size is not None:
         raise FinetuneError(
             f"--verify: only one copy of {backend.name} could be traced; verify fsdp_full_shard or "
