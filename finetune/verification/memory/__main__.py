@@ -17,6 +17,7 @@ from finetune.backend import Backend
 from finetune.backend.axes import Axes
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
+from finetune.planner.shapes.config_files import model_source
 from finetune.process.quiet import quiet
 from finetune.verification.memory.rehearsal import join, rehearse
 
@@ -49,6 +50,7 @@ def _as_rank(rank: int, asked: dict[str, Any], answer: Path) -> int:
     given = {**asked["backend"], "axes": Axes(**asked["backend"]["axes"])}
     plan = Plan(recipe, Backend(**given), asked["processes"])
     try:
+        model_source(recipe)  # counts what has no formulas here, where torch is imported anyway
         join(rank, plan.processes)
         steps = rehearse(plan, asked["config"], asked["layers"])
     except FinetuneError as error:
