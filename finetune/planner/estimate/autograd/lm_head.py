@@ -141,7 +141,7 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
         given = tape.run(logits.size * share, (logits,)) if loss.picked else logits
         exact = 4 * entries * share
         wide = given if given.size == exact else tape.run(exact, (given,), holds=held)
-        held = (logits, wide) if loss.picked else ()
+        held = (logits, given, wide) if loss.picked else ()
         shares = tape.run(exact, (wide,), holds=held, keeps_result=True)
         return tape.run(4, (shares,))
     kept = Value(loss.saved * entries, grad=False)
