@@ -5,7 +5,8 @@ Does not import torch, so that a misspelled path is reported without waiting sec
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from finetune import backend as backends
 from finetune import catalog
@@ -14,6 +15,7 @@ from finetune.errors import FinetuneError, problems_of, refuse
 from finetune.models import starting_adapter
 from finetune.planner import Plan, library_limits, plan
 from finetune.planner.engines import TRAITS
+from finetune.planner.shapes.approximate import kept
 from finetune.planner.shapes.config_files import fields_of
 from finetune.process import rendezvous
 from finetune.process.quiet import forget_launch
@@ -90,9 +92,8 @@ def below_a_plan(recipe: Recipe) -> Iterator[str]:
     """Lines below a printed plan: which experts are adapted, and missing files."""
     fields = fields_of(recipe)
     if recipe.adapter is not None and library_limits.expert_count(fields) > 1:
-        from finetune.models import composition
-
-        for note in composition.planned(recipe, fields):
+        asked = {"adapter": recipe.adapter, "quantization": recipe.model.quantization}
+        for note in kept({**fields, **asked}, "notes", lambda: _composed(recipe, fields)):
             yield f"note         {note}"
     if recipe.model.reads:
         from finetune.checks import images
@@ -100,6 +101,12 @@ def below_a_plan(recipe: Recipe) -> Iterator[str]:
         yield from images.planned(recipe)
     for problem in missing_files(recipe):
         yield f"not here     {problem}"
+
+
+def _composed(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
+    from finetune.models import composition  # imports torch and peft
+
+    return composition.planned(recipe, fields)
 
 
 def check_here(

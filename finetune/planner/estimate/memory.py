@@ -135,6 +135,9 @@ class _Step:
         inside = run.layer.passing if self.workload.recomputes else run.layer.forward
         found = loading(self.workload)
         moments = [Moment("loading", found)] if found else []
+        if self.fsdp:
+            parts = {"activations": self.incoming, "units": self.gathered.entering()}
+            moments.append(self.moment("forward: embedding", **parts))
         moments += [
             self.moment(
                 "forward: last layer",

@@ -126,8 +126,12 @@ def verdict(prediction: Prediction) -> str:
         limit = f" of {size(known)}" if known else ", give --host-ram to check it"
         loads, trains = (each * prediction.machine.per_node for each in resident.host(workload))
         both = f": {size(loads)} while loading, then {size(trains)}" if loads and trains else ""
-        paged = ", with its moments paged out" if resident.paged(workload) else ""
-        lines.append(f"  host     {size(prediction.host)} per node{limit}{both}{paged}")
+        lines.append(f"  host     {size(prediction.host)} per node{limit}{both}")
+    if paged := resident.paged(workload):
+        lines.append(
+            f"  paged    {size(paged)} of moments per GPU, beside the memory above: the driver keeps "
+            "them on the GPU while it has room, else on the host, where they are counted"
+        )
     if prediction.disk:
         lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def _place(config: Mapping[str, Any]) -> Path:
     """The file of a model's counts in the cache."""
-    release = importlib.metadata.version("transformers")
-    words = json.dumps([release, dict(config)], sort_keys=True, default=str)
+    releases = [importlib.metadata.version(name) for name in ("transformers", "peft")]
+    words = json.dumps([releases, dict(config)], sort_keys=True, default=str)
     return cache("shapes") / f"{hashlib.sha256(words.encode()).hexdigest()[:32]}.json"
 
 
@@ -41,6 +41,15 @@ def keep(config: Mapping[str, Any], **found: Any) -> None:
     with contextlib.suppress(OSError):  # a folder that cannot be written
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(_read(path) | found), encoding="utf-8")
+
+
+def kept(config: Mapping[str, Any], name: str, make: Callable[[], Any]) -> Any:
+    """A fact about a model from the cache, or as `make` finds it, as plain values."""
+    found = _read(_place(config))
+    if name not in found:
+        found = {name: make()}
+        keep(config, **found)
+    return found[name]
 
 
 def is_traced(config: Mapping[str, Any]) -> bool:

@@ -15,8 +15,10 @@ from transformers.utils import logging as transformers_logging
 from finetune import catalog
 from finetune.backend import Backend
 from finetune.backend.axes import Axes
+from finetune.checks.request import below_a_plan
 from finetune.errors import FinetuneError
 from finetune.planner import Plan
+from finetune.planner.shapes.config_files import model_source
 from finetune.process.quiet import quiet
 from finetune.verification.memory.rehearsal import join, rehearse
 
@@ -49,8 +51,11 @@ def _as_rank(rank: int, asked: dict[str, Any], answer: Path) -> int:
     given = {**asked["backend"], "axes": Axes(**asked["backend"]["axes"])}
     plan = Plan(recipe, Backend(**given), asked["processes"])
     try:
+        if asked["forward"]:  # all that a plan keeps of the model, where torch is imported anyway
+            model_source(recipe)
+            list(below_a_plan(recipe))
         join(rank, plan.processes)
-        steps = rehearse(plan, asked["config"], asked["layers"])
+        steps = rehearse(plan, asked["config"], asked["layers"], asked["forward"])
     except FinetuneError as error:
         answer.write_text(json.dumps({"problems": list(error.problems)}), encoding="utf-8")
         return error.exit_status

@@ -24,8 +24,6 @@ LAYERS = (2, 4, 6)
 FORWARD_LAST, LOSS = "forward: last layer", "forward: loss"
 HEAD = ("forward: head", LOSS, "backward: loss and head")
 """Moments of head and loss."""
-FIRST = "forward: embedding"
-"""A moment without a prediction: nothing else is alive yet."""
 RESIDENT = ("weights", "adapters", "optimizer")
 UNITS = "units"
 
@@ -389,9 +387,7 @@ def _components(traced: Traced) -> dict[str, float]:
     return {
         **traced.held,
         "gradients": traced.gradients,
-        "gathered units": max(
-            parts.get("units", 0.0) for name, parts in traced.moments.items() if name != FIRST
-        ),
+        "gathered units": max(parts.get("units", 0.0) for parts in traced.moments.values()),
         "saved activations": traced.saved,
         "loss and logits": loss - traced.saved - earlier,
         "peak": traced.peak[1],

@@ -25,13 +25,16 @@ def join(rank: int, processes: int) -> None:
         dist.init_process_group("fake", rank=rank, world_size=processes, store=FakeStore())
 
 
-def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehearsed]:
+def rehearse(
+    plan: Plan, config: dict[str, Any], sizes: list[int], forward: bool = False
+) -> list[Rehearsed]:
     """Take two steps with each number of layers and measure the second.
 
     Args:
         plan: what this process is a rank of.
         config: of the model.
         sizes: numbers of layers; of a pipeline, of each part of a stage.
+        forward: take only the first forward pass, for what layers save.
 
     Raises:
         FinetuneError: transformers does not know the model, or it cannot be traced.
@@ -47,7 +50,8 @@ def rehearse(plan: Plan, config: dict[str, Any], sizes: list[int]) -> list[Rehea
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             network = build(engine, config, layers * parts, fake)
             try:
-                steps.append(kind(engine, network, layers * parts, fake).run())
+                step = kind(engine, network, layers * parts, fake)
+                steps.append(step.forward() if forward else step.run())
             except DataDependentOutputException as error:
                 raise FinetuneError(
                     f"--verify: the step reads a value of a tensor ({error.func}), and fake "

@@ -142,6 +142,17 @@ class Step:
             held = self._hold()
             with self.tracker:
                 gradients = self._step()
+        return self._found(held, gradients)
+
+    def forward(self) -> Rehearsed:
+        """Take the first forward pass only, for what layers save."""
+        with self.fake:
+            held = self._hold()
+            with self.tracker:
+                self._micro_batch(last=True, forward=True)
+        return self._found(held, 0)
+
+    def _found(self, held: dict[str, int], gradients: int) -> Rehearsed:
         return Rehearsed(
             layers=self.count,
             parameters=self.parameters,
@@ -208,8 +219,8 @@ class Step:
             self.engine.clip()
         self.engine.update(taken=True)
 
-    def _micro_batch(self, last: bool) -> None:
-        """Run a forward and a backward pass as `train_step` does."""
+    def _micro_batch(self, last: bool, forward: bool = False) -> None:
+        """Run a forward and, unless it is all that is asked, a backward pass like `train_step`."""
         engine, tracker = self.engine, self.tracker
         tracker.begin("forward: embedding")
         shared = self.plan.mesh.sequence > 1  # parts of rows count labels
@@ -219,6 +230,8 @@ class Step:
             self.forwards = True
             loss = self._loss(engine.model, batch)
             self.forwards = False
+            if forward:
+                return
             tracker.begin("backward: loss and head")
             engine.backward(loss * 1.0, last)
 

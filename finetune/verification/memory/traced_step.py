@@ -88,7 +88,7 @@ def measure_layers(recipe: Recipe) -> None:
     plan = Plan(dataclasses.replace(recipe, model=model), Backend("single", "single"), 1)
     approximate.keep(config, extra=0.0)
     with contextlib.suppress(FinetuneError):
-        (steps,) = _rehearse(plan, [0], SIZES)
+        (steps,) = _rehearse(plan, [0], SIZES, forward=True)
         workload = workload_of(plan, approximate.approximate(config))
         few, more = (step["saved"] for step in steps)
         saved = (more - few) / (SIZES[1] - SIZES[0])
@@ -114,9 +114,13 @@ def _stages(plan: Plan, workload: Workload | None) -> Stages:
 
 
 def _rehearse(
-    plan: Plan, ranks: Sequence[int], layers: Sequence[int]
+    plan: Plan, ranks: Sequence[int], layers: Sequence[int], forward: bool = False
 ) -> list[list[plan_and_trace.Step]]:
-    """The traced steps of each rank, from processes that run as those of the plan's job."""
+    """The traced steps of each rank, from processes that run as those of the plan's job.
+
+    Args:
+        forward: trace only a forward pass, for what layers save.
+    """
     count = str(plan.processes)
     environment = {key: value for key, value in os.environ.items() if not _is_launch_variable(key)}
     # Fake tensors are on the CPU; with a visible GPU, Accelerate would place some of them there.
@@ -127,7 +131,8 @@ def _rehearse(
         environment |= {"LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
     with tempfile.TemporaryDirectory(prefix="finetune-") as scratch:
         request, answer = Path(scratch) / "request.json", Path(scratch) / "answer.json"
-        write_json(request, plan_and_trace.request(plan, ranks, layers))
+        asked = plan_and_trace.request(plan, ranks, layers)
+        write_json(request, asked | {"forward": forward})
         command = interpreter.python(
             "-m", "finetune.verification.memory", str(request), str(answer)
         )

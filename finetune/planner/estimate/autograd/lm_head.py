@@ -137,10 +137,12 @@ def _loss(workload: Workload, tape: Tape, logits: Value, entries: int) -> Value:
         return tape.run(0, (logits,))
     if loss.exact:
         held = (logits,) if loss.picked else ()
-        given = tape.run(logits.size, (logits,)) if loss.picked else logits
-        wide = given if given.size == 4 * entries else tape.run(4 * entries, (given,), holds=held)
-        held = (logits, wide) if loss.picked else ()
-        shares = tape.run(4 * entries, (wide,), holds=held, keeps_result=True)
+        share = workload.labelled if loss.picked else 1.0
+        given = tape.run(logits.size * share, (logits,)) if loss.picked else logits
+        exact = 4 * entries * share
+        wide = given if given.size == exact else tape.run(exact, (given,), holds=held)
+        held = (logits, given, wide) if loss.picked else ()
+        shares = tape.run(exact, (wide,), holds=held, keeps_result=True)
         return tape.run(4, (shares,))
     kept = Value(loss.saved * entries, grad=False)
     scratch = max(0.0, loss.backward - loss.saved) * entries - logits.size
