@@ -129,8 +129,8 @@ def verdict(prediction: Prediction) -> str:
         lines.append(f"  host     {size(prediction.host)} per node{limit}{both}")
     if paged := resident.paged(workload):
         lines.append(
-            f"  paged    {size(paged)} of moments per GPU beside the memory above: the driver keeps "
-            "them on the GPU while it has room, else on the host, where they are counted"
+            f"  paged    {size(paged)} of moments per GPU beside the memory above: the driver "
+            "keeps them on the GPU while it has room, else on the host, where they are counted"
         )
     if prediction.disk:
         lines.append(f"  disk     {size(prediction.disk)} per node, besides checkpoints")
