@@ -53,7 +53,6 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 EVERYWHERE = "test_method_backends.py::test_a_method_trains_there_as_on_one_process"
 PACKS = "test_method_backends.py::test_packs_train_as_rows_do"
-AS_ONE = "test_backends_train_as_one_process_does"
 PUBLISHED = "test_training_reproduces_published_values"
 ONE, SEVERAL = "one process", "DDP; FSDP2; ZeRO-1, -2; ZeRO-3"
 CELLS = [
@@ -65,19 +64,13 @@ CELLS = [
     ("test_quickstart",
      "test_the_quickstart_teaches_what_the_base_fails_and_its_next_commands_work", "pretrain", ONE),
     ("test_dpo", PUBLISHED, "dpo", ONE),
-    ("test_dpo", AS_ONE, "dpo", SEVERAL),
     ("test_dpo", "test_packs_hold_whole_pairs_and_train_as_pairs_do", "dpo", PACKED),
     ("test_pair_methods", PUBLISHED, "orpo simpo cpo", ONE),
-    ("test_pair_methods", AS_ONE, "orpo", "FSDP2"),
-    ("test_pair_methods", AS_ONE, "simpo", "ZeRO-3"),
     ("test_kto", PUBLISHED, "kto", ONE),
-    ("test_kto", AS_ONE, "kto", "DDP; FSDP2; ZeRO-3"),
     ("test_kto", "test_packs_train_as_their_answers_do", "kto", PACKED),
     ("test_scores", PUBLISHED, "reward classifier", ONE),
-    ("test_scores", AS_ONE, "reward classifier", SEVERAL),
     ("test_scores", "test_packs_train_as_rows_do", "reward classifier", PACKED),
     ("test_distill", PUBLISHED, "distill", ONE),
-    ("test_distill", AS_ONE, "distill", SEVERAL),
     ("test_divided_methods", "test_a_divided_teacher_gives_the_losses_of_one_process", "distill",
      "`tp`"),
     ("test_rollouts", "test_a_run_learns_from_its_groups_and_says_how", "grpo", ONE),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, merged, once, written
+from conftest import Tiny, merged, once, written
 from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,15 +110,6 @@ def assert_equal(found: Steps, wanted: Steps, rel: float = EXACT, near: float = 
 def assert_equal_losses(found: Steps, wanted: Steps) -> None:
     losses = [[each["loss"] for each in steps] for steps in (found, wanted)]
     assert losses[0] == pytest.approx(losses[1], rel=EXACT)
-
-
-def assert_as_one_process(
-    run_of: Train, backend: str, given: dict[str, Any], near: float = 0.0
-) -> tuple[Run, Run]:
-    """Two processes take the steps of one. Returns both runs."""
-    several, alone = run_of(backend, fields=given), run_of(fields=given)
-    assert_equal(steps_of(several), steps_of(alone), near=near)
-    return several, alone
 
 
 def packed_and_alone(given: dict[str, Any], folder: Path) -> list[Run]:

@@ -159,16 +159,6 @@ def test_a_result_holds_nothing_of_the_teacher(tiny, data, teacher, tmp_path, wh
     assert not [name for name, _ in ft.load(run).model.named_modules() if "teacher" in name]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2", "zero3"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_backends_train_as_one_process_does(tiny, data, teacher, run_of, backend, kind):
-    sections: dict[str, Any] = {"batch": {"micro_rows": 1}, "loss_type": "jsd"}
-    if kind == "lora":
-        sections = {"adapter": {"r": 4}, "batch": {"micro_rows": 2, "padding_free": False}}
-    preference.assert_as_one_process(run_of, backend, fields(tiny, data, teacher, **sections))
-
-
 def test_a_teacher_with_another_vocabulary_is_refused_by_name(tiny, data, teacher, tmp_path):
     other = preference.with_another_vocabulary(teacher, tmp_path / "other")
     message = (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Tiny, Train, copy_of, once, slow_but
+from conftest import Tiny, Train, copy_of, slow_but
 from oracles import published
 from peft import LoraConfig, PeftModel, get_peft_model
 from preference import (
@@ -20,7 +20,6 @@ from preference import (
     SIZE,
     Steps,
     answer_sums,
-    assert_as_one_process,
     assert_equal,
     fields_of,
     logp,
@@ -361,19 +360,6 @@ def test_evaluation_reports_means_over_all_held_out_pairs(tiny, data, tmp_path):
     assert ([each["step"] for each in found], found[0]["tokens"]) == ([1, 2], 6)
     assert found[0]["metrics"].keys() == {*METRICS, "token_loss"}
     assert '"documents": 12' in run.data.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2", "zero3"])
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_backends_train_as_one_process_does(tiny, data, shared, run_of, backend, kind):
-    """With LoRA, every process holds another reference whole, before the policy."""
-    sections: dict[str, Any] = {"batch": {"micro_rows": 1}}
-    if kind == "lora":
-        other = once(shared / "methods/other", lambda folder: other_model(tiny, folder))
-        batch = {"micro_rows": 2, "padding_free": False}
-        sections = {"adapter": {"r": 4}, "batch": batch, "reference": str(other)}
-    assert_as_one_process(run_of, backend, fields(tiny, data, **sections), near=NATS)
 
 
 # --- published values: TRL 1.16 and a computation on single sequences, of 260,000 weights --------

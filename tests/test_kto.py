@@ -184,19 +184,6 @@ def test_a_step_of_one_answer_and_pieces_of_answers_are_refused():
         ft.plan(recipe, "single")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "adapter"), [("ddp", None), ("fsdp_full_shard", {"r": 4}), ("zero3", None)]
-)
-def test_backends_train_as_one_process_does(tiny, data, run_of, backend, adapter):
-    given = fields(tiny, data, batch={"micro_rows": 2}, adapter=adapter, eval_rows=4)
-    spread, alone = run_of(backend, fields=given), run_of(fields=given)
-    assert_equal(steps_of(spread), steps_of(alone))
-    (mine,), (theirs,) = spread.read_metrics("eval"), alone.read_metrics("eval")
-    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    assert mine["metrics"]["kl"] == pytest.approx(theirs["metrics"]["kl"], abs=1e-4)
-
-
 def test_a_plan_has_the_time_of_the_reference_and_of_the_kl():
     """With frozen weights a step is two passes forward and back; the KL is one more forward."""
     common: dict[str, Any] = {"model": ft.Model("Qwen/Qwen3-0.6B"), "epochs": 2}

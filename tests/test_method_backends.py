@@ -39,13 +39,15 @@ class Work:
         mixture = tiny.other(folder / "mixture", "qwen3_moe", **sizes)
         self.models = {"dense": tiny.model, "mixture": mixture}
         self.teacher = other_model(tiny, folder / "teacher")
+        self.adapted = {"dpo": {"reference": str(self.teacher)}, "distill": {"loss_type": "jsd"}}
 
-    def fields(self, method: str, model: str, **batch: Any) -> dict[str, Any]:
+    def fields(self, name: str, model: str, **batch: Any) -> dict[str, Any]:
+        method = name.removeprefix(WITH_LORA)
         given: dict[str, Any] = {
             "method": method,
             "model": {"name": str(self.models[model])},
             "data": [self.sources[method_matrix.ROWS.get(method, "messages")]],
-            "batch": {"rows": 8, "micro_rows": 2, "max_length": 128, **batch},
+            "batch": {"rows": 8, "micro_rows": 4, "max_length": 128, **batch},
             "optim": {"lr": 1e-3, "warmup": 0},
             "data_checks": "report",
             "max_steps": 2,
@@ -54,11 +56,16 @@ class Work:
             given["labels"] = ["a", "b"]
         if method == "distill":
             given["teacher"] = {"name": str(self.teacher)}
+        if method in ("kto", "reward", "classifier"):
+            given["eval_rows"] = 4
         if method in ("grpo", "rloo"):
             given |= {
                 "reward_funcs": [{"function": "finetune.verification.proofs.fixtures:vowels"}],
                 "num_generations": 2, "max_completion_length": 6,
             }  # fmt: skip
+        if name != method:
+            given |= {"adapter": {"r": 4}} | self.adapted.get(method, {})
+            given["batch"]["padding_free"] = False
         return given
 
     def run(self, method: str, backend: str, model: str, methods: list[str]) -> Run:
@@ -72,12 +79,16 @@ def work(tiny, sources, runs_of, tmp_path_factory) -> Work:
 
 
 def assert_equal(run: Run, alone: Run) -> None:
-    """Losses, gradient norms and everything else that a method measures at each step."""
-    steps = list(zip(run.read_metrics("train"), alone.read_metrics("train"), strict=True))
-    assert any(mine["grad_norm"] > 0 for mine, _ in steps)
-    for mine, theirs in steps:
+    """Losses, gradient norms and all else that a method measures in steps and evaluations."""
+    assert any(step["grad_norm"] > 0 for step in run.read_metrics("train"))
+    mine_and_theirs = (
+        pair
+        for kind in ("train", "eval")
+        for pair in zip(run.read_metrics(kind), alone.read_metrics(kind), strict=True)
+    )
+    for mine, theirs in mine_and_theirs:
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=NEAR)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * NEAR)
+        assert mine.get("grad_norm") == pytest.approx(theirs.get("grad_norm"), rel=10 * NEAR)
         metrics, wanted = (each.get("metrics", {}) for each in (mine, theirs))
         assert metrics.keys() == wanted.keys()
         for name in metrics.keys() - OF_A_PROCESS:
@@ -95,14 +106,19 @@ def left_to(test: str) -> list[tuple[str, str]]:
     ]
 
 
+WITH_LORA = "lora-"
+ADAPTED = [f"{WITH_LORA}{method}" for method in ("dpo", "kto", "distill", "classifier")]
+"""Methods that need another model, other weights or a head: with padded rows, too."""
+CELLS = left_to(method_matrix.EVERYWHERE)
+CELLS += [(name, column) for column in method_matrix.SEVERAL.split("; ") for name in ADAPTED]
 OF_COLUMN: dict[str, list[str]] = {}
-for _method, _column in left_to(method_matrix.EVERYWHERE):
+for _method, _column in CELLS:
     OF_COLUMN.setdefault(_column, []).append(_method)
-ALONE = {"dense": list(method_matrix.METHODS), "mixture": OF_COLUMN["`ep`"]}
+ALONE = {"dense": [*method_matrix.METHODS, *ADAPTED], "mixture": OF_COLUMN["`ep`"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "column"), left_to(method_matrix.EVERYWHERE))
+@pytest.mark.parametrize(("method", "column"), CELLS)
 def test_a_method_trains_there_as_on_one_process(work, method, column):
     backend, model = method_matrix.GROUPS[column][0], "mixture" if column == "`ep`" else "dense"
     alone = work.run(method, "single", model, ALONE[model])

@@ -17,6 +17,7 @@ from conftest import (
     losses,
     problems_of,
     slow,
+    slow_but,
     together,
     write_recipe,
 )
@@ -41,6 +42,7 @@ from finetune.recipe import Optim
 from finetune.runs.run import Run
 from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit, values_of
 from finetune.training.optim import Lion, build, check, group_notes, groups_of, learning_rate
+from finetune.training.run_options import Options
 from finetune.training.schedule_free import ScheduleFreeAdamW
 
 FREE = {"name": "schedule_free_adamw", "schedule": "constant", "lr": 1e-2}
@@ -513,49 +515,53 @@ def test_a_group_with_a_rate_of_zero_stays(backend: str, run_of: Train, tiny: Ti
     assert same == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
-@pytest.mark.parametrize(
-    "optim",
-    [
-        slow({"name": "lion", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}),
-        slow({"name": "sgd", "lr": 0.5, "arguments": {"momentum": 0.9}}),
-        slow({"name": "torch.optim:Adamax", "lr": 1e-2, "schedule": "polynomial"}),
-        {"name": "adamw_8bit", "lr": 1e-2},
-        slow({"name": "adamw_4bit", "lr": 1e-2}),
-        {"name": "muon", "lr": 1e-2, "groups": [{"match": "down_proj", "lr": 3e-2}]},
-        slow(FREE),
-        slow({"name": "adafactor", "lr": 1e-2}),
-        slow({"ema_decay": 0.6}),
-    ],
-    ids=lambda optim: optim.get("name", "average").rpartition(":")[2],
-)
+SHARDED: dict[str, dict[str, Any]] = {
+    "adamw_8bit": {"name": "adamw_8bit", "lr": 1e-2},
+    "muon": {"name": "muon", "lr": 1e-2, "groups": [{"match": "down_proj", "lr": 3e-2}]},
+    "lion": {"name": "lion", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
+    "sgd": {"name": "sgd", "lr": 0.5, "arguments": {"momentum": 0.9}},
+    "adamax": {"name": "torch.optim:Adamax", "lr": 1e-2, "schedule": "polynomial"},
+    "adamw_4bit": {"name": "adamw_4bit", "lr": 1e-2},
+    "free": FREE,
+    "adafactor": {"name": "adafactor", "lr": 1e-2},
+    "average": {"ema_decay": 0.6},
+}
+OFTEN = ("adamw_8bit", "muon")
+HALVES: dict[str, Any] = {"saving": {"every": 0.5, "keep": 3}, "evaluation": {"every": 0.5}}
+
+
+@pytest.mark.parametrize("name", slow_but(OFTEN, SHARDED))
 def test_an_optimizer_shards_and_resumes_on_one_process(
-    optim: dict[str, Any], run_of: Train, finetune: Finetune, tmp_path: Path
+    name: str, tiny: Tiny, runs_of: Runs, tmp_path: Path
 ) -> None:
     """Three of six steps on two FSDP processes, the others on one, equal six on one.
 
     A gradient that is summed in another order may get another code: a small part of a step.
     """
-    sections = {"optim": optim, **HALVES}
-    goes_on(run_of(**sections), run_of("fsdp_full_shard", **sections), finetune, tmp_path)
+    recipes = {
+        each: tiny.fields(optim=optim, **HALVES)
+        for each, optim in SHARDED.items()
+        if (each in OFTEN) == (name in OFTEN)
+    }
+    one, two = (runs_of(each, recipes)[name] for each in ("single", "fsdp_full_shard"))
+    goes_on(one, two, tmp_path)
 
 
-ELEMENTS: dict[str, dict[str, Any]] = {
-    "free": FREE,
-    "average": {"ema_decay": 0.6},
-    "sgd": {"name": "sgd", "lr": 0.5, "arguments": {"momentum": 0.9}},
-}
-HALVES: dict[str, Any] = {"saving": {"every": 0.5, "keep": 3}, "evaluation": {"every": 0.5}}
+ELEMENTS = {name: SHARDED[name] for name in ("free", "average", "sgd")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["zero1", "zero2_offload", "zero3", "ddp", "tp", "pp"])
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_any_state_of_elements_is_saved_by_every_engine(
-    name: str, backend: str, tiny: Tiny, runs_of: Runs, finetune: Finetune, tmp_path: Path
+    name: str, backend: str, tiny: Tiny, runs_of: Runs, tmp_path: Path
 ) -> None:
-    recipes = {each: tiny.fields(optim=optim, **HALVES) for each, optim in ELEMENTS.items()}
+    recipes = {
+        each: tiny.fields(optim=optim, batch={"micro_rows": 4}, **HALVES)
+        for each, optim in ELEMENTS.items()
+    }
     one, several = (runs_of(each, recipes)[name] for each in ("single", backend))
-    goes_on(one, several, finetune, tmp_path)
+    goes_on(one, several, tmp_path)
 
 
 ROWS = {"pp": ("adamw_8bit", "muon", "adafactor"), "tp": ("adamw_4bit", "adamw_8bit", "muon")}
@@ -564,7 +570,7 @@ ROWS = {"pp": ("adamw_8bit", "muon", "adafactor"), "tp": ("adamw_4bit", "adamw_8
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "name"), [(key, name) for key in ROWS for name in ROWS[key]])
 def test_state_of_rows_is_saved_where_a_model_is_divided(
-    backend: str, name: str, tiny: Tiny, runs_of: Runs, finetune: Finetune, tmp_path: Path
+    backend: str, name: str, tiny: Tiny, runs_of: Runs, tmp_path: Path
 ) -> None:
     """With rows that two processes divide into whole blocks."""
     config = LlamaConfig(
@@ -575,12 +581,14 @@ def test_state_of_rows_is_saved_where_a_model_is_divided(
 
     def recipes(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {
-            each: tiny.fields(optim={"name": each, "lr": 1e-3}, model=model, **HALVES)
+            each: tiny.fields(
+                optim={"name": each, "lr": 1e-3}, batch={"micro_rows": 4}, model=model, **HALVES
+            )
             for each in names
         }
 
     one = runs_of("single", recipes(dict.fromkeys(sum(ROWS.values(), ()))))[name]
-    goes_on(one, runs_of(backend, recipes(ROWS[backend]))[name], finetune, tmp_path)
+    goes_on(one, runs_of(backend, recipes(ROWS[backend]))[name], tmp_path)
 
 
 def test_a_cut_inside_of_a_block_is_refused_before_a_step(
@@ -593,11 +601,11 @@ def test_a_cut_inside_of_a_block_is_refused_before_a_step(
     assert "tensor parallelism cuts (64, 64) into (64, 32), inside of a block" in output
 
 
-def goes_on(one: Run, several: Run, finetune: Finetune, tmp_path: Path) -> None:
+def goes_on(one: Run, several: Run, tmp_path: Path) -> None:
     """A run of several processes that ends after half of its steps is continued by one."""
     cut = cut_off(several, tmp_path / "cut", 3)
-    words = ("train", cut.recipe, "--resume", "--precision", "fp32", "--output", cut.root)
-    finetune(*words, "--backend", "single").passed()
+    options = Options(cut.root, resume=True, plot=False)
+    ft.train(catalog.load(cut.recipe), "single", "fp32", options=options)
     assert one.steps() == [3, 6]
     assert apart(one, cut) < 1e-5
     assert apart(one, cut, "eval") < 1e-5

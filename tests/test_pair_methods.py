@@ -7,10 +7,6 @@ import torch
 from conftest import slow_but
 from oracles import published
 from preference import (
-    assert_as_one_process,
-    assert_equal_losses,
-    fields_of,
-    pairs_file,
     steps_of,
     train,
 )
@@ -82,12 +78,3 @@ def test_each_method_has_its_own_learning_rate_until_one_is_given():
         assert catalog.override(given, ["optim.lr=2e-6"]).optim.lr == 2e-6
     assert ft.DPO().with_optim(schedule="linear").optim.warmup == 0.1
     assert ft.SimPO().with_optim(lr=1e-5).advice()[0].startswith("optim.lr: 1e-05 is high")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "backend"), [("orpo", "fsdp_full_shard"), ("simpo", "zero3")])
-def test_backends_train_as_one_process_does(tiny, shared, run_of, method, backend):
-    source = pairs_file(shared)
-    given = fields_of(method, tiny.model, source, "preference", batch={"micro_rows": 2})
-    several, alone = assert_as_one_process(run_of, backend, given, near=1e-4)
-    assert_equal_losses(steps_of(several), steps_of(alone))

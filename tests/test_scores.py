@@ -16,7 +16,6 @@ from preference import (
     EXACT,
     SIZE,
     WORDS,
-    assert_as_one_process,
     assert_equal,
     completions,
     fields_of,
@@ -248,21 +247,6 @@ def test_a_step_does_not_depend_on_its_micro_batches(tiny, sources, tmp_path, me
 def test_packs_train_as_rows_do(tiny, sources, tmp_path, method):
     packed, alone = packed_and_alone(fields(tiny, method, sources[method]), tmp_path)
     assert_equal(steps_of(packed), steps_of(alone), near=EXACT)
-
-
-@pytest.mark.slow
-@BOTH
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2", "zero3"])
-def test_backends_train_as_one_process_does(tiny, sources, run_of, backend, method):
-    lora = {"adapter": LORA, "batch": {"micro_rows": 2}}
-    sections = {"batch": {"micro_rows": 1}} if method == "reward" else lora
-    given = fields(tiny, method, sources[method], eval_rows=6, **sections)
-    other, alone = assert_as_one_process(run_of, backend, given, near=EXACT)
-    (mine,), (theirs,) = (list(run.read_metrics("eval")) for run in (other, alone))
-    assert mine["metrics"] == pytest.approx(theirs["metrics"], rel=EXACT)
-    first, second = (load_file(next(r.final.glob("*model.safetensors"))) for r in (other, alone))
-    for name, tensor in first.items():
-        assert torch.allclose(tensor, second[name], rtol=1e-4, atol=1e-5), name
 
 
 def scores(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Losses of a token other than its cross-entropy, on backends; formulas: test_kernels_head."""
+"""Losses of a token other than its cross-entropy, and noise, on backends.
+
+Their formulas: test_kernels_head, test_neftune.
+"""
 
 from typing import Any
 
@@ -12,6 +15,7 @@ RULES: dict[str, dict[str, Any]] = {
     "eaft": {"token_weight": "eaft", "eaft_alpha": 0.5},
     "dft": {"token_weight": "dft"},
     "smoothed": {"label_smoothing": 0.2},
+    "noise": {"model": {"neftune_alpha": 40.0}},
 }
 
 
@@ -19,7 +23,8 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3", "tp", "pp", "sp"])
 def test_backends_have_the_losses_of_one_process(runs_of: Runs, tiny: Tiny, backend: str, rule):
-    recipes = {name: tiny.fields(**sections) for name, sections in RULES.items()}
+    given: dict[str, Any] = {"batch": {"micro_rows": 4}, "max_steps": 3}
+    recipes = {name: tiny.fields(**given, **sections) for name, sections in RULES.items()}
     assert_same_losses(*(runs_of(each, recipes)[rule] for each in ("single", backend)))
 
 

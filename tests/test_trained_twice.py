@@ -19,7 +19,7 @@ for name in ("first", "second"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2", "zero3", "tp", "pp", "sp"])
+@pytest.mark.parametrize("backend", ["fsdp_full_shard", "zero3", "pp"])
 def test_processes_of_a_launch_train_twice(backend, run_of, tmp_path):
     alone = run_of(max_steps=2, saving={"every": 2}, evaluation={"every": 2})
     script = tmp_path / "twice.py"

@@ -75,7 +75,8 @@ def test_a_tuner_trains_and_plain_peft_computes_its_loss(
 def test_a_tuner_on_two_processes_is_that_of_one(
     kind: str, backend: str, tiny: Tiny, runs_of: Runs
 ):
-    recipes = {each: tiny.fields(adapter=section(each), evaluation={"every": 3}) for each in TUNERS}
+    given: dict[str, Any] = {"batch": {"micro_rows": 4}, "max_steps": 3}
+    recipes = {each: tiny.fields(adapter=section(each), **given) for each in TUNERS}
     one, two = (runs_of(each, recipes)[kind] for each in ("single", backend))
     assert apart(one, two) < 1e-5
     assert apart(one, two, "eval") < 1e-5

@@ -145,7 +145,7 @@ def test_a_job_on_several_nodes_is_rehearsed_without_the_name_of_a_gpu(recipe, p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", ["full", "qlora"])
 def test_every_large_moment_of_the_kernels_is_that_of_the_trace(recipe, verified, method):
     sections: dict[str, Any] = {} if method == "full" else {"adapter": {"r": 16, "dropout": 0.0}}
     model = {"quantization": "nf4"} if method == "qlora" else {}
@@ -158,10 +158,9 @@ def test_every_large_moment_of_the_kernels_is_that_of_the_trace(recipe, verified
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_weights_of_the_head_are_gathered_with_the_last_layer(recipe, verified, quantization):
+def test_weights_of_the_head_are_gathered_with_the_last_layer(recipe, verified):
     """FSDP's largest moment where rows are short: three buffers of weights at once."""
-    model = {"quantization": quantization}
+    model = {"quantization": "nf4"}
     file = recipe(WIDE | {"vocab_size": 16384}, adapter={"r": 8}, model=model)
     found = verified(file, f"{H100} fsdp_full_shard --gpus 4")
     (head,) = [each for each in found["moments"] if each["name"] == "forward: head"]
@@ -221,13 +220,11 @@ def test_a_step_of_pairs_whose_tokens_are_divided_is_traced(recipe, verified, me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [{"r": 4}, None], ids=["lora", "full"])
-def test_a_score_head_leaves_the_embedding_a_unit_of_its_own(recipe, verified, adapter):
+def test_a_score_head_leaves_the_embedding_a_unit_of_its_own(recipe, verified):
     """FSDP2 gathers it again before the backward pass of the first layer, though it is frozen."""
     file = recipe(
         WIDE | {"num_hidden_layers": 6, "tie_word_embeddings": True}, method="reward",
-        data=[{"source": "rows.jsonl", "format": "preference"}], adapter=adapter,
-        model={"activation_checkpointing": adapter is None},
+        data=[{"source": "rows.jsonl", "format": "preference"}], adapter={"r": 4},
     )  # fmt: skip
     found = verified(file, f"{H100} fsdp_full_shard --gpus 2")
     parts = {each["component"]: each["difference"] for each in found["components"]}
@@ -297,8 +294,6 @@ def test_a_step_that_needs_completions_is_refused(plan_verified, assets):
     [
         ("llama3_3_70b_qlora", "fsdp_full_shard", 64, "Llama-3-70B"),
         ("llama3_1_8b_full", "fsdp_full_shard", 8, "Llama-3.1-8B"),
-        ("llama3_1_8b_qlora", "single", 1, "Llama-3.1-8B"),
-        ("smollm2_135m_lora", "ddp", 2, "SmolLM2-135M"),
     ],
 )
 def test_a_shipped_recipe_is_verified(verified, assets, name, machine, gpus, config):
