@@ -122,11 +122,11 @@ def test_a_run_preempted_three_times_ends_as_if_it_never_was(
 
 @pytest.mark.slow
 def test_a_run_whose_node_dies_goes_on_when_it_is_back(slurm, run_of, finetune, tiny, tmp_path):
-    sections = SECTIONS | {"max_steps": 100, "saving": {"every": 20}}
+    sections = SECTIONS | {"max_steps": 80, "saving": {"every": 20}}
     recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
     straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
     job = slurm.submit(finetune, recipe, *WORDS, "--output", run.root)
-    slurm.wait(lambda: (run.newest() or 0) >= 40)
+    slurm.wait(lambda: (run.newest() or 0) >= 20)
     slurm.lose_node(clusters.NODES[1])
     slurm.wait(lambda: slurm.state(job) == "PENDING")
     slurm.bring_back(clusters.NODES[1])
