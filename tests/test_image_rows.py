@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from finetune import catalog
+from finetune import backend, catalog
 from finetune.checks.images import planned
 from finetune.data.images.image_file import ImageFile, PlacedImage, digest_of
 from finetune.data.prepare import Prepared, prepare
@@ -24,10 +24,13 @@ from finetune.data.rows.collate import MicroBatch, collate
 from finetune.data.rows.packing import pack
 from finetune.data.rows.prefetch import feed
 from finetune.data.rows.store import Documents, Rows
+from finetune.errors import FinetuneError
 from finetune.models.image_parts import image_inputs
 from finetune.models.model import load_chat_of
+from finetune.planner.plan import plan
 from finetune.recipe import Recipe
 from finetune.runs import units
+from finetune.verification.memory.traced_step import verify
 
 IMAGE, SIDE = 262, 16
 """Id of the token that features replace, and pixels of a side of the square that is one token."""
@@ -216,6 +219,12 @@ def test_the_plan_counts_the_images_of_the_data_and_the_parts_of_the_model(base,
     most = max(each for row in rows for each in row)
     assert f"{most} tokens, {units.size(4 * most * 2 * 3 * 64 * 4 + 24)} of pixels" in largest
     assert f"decodes {recipe.batch.rows * sum(map(len, rows)) / 30:.3g} images" in decoded
+
+
+def test_a_trace_without_images_is_refused(base, tmp_path):
+    planned_job = plan(recipe_of(base, tmp_path / "rows.jsonl"), backend.load("single"))
+    with pytest.raises(FinetuneError, match="a traced step has no images; `finetune report RUN`"):
+        verify(planned_job)
 
 
 def test_images_of_threads_are_those_of_the_complete_processor(base, tmp_path):

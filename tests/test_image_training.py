@@ -28,8 +28,8 @@ from finetune.data.rows.collate import collate
 from finetune.errors import FinetuneError
 from finetune.exporters.export import export
 from finetune.kernels.head import give_loss
-from finetune.models.image_parts import image_inputs, part_of
-from finetune.models.model import load_chat_of
+from finetune.models.image_parts import image_inputs, part_of, within_parts
+from finetune.models.model import as_trained, load_chat_of
 from finetune.planner.plan import plan
 from finetune.training.run_options import Options
 
@@ -322,6 +322,21 @@ def test_parts_that_are_not_named_stay_as_they_are(base, rows, tmp_path, parts):
     owners = part_of(loaded(base), before)
     changed = {owners[name] for name in before if not torch.equal(before[name], after[name])}
     assert changed == set(parts)
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 2}])
+def test_checkpoints_ask_for_no_gradient_of_pixels(base, rows, adapter):
+    """A frozen tower would be run twice more for it."""
+    given = fields(base, rows, adapter=adapter, model={"activation_checkpointing": True})
+    recipe = catalog.from_fields(given)
+    processor = load_chat_of(recipe).images
+    assert processor is not None
+    model = loaded(base)
+    trained_model: Any = as_trained(model, within_parts(model, recipe))
+    trained_model.train()
+    features = model.model.get_image_features(**processor.filler[1]).pooler_output
+    assert not any(each.requires_grad for each in features)
+    assert model.get_input_embeddings()(torch.tensor([[65]])).requires_grad
 
 
 def test_only_the_language_model_is_quantized(base, rows, tmp_path, capsys):

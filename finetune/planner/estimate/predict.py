@@ -87,7 +87,6 @@ def workload_of(plan: Plan, shape: Architecture, row_tokens: int | None = None) 
         fused_rotations=known and Choice("rotary", "fused") in plan.kernels,
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
         compiled=recipe.kernels.blocks == "compiled",
-        parts=recipe.model.trains,
     )
 
 

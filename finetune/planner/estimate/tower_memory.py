@@ -24,7 +24,7 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
     if tower is None:
         yield from found
         return
-    layout, adapter, opened = workload.layout, workload.adapter, "tower" in workload.parts
+    layout, adapter, opened = workload.layout, workload.adapter, "tower" in tower.trains
     if adapter is not None and opened:
         adapter = lora(tower.shape, max(adapter.ranks.values(), default=0))
     here = dataclasses.replace(
@@ -36,14 +36,12 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
     )  # fmt: skip
     run, layers = traces(here), tower.shape.layers
     inside = layers * tower.shape.layer_parameters + tower.embedding
-    trained = inside * opened + tower.connector * ("connector" in workload.parts)
-    weights = (inside + tower.connector) * workload.frozen_width
-    if adapter is None:
-        wide = 4 if workload.scheme == "fsdp" else workload.trained_width
-        weights *= wide / workload.frozen_width
-    else:
-        trained = here.trained if opened else 0
-        weights += trained * workload.trained_width
+    trained = inside * opened + tower.connector * ("connector" in tower.trains)
+    width = 4 if workload.scheme == "fsdp" else workload.trained_width
+    if adapter is not None:
+        trained, width = here.trained * opened, workload.frozen_width
+    weights = (inside + tower.connector) * width
+    weights += trained * workload.trained_width * (adapter is not None)
     gradients = trained * workload.gradient_width / layout.share("grads")
     pixels, stream = tower.pixels * workload.image_tokens, here.tokens * float(here.residual)
     stream *= tower.shape.hidden
@@ -59,15 +57,12 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
         "inputs": held * pixels, "optimizer": moments_of if away == "none" else 0.0,
     }  # fmt: skip
     step = next(each for each in found if each.name == "optimizer step")
-    names = ("weights", "adapters", "optimizer", "buckets", "inputs")
-    state = {name: step.parts.get(name, 0.0) for name in names}
+    state = {name: size for name, size in step.parts.items() if name not in ("gradients", "update")}
     of_language, several = step.parts.get("gradients", 0.0), workload.accumulation > 1
 
     def moment(name: str, parts: dict[str, float], **more: float) -> Moment:
-        both = {**parts}
-        for part, size in (base | more).items():
-            both[part] = both.get(part, 0.0) + size
-        return Moment(name, both)
+        added = base | more
+        return Moment(name, parts | {each: parts.get(each, 0.0) + added[each] for each in added})
 
     passing = run.layer.forward if opened and not here.recomputes else run.layer.passing
     passing += opened * run.kept_by(layers - 1) + stream + pixels * (not tower.windows)

@@ -136,8 +136,6 @@ class Workload:
     """Whether rows are padded to the longest of their micro-batch."""
     document: float = 0.0
     """Average tokens of a document, for the time of attention; 0 if all rows are full."""
-    parts: tuple[str, ...] = ()
-    """Parts that are trained, as in `model.trains`."""
     image_bytes: float | None = None
     """Bytes of the images of a micro-batch; None if all tokens may be those of images."""
 

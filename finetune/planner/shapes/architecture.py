@@ -212,5 +212,7 @@ class Tower:
     """Patches that become one token."""
     pixels: float
     """Bytes of the inputs for one token: pixels, and their mask if there is one."""
+    trains: tuple[str, ...]
+    """Parts that are trained, as in `model.trains`."""
     windows: bool
     """Whether images attend in separate calls, and their patches are concatenated."""

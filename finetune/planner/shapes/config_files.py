@@ -83,7 +83,7 @@ def model_source(recipe: Recipe) -> Source:
     kind, family = config.get("model_type"), family_of(config)
     exact = family.shape is not None or bool(family.unfit) or not isinstance(kind, str)
     if recipe.model.reads:
-        shape, exact = read_with_tower(config, where), False
+        shape, exact = read_with_tower(config, where, recipe.model.trains), False
     else:
         shape = read(config, where) if exact else approximate(decoder_fields(config))
     if not exact and not recipe.model.reads:

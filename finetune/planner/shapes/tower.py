@@ -1,10 +1,11 @@
 """Read the shape of the tower of a model that reads images from its `config.json`."""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.planner.shapes.architecture import Architecture, Matrix, Tower
 from finetune.planner.shapes.read_config import read
 
@@ -20,32 +21,37 @@ GATED = {
 """Types whose towers have formulas, and whether their layers are gated, with RMSNorm."""
 
 
-def read_with_tower(config: Mapping[str, Any], where: str) -> Architecture:
+def read_with_tower(config: Mapping[str, Any], where: str, trains: tuple[str, ...]) -> Architecture:
     """The shape of the language model of an image model, with its tower.
 
+    transformers has the defaults of fields that published configs leave out.
+
     Raises:
-        FinetuneError: a type has no formulas, or fields are missing.
+        FinetuneError: a type has no formulas, or transformers cannot read the fields.
     """
-    text = dict(config.get("text_config") or config)
-    if "tie_word_embeddings" in config:
-        text["tie_word_embeddings"] = config["tie_word_embeddings"]
-    kind = str(text.get("model_type"))
-    shape = read(text | {"model_type": TEXTS.get(kind, kind)}, where)
-    return dataclasses.replace(shape, kind=kind, tower=_tower(config, shape.hidden))
-
-
-def _tower(config: Mapping[str, Any], hidden: int) -> Tower:
-    """The tower of an image model whose language model has hidden states of a size."""
-    vision: Mapping[str, Any] = config.get("vision_config") or {}
     kind = str(config.get("model_type"))
-    if kind not in GATED or "patch_size" not in vision:
+    if kind not in GATED:
         raise FinetuneError(f"model: no formula predicts the memory of the tower of {kind}")
+    transformers: Any = importlib.import_module("transformers")
+    with reading(f"{where}: transformers cannot read it"):
+        given = {name: value for name, value in config.items() if name != "model_type"}
+        whole = transformers.AutoConfig.for_model(kind, **given).to_dict()
+    text = whole["text_config"]
+    fields = text | {
+        "model_type": TEXTS.get(text["model_type"], text["model_type"]),
+        "tie_word_embeddings": whole.get("tie_word_embeddings", True),
+    }
+    shape = read(fields, where)
+    tower = _tower(whole, shape.hidden, trains)
+    return dataclasses.replace(shape, kind=text["model_type"], tower=tower)
+
+
+def _tower(config: dict[str, Any], hidden: int, trains: tuple[str, ...]) -> Tower:
+    """The tower of an image model whose language model has hidden states of a size."""
+    vision, kind = config["vision_config"], config["model_type"]
 
     def size(*names: str) -> int:
-        found = next((vision[name] for name in names if isinstance(vision.get(name), int)), None)
-        if found is None:
-            raise FinetuneError(f"vision_config: no {names[-1]}, so its memory is not predicted")
-        return found
+        return next(vision[name] for name in names if isinstance(vision.get(name), int))
 
     h, side, gated = size("embed_dim", "hidden_size"), size("patch_size"), GATED[kind]
     heads, qwen = size("num_heads", "num_attention_heads"), kind.startswith("qwen")
@@ -70,4 +76,5 @@ def _tower(config: Mapping[str, Any], hidden: int) -> Tower:
     connector = inside * hidden + (inside**2 if qwen else 0)
     masks = 8.0 * side**2 * ("scale_factor" in config)
     pixels = patches * (4.0 * values + masks)
-    return Tower(shape, (values + places) * h, connector, patches, pixels, windows=qwen)
+    embedding = (values + places) * h
+    return Tower(shape, embedding, connector, patches, pixels, trains, windows=qwen)
