@@ -130,17 +130,21 @@ class Kept:
         return [BadRow(row["file"], row["row"], row["problem"], row["value"]) for row in rows]
 
 
-def find_kept(cache: Path, key: str) -> Kept | None:
-    """The encoded rows of the source with a key, if sound prepared rows in a cache have them."""
+def find_kept(cache: Path, keys: list[str]) -> dict[str, Kept]:
+    """The encoded rows of sources by their keys, of those that a cache has in sound folders."""
+    found: dict[str, Kept] = {}
     for listed in sorted(cache.glob(f"[!.]*/{SECTIONS}")):
-        folder, first, bad = listed.parent, 0, 0
+        folder, first, bad, here = listed.parent, 0, 0, dict[str, Any]()
         with contextlib.suppress(OSError, ValueError, FinetuneError):
             for about in json.loads(listed.read_text(encoding="utf-8")):
-                if about["key"] == key:
-                    images = open_images(folder / "documents")
-                    if images is not None:
-                        images.refuse_changed(folder)
-                    return Kept(folder, sound_counts(folder, True)["files"], about, first, bad)
+                if about["key"] in keys and about["key"] not in found:
+                    here[about["key"]] = about, first, bad
                 first += about["documents"]
                 bad += about["tally"]["counts"].get("bad", 0)
-    return None
+            if here:
+                images = open_images(folder / "documents")
+                if images is not None:
+                    images.refuse_changed(folder)
+                files = sound_counts(folder, check=True)["files"]
+                found |= {key: Kept(folder, files, *rest) for key, rest in here.items()}
+    return found

@@ -185,9 +185,9 @@ def _write(
 def _fill(
     folder: Path, cache: Path, recipe: Recipe, chat: Chat, sources: list[Source], keys: list[str]
 ) -> None:
+    known = find_kept(cache, keys)
     sections = [
-        Section(source, kept=find_kept(cache, key))
-        for source, key in zip(sources, keys, strict=True)
+        Section(source, kept=known.get(key)) for source, key in zip(sources, keys, strict=True)
     ]
     train, held_out = sections[: len(recipe.data)], sections[len(recipe.data) :]
     documents, facts, files = encode_sections(folder / "documents", Encoder(recipe, chat), sections)
