@@ -12,17 +12,15 @@ from benchmarks.record import ROOT, Result
 from finetune.runs import units
 
 ROWS = 1_000_000
-TALKS = 20_000
-"""Number of four-turn conversations for the comparison with the tokenizer alone."""
 HOW = (
     "Questions and answers of the length of GSM8K's, no two alike, in one JSON Lines file, through "
     "a byte-level BPE of 8,192 tokens that was learned from them and the built-in `chatml` "
     "template, packed into slots of 1,024 tokens. Timed in a process of its own, from the file to "
     "memory-mapped rows in an empty cache, and once more with the cache filled. Memory is the peak "
     "resident set of that process, and of the largest of the processes that it starts. The last "
-    "line encodes conversations of four turns in one process with one thread, and has the "
-    "tokenizer alone encode the same texts, by turns: processor time from the parsed row to ids "
-    "and trained tokens, against ids."
+    "lines compare the processor time of all processes, start included, with `datasets.map` on "
+    "as many processes: the template and the tokenizer in batches, to ids alone, and with labels, "
+    "for which the prompt is tokenized too."
 )
 PREPARE = """
 import json, resource, sys, time
@@ -39,50 +37,46 @@ chat = load_chat(AutoTokenizer.from_pretrained(folder / "tokenizer"), "chatml")
 begun = time.perf_counter()
 counts = prepare(recipe, chat, folder / "cache").counts["train"]
 seconds = time.perf_counter() - begun
-own, others = (
-    resource.getrusage(who).ru_maxrss * 1024
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-)
-print(json.dumps({"seconds": seconds, "own": own, "others": others, "counts": counts}))
+used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+own, others = (each.ru_maxrss * 1024 for each in used)
+processor = sum(each.ru_utime + each.ru_stime for each in used)
+found = {"seconds": seconds, "own": own, "others": others, "processor": processor}
+print(json.dumps(found | {"counts": counts}))
 """
 
 
-ALONE = """
-import json, os, sys, time
+MAPPED = """
+import json, os, resource, sys
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from pathlib import Path
+import datasets
 from transformers import AutoTokenizer
-from finetune.data.rows.encode import Chunk, Encoder
 from finetune.data.chat.render import load_chat
-from finetune.methods.sft import SFT
+from finetune.runs.limits import usable_cores
+datasets.disable_progress_bars()
 folder = Path(sys.argv[1])
-pairs = [json.loads(line) for line in (folder / "rows.jsonl").open(encoding="utf-8")]
-talks = [
-    [
-        {"role": role, "content": pair[column]}
-        for pair in (first, second)
-        for role, column in (("user", "question"), ("assistant", "answer"))
-    ]
-    for first, second in zip(pairs[::2], pairs[1::2])
-]
 chat = load_chat(AutoTokenizer.from_pretrained(folder / "tokenizer"), "chatml")
-encoder = Encoder(SFT().with_batch(max_length=4096), chat)
-ours = theirs = 0.0
-for start in range(0, len(talks), 256):
-    rows = [(number, {"messages": talk}) for number, talk in enumerate(talks[start : start + 256])]
-    texts = [
-        chat.tokenizer.apply_chat_template(
-            row["messages"], chat_template=chat.template, tokenize=False
-        )
-        for _, row in rows
+tokenizer = chat.tokenizer
+tokenizer.chat_template = chat.template
+def ids(talks, **options):
+    texts = [tokenizer.apply_chat_template(t, tokenize=False, **options) for t in talks]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+def encode(rows):
+    talks = [
+        [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
+        for q, a in zip(rows["question"], rows["answer"])
     ]
-    begun = time.process_time()
-    encoder(Chunk(0, "messages", "rows.jsonl", rows))
-    between = time.process_time()
-    chat.tokenizer(texts, add_special_tokens=False)
-    theirs += time.process_time() - between
-    ours += between - begun
-print(json.dumps({"rows": len(talks), "encoded": ours, "tokenizer_alone": theirs}))
+    whole = ids(talks)
+    if not LABELS:
+        return {"input_ids": whole}
+    asked = map(len, ids([talk[:1] for talk in talks], add_generation_prompt=True))
+    labels = [[-100] * n + row[n:] for n, row in zip(asked, whole)]
+    return {"input_ids": whole, "labels": labels}
+where = {"data_files": str(folder / "rows.jsonl"), "cache_dir": str(folder / f"theirs{LABELS}")}
+rows = datasets.load_dataset("json", split="train", **where)
+rows.map(encode, batched=True, num_proc=usable_cores(), remove_columns=rows.column_names)
+used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(json.dumps({"processor": sum(each.ru_utime + each.ru_stime for each in used)}))
 """
 
 
@@ -91,11 +85,10 @@ def measure(folder: Path, rows: int) -> Result:
     size = write_rows(folder / "rows.jsonl", rows)
     learn_tokenizer(folder / "rows.jsonl", folder / "tokenizer")
     first, again = _run(PREPARE, folder), _run(PREPARE, folder)
-    few = folder / "few"
-    few.mkdir()
-    write_rows(few / "rows.jsonl", min(rows, 2 * TALKS))
-    learn_tokenizer(few / "rows.jsonl", few / "tokenizer")
-    beside = _run(ALONE, few)
+    mapped = {
+        name: _run(f"LABELS = {labels}\n{MAPPED}", folder)["processor"]
+        for name, labels in (("ids", False), ("ids and labels", True))
+    }
     counts = first["counts"]
     values = {
         "rows": rows,
@@ -109,8 +102,8 @@ def measure(folder: Path, rows: int) -> Result:
         "peak_bytes": first["own"],
         "peak_bytes_of_a_child": first["others"],
         "slots_filled": counts["filled"],
-        "conversations": beside["rows"],
-        "encoded_per_tokenizer_alone": beside["encoded"] / beside["tokenizer_alone"],
+        "processor_seconds": first["processor"],
+        "processor_seconds_of_map": mapped,
     }
     print(f"{rows:,} rows: {values['rows_per_second']:,.0f} rows/s", flush=True)
     table = [
@@ -121,10 +114,10 @@ def measure(folder: Path, rows: int) -> Result:
         ["peak memory", units.size(first["own"])],
         ["peak memory of the largest child", units.size(first["others"])],
         ["share of slots filled", f"{counts['filled']:.2%}"],
-        [
-            f"{beside['rows']:,} conversations, against the tokenizer alone",
-            f"{values['encoded_per_tokenizer_alone']:.2f}x",
-        ],
+        *(
+            [f"processor time, `datasets.map` to {name} = 1", f"{first['processor'] / each:.2f}"]
+            for name, each in mapped.items()
+        ),
     ]
     return Result("Preparing data", HOW, values, table, [])
 

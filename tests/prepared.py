@@ -1,5 +1,6 @@
 """Rows that are written to a file and prepared with a small tokenizer."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,10 @@ def problems_of(recipe: Recipe, cache: Path, chat: Chat = CHAT) -> list[str]:
         prepare(recipe, chat, cache)
     assert [path for path in cache.glob("*") if path.is_dir()] == []
     return list(error.value.problems)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file, by its path in the folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    sums = (hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    return dict(zip((str(path.relative_to(folder)) for path in files), sums, strict=True))

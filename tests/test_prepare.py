@@ -23,6 +23,7 @@ from prepared import (
     PAIRS,
     SAID,
     answers,
+    contents,
     counted,
     problems_of,
     ready,
@@ -393,12 +394,6 @@ def test_many_rows_are_encoded_by_several_processes_as_by_one(tmp_path, cache):
     prepared = ready(recipe_of(tmp_path / "many"), cache)
     assert answers(prepared.train) == [f"Bye {n % 7}<|im_end|>" for n in range(len(rows))]
     assert prepared.train.documents.origins.tolist() == list(map(list, places))
-
-
-def contents(folder: Path) -> dict[str, str]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    sums = (hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
-    return dict(zip((str(path.relative_to(folder)) for path in files), sums, strict=True))
 
 
 def test_the_same_data_is_prepared_once(pairs, tmp_path, cache):

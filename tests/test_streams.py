@@ -32,7 +32,7 @@ from finetune.data.read.files import Place, read_file
 from finetune.data.read.remote import remote_files
 from finetune.data.read.sources import find_sources
 from finetune.data.rows.order import rows_of_step
-from finetune.data.stream.positions import versions_of
+from finetune.data.stream.positions import Position, SourceReader, versions_of
 from finetune.data.stream.preparer import prepare_windows
 from finetune.data.stream.windows import Stream, Taken
 from finetune.errors import FinetuneError
@@ -235,8 +235,19 @@ def test_a_file_that_ends_early_or_changes_is_named(folder, web, monkeypatch):
     with pytest.raises(FinetuneError, match=f"byte 50 .it ends there, and has {size} bytes"):
         list(read_file(there))
     (web.folder / "a.jsonl").write_text("{}\n")
-    with pytest.raises(FinetuneError, match=r"a.jsonl: it has changed there since it was listed"):
+    with pytest.raises(FinetuneError, match=r"a.jsonl: it has changed since it was listed"):
         list(read_file(there))
+
+
+def test_a_file_of_this_machine_that_changes_between_buffers_is_named(folder, tmp_path):
+    recipe = recipe_of(source(folder / "a.jsonl"), buffer=4)
+    sources, _ = find_sources(recipe)
+    reader = SourceReader(sources[0], recipe.seed, Position())
+    assert len(list(reader.take(4, across=False))) == 4
+    text = (folder / "a.jsonl").read_text().splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("".join(text[:5]))
+    with pytest.raises(FinetuneError, match=r"a.jsonl: it has changed since it was listed"):
+        list(reader.take(4, across=False))
 
 
 NEEDS = {

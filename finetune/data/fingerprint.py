@@ -1,4 +1,4 @@
-"""The key of prepared rows: a hash of everything that they depend on."""
+"""Keys of prepared rows and of their sources: hashes of everything that they depend on."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 from finetune.data.chat.next_marks import own_ends
 from finetune.data.chat.render import Chat
@@ -16,38 +17,57 @@ from finetune.data.read.sources import Source
 from finetune.recipe import Recipe
 
 
-def fingerprint(recipe: Recipe, chat: Chat, sources: list[Source]) -> str:
-    """A hash of everything that the prepared rows depend on."""
+def fingerprint(recipe: Recipe, sources: list[Source], keys: list[str]) -> str:
+    """A hash of everything that the prepared rows depend on, with the `source_keys`."""
+    holds_out = bool(recipe.eval_rows) and not recipe.eval_data
+    weighted = any(data.weight for data in (*recipe.data, *recipe.eval_data))
+    return _hash(
+        {
+            "sources": keys,
+            "shares": [[source.data.repeat, source.data.weight] for source in sources],
+            "passed_over": [
+                [str(path) for path in (*source.unread, *source.outside, *source.folders)]
+                for source in sources
+            ],
+            "duplicates": recipe.duplicates,
+            "packing": recipe.batch.packing,
+            # The seed is a part only where it chooses rows: other runs share them.
+            "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
+            "mixed": recipe.seed if weighted else None,
+            "train_sources": len(recipe.data),
+        }
+    )
+
+
+def source_keys(recipe: Recipe, chat: Chat, sources: list[Source]) -> list[str]:
+    """For each source, a hash of everything that its encoded rows depend on."""
     base = {each.name for each in dataclasses.fields(Recipe)}
     own = recipe.encoding_fields
     if own is None:
         own = [each.name for each in dataclasses.fields(recipe) if each.name not in base]
-    holds_out = bool(recipe.eval_rows) and not recipe.eval_data
-    weighted = any(data.weight for data in (*recipe.data, *recipe.eval_data))
     parts = {
         "code": _code_hash(recipe),
         "method": [recipe.method, {name: repr(getattr(recipe, name)) for name in own}],
         "max_length": recipe.encoded_length,
         "overlong": [recipe.batch.overlong, recipe.batch.min_length],
-        "duplicates": recipe.duplicates,
-        "packing": recipe.batch.packing,
-        # The seed is a part only where it chooses rows: otherwise runs with other seeds share them.
-        "held_out": [recipe.eval_rows, recipe.seed] if holds_out else None,
-        "mixed": recipe.seed if weighted else None,
         "template": [chat.template, chat.tool_template, dict(chat.variables)],
         "tokenizer": _tokenizer_hash(chat),
         **({} if chat.images is None else {"images": chat.images.identity}),
-        "train_sources": len(recipe.data),
-        "sources": [
-            [
-                dataclasses.asdict(source.data),
-                _format_code(source.data.format),
-                _content(source),
-                [str(path) for path in (*source.unread, *source.outside, *source.folders)],
-            ]
-            for source in sources
-        ],
     }
+    return [
+        _hash(
+            {
+                **parts,
+                "data": dataclasses.asdict(dataclasses.replace(each.data, repeat=1, weight=None)),
+                "format": _format_code(each.data.format),
+                "content": _content(each),
+            }
+        )
+        for each in sources
+    ]
+
+
+def _hash(parts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -6,6 +6,7 @@ is renamed into place when it is complete:
     counts.json   rows, tokens, trained tokens, dropped, truncated, ..., by split and by source;
                   size and SHA-256 of every other file and of itself
     bad_rows.jsonl   rows that `on_bad_row=drop` dropped, each with its problem
+    sections.json  facts.npz   each source, for other recipes with the same (`finetune.data.kept`)
     documents/  train/  eval/   token ids and each row's documents (`finetune.data.rows.store`)
 
 Tokens are written to disk as they are produced: memory holds a few numbers per document.
@@ -14,7 +15,8 @@ Tokens are written to disk as they are produced: memory holds a few numbers per 
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,19 @@ import numpy as np
 
 from finetune.data.audit import Facts, count_rows
 from finetune.data.chat.render import Chat
-from finetune.data.fingerprint import fingerprint
+from finetune.data.fingerprint import fingerprint, source_keys
 from finetune.data.images.inputs import ImageInputs
+from finetune.data.kept import (
+    BAD_ROWS,
+    COUNTS,
+    Section,
+    find_kept,
+    save_sections,
+    sound_counts,
+)
 from finetune.data.problems import Problems, check_source
 from finetune.data.read.mixture import hold_out, mix
-from finetune.data.read.sources import Source, SourceRow, find_sources
+from finetune.data.read.sources import Source, find_sources
 from finetune.data.rows.encode import BadRow, Chunk, Encoded, Encoder
 from finetune.data.rows.encode_pool import encode
 from finetune.data.rows.packing import pack
@@ -42,20 +52,16 @@ from finetune.data.rows.store import (
     save_rows,
 )
 from finetune.data.scratch import scratch_for
-from finetune.data.tally import Tally
 from finetune.data.values import Unreadable, json_text
 from finetune.errors import FinetuneError, reading
 from finetune.process.progress import counted
 from finetune.recipe import Recipe
-from finetune.runs.manifest import differing, sealed, sha256
+from finetune.runs.manifest import sealed, sha256
 
 CHUNK = 256
 """Rows that are encoded at a time."""
 BEGINNING = 1000
 """Rows of each stream that are prepared, and checked, before training."""
-COUNTS = "counts.json"
-BAD_ROWS = "bad_rows.jsonl"
-"""A file next to the prepared rows that lists the dropped rows with their problems."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +132,14 @@ def prepare(recipe: Recipe, chat: Chat, cache: Path, check: bool = True) -> Prep
     recipe = beginning(recipe)
     sources, eval_sources = find_sources(recipe)
     # With a hash of every file: a folder of the cache is never out of date, nor changed.
-    key = fingerprint(recipe, chat, [*sources, *eval_sources])
-    folder = cache / key
+    both = [*sources, *eval_sources]
+    keys = source_keys(recipe, chat, both)
+    folder = cache / fingerprint(recipe, both, keys)
     if not (folder / COUNTS).is_file():
-        _write(folder, recipe, chat, sources, eval_sources)
+        _write(folder, recipe, chat, both, keys)
     instead = "delete that folder to prepare the data again"
     with reading(f"{folder}: the prepared data is damaged", instead):
-        counts = _sound_counts(folder, check)
+        counts = sound_counts(folder, check)
         documents = open_documents(folder / "documents")
         check_origins(documents, len(counts["files"]))
         train, evaluation = (
@@ -154,44 +161,17 @@ def beginning(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, data=tuple(data))
 
 
-def _sound_counts(folder: Path, check: bool) -> dict[str, Any]:
-    """The verified counts of prepared rows.
-
-    Raises:
-        ValueError: the counts, or with `check` another file, differ from what was written.
-    """
-    read = json.loads((folder / COUNTS).read_text(encoding="utf-8"))
-    if not isinstance(read, dict) or sealed(read)["sha256"] != read.get("sha256"):
-        raise ValueError(f"{COUNTS}: its sha256 does not match its content")
-    wrong = differing(folder, read["content"]) if check else []
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    return {name: value for name, value in read.items() if name not in ("content", "sha256")}
-
-
-@dataclass
-class Section:
-    """A source with its tally and its rows."""
-
-    source: Source
-    tally: Tally = field(default_factory=Tally)
-    members: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Row numbers; each row has `documents_per_row` adjacent documents."""
-    part: Iterator[SourceRow] | None = None
-    """Some rows of the source; None for all of them."""
-
-
 def _write(
-    folder: Path, recipe: Recipe, chat: Chat, sources: list[Source], eval_sources: list[Source]
+    folder: Path, recipe: Recipe, chat: Chat, sources: list[Source], keys: list[str]
 ) -> None:
     """Write the result to a scratch folder and rename it into place."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with scratch_for(folder) as scratch:
-            _fill(scratch, recipe, chat, sources, eval_sources)
-            # The key is older than the reading: rows written in between would be found by it.
-            if fingerprint(recipe, chat, [*sources, *eval_sources]) != folder.name:
-                names = dict.fromkeys(each.data.source for each in [*sources, *eval_sources])
+            _fill(scratch, folder.parent, recipe, chat, sources, keys)
+            # The keys are older than the reading: rows written in between would be found by them.
+            if source_keys(recipe, chat, sources) != keys:
+                names = dict.fromkeys(each.data.source for each in sources)
                 raise FinetuneError(
                     f"data: {', '.join(names)}: changed while it was read; start again when no "
                     "process writes to it"
@@ -203,11 +183,15 @@ def _write(
 
 
 def _fill(
-    folder: Path, recipe: Recipe, chat: Chat, sources: list[Source], eval_sources: list[Source]
+    folder: Path, cache: Path, recipe: Recipe, chat: Chat, sources: list[Source], keys: list[str]
 ) -> None:
-    sections = [Section(source) for source in (*sources, *eval_sources)]
-    train, held_out = sections[: len(sources)], sections[len(sources) :]
+    known = find_kept(cache, keys)
+    sections = [
+        Section(source, kept=known.get(key)) for source, key in zip(sources, keys, strict=True)
+    ]
+    train, held_out = sections[: len(recipe.data)], sections[len(recipe.data) :]
     documents, facts, files = encode_sections(folder / "documents", Encoder(recipe, chat), sections)
+    save_sections(folder, keys, sections, facts, recipe.documents_per_row)
     kept = np.empty(0, np.int64)
     if recipe.duplicates == "drop":
         _drop_repeated(sections, facts.digests[:: recipe.documents_per_row])
@@ -291,10 +275,11 @@ def encode_sections(
     members: list[list[np.ndarray]] = [[] for _ in sections]
     written = 0
     if encode_all is None:
-        chunks = encode(encoder, _chunks(sections))
-        chunks = counted(chunks, "preparing", size=lambda each: len(each.lengths))
+        chunks = counted(
+            _encoded(encoder, sections), "preparing", size=lambda each: len(each.lengths)
+        )
     else:
-        chunks = encode_all(_chunks(sections))
+        chunks = encode_all(_chunks(enumerate(sections)))
     for encoded in chunks:
         for place, problem in encoded.problems:
             problems.add(place, problem)
@@ -303,6 +288,7 @@ def encode_sections(
         if problems.enough:
             break
         count = len(encoded.lengths) // encoder.recipe.documents_per_row
+        sections[encoded.section].files[encoded.file] = None
         file = files.setdefault(encoded.file, len(files))
         origins = np.stack([np.full_like(encoded.numbers, file), encoded.numbers], axis=1)
         writer.append(
@@ -340,9 +326,20 @@ def _list_bad_rows(path: Path, bad: list[BadRow]) -> None:
             file.write(json_text(line) + "\n")
 
 
-def _chunks(sections: list[Section]) -> Iterator[Chunk]:
-    """Yield the rows of all sources in chunks of one file; a source ends at a read error."""
-    for number, section in enumerate(sections):
+def _encoded(encoder: Encoder, sections: list[Section]) -> Iterator[Encoded]:
+    """Yield the rows of all sources, encoded now or taken from earlier preparations."""
+    for again, group in groupby(enumerate(sections), key=lambda each: each[1].kept is None):
+        if again:
+            yield from encode(encoder, _chunks(group))
+            continue
+        for number, section in group:
+            assert section.kept is not None
+            yield from section.kept.encoded(number, encoder.chat.images is not None)
+
+
+def _chunks(sections: Iterable[tuple[int, Section]]) -> Iterator[Chunk]:
+    """Yield the rows of sources in chunks of one file; a source ends at a read error."""
+    for number, section in sections:
         data = section.source.data
         drops = data.on_bad_row == "drop"
         rows, file = list[tuple[int, object]](), data.source

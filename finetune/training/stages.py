@@ -138,15 +138,14 @@ def read(engine: Engine, run: Run, options: Options, held: contextlib.ExitStack)
     tokenizer = model.load_tokenizer(recipe)
     chat = model.load_chat_of(recipe, tokenizer)
     tokenizer.chat_template = chat.saved  # saved: inference then renders as training did
+    # First, because its process takes seconds to start.
+    stream = _stream(engine, run, chat, resumed, held) if recipe.streams else None
     data = _prepare_on_ranks(engine, recipe, chat)
     if recipe.teaches:
         data = teacher.ready(recipe, tokenizer, data)
     if resumed is not None:
         # A step number stands for rows: of other rows, it would say nothing.
         refuse_other_data(run, resumed, identity(data.counts))
-    stream = None
-    if recipe.streams:
-        stream = _stream(engine, run, chat, resumed, held)
     # The layout of the forecast: the plan read the config file, if there is one yet.
     data = data.side_by_side(plan.padding.free, plan.prompts.shared)
     alone = plan.processes == 1

@@ -20,6 +20,7 @@ VERSIONS = (
     "ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "mtime",
 )  # fmt: skip
 """What file systems of fsspec call the version of a file, the best one first."""
+CHANGED = "{}: it has changed since it was listed; start again when no process writes to it"
 KNOWN = ".versions.json"
 """The versions of the files in a folder of the cache, by name."""
 
@@ -120,10 +121,7 @@ class RemoteFile:
         with asking(self.address, "cannot be read"):
             about = files.info(path)
         if (_version(about), about.get("size")) != (self.version, self.size):
-            raise FinetuneError(
-                f"{self.address}: it has changed there since it was listed; start again when no "
-                "process writes to it"
-            )
+            raise FinetuneError(CHANGED.format(self.address))
         return io.BufferedReader(_Remote(self, files, path), BLOCK)
 
 

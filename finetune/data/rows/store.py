@@ -58,10 +58,14 @@ class Documents:
 
     def reward_input(self, number: int) -> dict[str, Any]:
         """The reward's input for a prompt: the prompt and its columns."""
+        return json.loads(self.reward_text(number))
+
+    def reward_text(self, number: int) -> str:
+        """The reward's input for a prompt as JSON."""
         assert self.json is not None
         assert self.json_offsets is not None
         start, end = self.json_offsets[number], self.json_offsets[number + 1]
-        return json.loads(self.json[start:end].tobytes())
+        return self.json[start:end].tobytes().decode("utf-8", "surrogatepass")
 
     @cached_property
     def lengths(self) -> np.ndarray:

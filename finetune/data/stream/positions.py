@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from finetune.data.fingerprint import version_of
+from finetune.data.read.arrow import size_of
 from finetune.data.read.files import Place, read_file
 from finetune.data.read.hub import hub_parts, hub_version
+from finetune.data.read.remote import CHANGED
 from finetune.data.read.sources import Source, SourceRow
 from finetune.data.rows.order import permutation
 from finetune.errors import FinetuneError
@@ -45,6 +47,7 @@ class SourceReader:
     def __init__(self, source: Source, seed: int, position: Position) -> None:
         self._source, self._seed, self._at = source, seed, position
         self._parts: Any = source.files or hub_parts(source.data)
+        self._sizes = list(map(size_of, source.files))
         self._rows: Iterator[SourceRow] | None = None
 
     @property
@@ -86,13 +89,16 @@ class SourceReader:
         if data.first is not None:
             order = np.arange(len(parts))  # its first rows are those that are prepared
         while at.file < len(parts):
-            part, place = parts[order[at.file]], Place(at.row, at.byte)
+            number = int(order[at.file])
+            part, place = parts[number], Place(at.row, at.byte)
             rows = read_file(part, place) if self._source.files else part.rows(place)
-            for number, value in rows:
+            for row, value in rows:
                 if at.taken == data.first:
                     return
                 at.row, at.byte, at.taken = place.row, place.byte, at.taken + 1
-                yield self._source.rewritten(SourceRow(str(part), number, value))
+                yield self._source.rewritten(SourceRow(str(part), row, value))
+            if self._source.files and size_of(part) != self._sizes[number]:
+                raise FinetuneError(CHANGED.format(part))
             at.file, at.row, at.byte = at.file + 1, 0, 0
 
 
