@@ -6,8 +6,10 @@ independently; what the planner refuses is drawn again.
 
 import dataclasses
 import json
+import math
 import random
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,13 +179,20 @@ def rows_of(kind: str, each: Draw) -> Iterator[dict[str, Any]]:
         }[kind]
 
 
-def measure(folder: Path, count: int = COUNT, seed: int = 0) -> Result:
-    """Train `count` draws for three steps each, and compare the peak of the second step."""
+def measure(folder: Path, count: int = COUNT, seed: int = 0, minutes: float = math.inf) -> Result:
+    """Train `count` draws for three steps each, and compare the peak of the second step.
+
+    Args:
+        minutes: begin no training after so long.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(list(corpus(seed=0, rows=200)), TOKENIZER, folder / "tokenizer")
     values: dict[str, Any] = {}
     python = Warm(TRAINING).python if available() else sys.executable
+    until = time.monotonic() + 60 * minutes
     for number, each, recipe in drawn(folder, seed, count):
+        if time.monotonic() > until:
+            break
         path, run = folder / f"{number}.json", Run(folder / f"run-{number}")
         write_json(path, catalog.to_fields(recipe))
         words = ["train"] if each.backend == "single" else ["launch"]
@@ -204,6 +213,11 @@ def measure(folder: Path, count: int = COUNT, seed: int = 0) -> Result:
         values[each.name] = {"number": number, **found, "moment": moment, "error": error}
         shown = "none" if error is None else f"{error:+.1%}"
         print(f"{number} {shown} {each.name}: {found}", flush=True)
+    return result(values, seed)
+
+
+def result(values: dict[str, Any], seed: int) -> Result:
+    """The page of what was measured, by the name of the draw."""
     near = sum(abs(found.get("error") or 1.0) <= BOUND for found in values.values())
     how = (
         f"{len(values)} trainings of three steps, drawn with seed {seed} over families, shapes, "
