@@ -1,7 +1,7 @@
 """Predicted and measured peak memory of small trainings that are drawn at random.
 
 A draw takes a family, a shape, a method, an adapter, a backend, a precision and lengths, each
-independently; what the planner refuses is drawn again.
+independently; what is refused before a run is drawn again.
 """
 
 import dataclasses
@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.commands import finetune
 from benchmarks.record import Result
+from finetune import backend as backends
 from finetune import catalog
 from finetune.backend import Precision
+from finetune.checks.request import check
 from finetune.errors import FinetuneError
-from finetune.planner import plan
 from finetune.process.warm import TRAINING, Warm, available
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
@@ -126,7 +127,7 @@ def draw(rng: random.Random) -> Draw:
 
 
 def drawn(folder: Path, seed: int, count: int) -> Iterator[tuple[int, Draw, Recipe]]:
-    """Draws that the planner allows, with their recipes, whose models are written to `folder`."""
+    """Draws that are not refused, with their recipes, whose models are written to `folder`."""
     rng, made = random.Random(seed), 0
     for number in range(100 * count):
         if made == count:
@@ -138,7 +139,7 @@ def drawn(folder: Path, seed: int, count: int) -> Iterator[tuple[int, Draw, Reci
             place.mkdir(parents=True, exist_ok=True)
             config.save_pretrained(place)
             recipe = recipe_of(folder, each, place)
-            plan(recipe, each.backend, each.processes, each.precision)
+            check(recipe, backends.load(each.backend), each.processes, each.precision)
         except (FinetuneError, ValueError):
             continue
         torch.manual_seed(0)
