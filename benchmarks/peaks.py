@@ -1,13 +1,15 @@
 """Predicted and measured peak memory of small trainings that are drawn at random.
 
 A draw takes a family, a shape, a method, an adapter, a backend, a precision and lengths, each
-independently; what the planner refuses is drawn again.
+independently; what is refused before a run is drawn again.
 """
 
 import dataclasses
 import json
+import math
 import random
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.commands import finetune
 from benchmarks.record import Result
+from finetune import backend as backends
 from finetune import catalog
 from finetune.backend import Precision
+from finetune.checks.request import check
 from finetune.errors import FinetuneError
-from finetune.planner import plan
 from finetune.process.warm import TRAINING, Warm, available
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
@@ -124,7 +127,7 @@ def draw(rng: random.Random) -> Draw:
 
 
 def drawn(folder: Path, seed: int, count: int) -> Iterator[tuple[int, Draw, Recipe]]:
-    """Draws that the planner allows, with their recipes, whose models are written to `folder`."""
+    """Draws that are not refused, with their recipes, whose models are written to `folder`."""
     rng, made = random.Random(seed), 0
     for number in range(100 * count):
         if made == count:
@@ -136,7 +139,7 @@ def drawn(folder: Path, seed: int, count: int) -> Iterator[tuple[int, Draw, Reci
             place.mkdir(parents=True, exist_ok=True)
             config.save_pretrained(place)
             recipe = recipe_of(folder, each, place)
-            plan(recipe, each.backend, each.processes, each.precision)
+            check(recipe, backends.load(each.backend), each.processes, each.precision)
         except (FinetuneError, ValueError):
             continue
         torch.manual_seed(0)
@@ -177,13 +180,20 @@ def rows_of(kind: str, each: Draw) -> Iterator[dict[str, Any]]:
         }[kind]
 
 
-def measure(folder: Path, count: int = COUNT, seed: int = 0) -> Result:
-    """Train `count` draws for three steps each, and compare the peak of the second step."""
+def measure(folder: Path, count: int = COUNT, seed: int = 0, minutes: float = math.inf) -> Result:
+    """Train `count` draws for three steps each, and compare the peak of the second step.
+
+    Args:
+        minutes: begin no training after so long.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(list(corpus(seed=0, rows=200)), TOKENIZER, folder / "tokenizer")
     values: dict[str, Any] = {}
     python = Warm(TRAINING).python if available() else sys.executable
+    until = time.monotonic() + 60 * minutes
     for number, each, recipe in drawn(folder, seed, count):
+        if time.monotonic() > until:
+            break
         path, run = folder / f"{number}.json", Run(folder / f"run-{number}")
         write_json(path, catalog.to_fields(recipe))
         words = ["train"] if each.backend == "single" else ["launch"]
@@ -204,6 +214,11 @@ def measure(folder: Path, count: int = COUNT, seed: int = 0) -> Result:
         values[each.name] = {"number": number, **found, "moment": moment, "error": error}
         shown = "none" if error is None else f"{error:+.1%}"
         print(f"{number} {shown} {each.name}: {found}", flush=True)
+    return result(values, seed)
+
+
+def result(values: dict[str, Any], seed: int) -> Result:
+    """The page of what was measured, by the name of the draw."""
     near = sum(abs(found.get("error") or 1.0) <= BOUND for found in values.values())
     how = (
         f"{len(values)} trainings of three steps, drawn with seed {seed} over families, shapes, "

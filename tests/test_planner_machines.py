@@ -1,5 +1,6 @@
 """What a machine's parts can do: rates by type, links by number, and what runs nothing here."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -247,3 +248,15 @@ def test_a_step_has_its_sampling_and_no_token_is_faster_than_reading_the_weights
     again = catalog.resolve("qwen3_0_6b_grpo", ["num_iterations=2"])
     other = ft.plan(again, "ddp", gpus=8, gpu="H100-80").times
     assert other.sampling == pytest.approx(times.sampling / 2)
+
+
+def test_an_evaluation_of_as_many_rows_as_a_step_takes_its_forward_pass():
+    """All weights, nothing recomputed: a step is three passes, and a run of ten has two more."""
+    plain = ft.plan(recipe(), gpu="H100-80", rows=320)
+    made = dataclasses.replace(recipe(), eval_rows=32).with_evaluation(every=5)
+    held_out = ft.plan(made, gpu="H100-80", rows=320)
+    step = plain.times.step
+    assert plain.seconds == 10 * step
+    assert held_out.seconds == pytest.approx(10 * step + 2 * step / 3, rel=1e-9)
+    assert held_out.evaluation_seconds == pytest.approx(2 * step / 3, rel=1e-9)
+    assert "of them for evaluation)" in held_out.page()

@@ -158,13 +158,17 @@ def test_every_large_moment_of_the_kernels_is_that_of_the_trace(recipe, verified
 
 
 @pytest.mark.slow
-def test_weights_of_the_head_are_gathered_with_the_last_layer(recipe, verified):
-    """FSDP's largest moment where rows are short: three buffers of weights at once."""
-    model = {"quantization": "nf4"}
-    file = recipe(WIDE | {"vocab_size": 16384}, adapter={"r": 8}, model=model)
+@pytest.mark.parametrize(("quantization", "tied"), [("none", True), ("nf4", False)])
+def test_layers_are_gathered_beside_the_buffers_of_embedding_and_head(
+    recipe, verified, quantization, tied
+):
+    """FSDP's largest moments where rows are short: several buffers of weights at once."""
+    config = WIDE | {"vocab_size": 16384, "tie_word_embeddings": tied}
+    file = recipe(config, adapter={"r": 8}, model={"quantization": quantization})
     found = verified(file, f"{H100} fsdp_full_shard --gpus 4")
-    (head,) = [each for each in found["moments"] if each["name"] == "forward: head"]
-    assert head["predicted"] == pytest.approx(head["traced"], rel=0.02)
+    totals = {each["name"]: each for each in found["moments"]}
+    for name in ("forward: embedding", "forward: head"):
+        assert totals[name]["predicted"] == pytest.approx(totals[name]["traced"], rel=0.02)
 
 
 def test_collectives_of_a_sharded_job_are_those_that_can_be_counted(recipe, verified):

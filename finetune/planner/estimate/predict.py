@@ -18,7 +18,7 @@ from finetune.planner.estimate.adapter_sizes import Adapter, lora, named_expert_
 from finetune.planner.estimate.head_losses import CHUNKED, LABELLED, OURS, SCORES
 from finetune.planner.estimate.judges import leaving_room
 from finetune.planner.estimate.optimizer_state import measured
-from finetune.planner.estimate.row_counts import average_tokens, steps_of
+from finetune.planner.estimate.row_counts import average_tokens, held_out_rows, steps_of
 from finetune.planner.estimate.sharding.nvme import Swapped
 from finetune.planner.estimate.timing import Times, passes
 from finetune.planner.estimate.trained_share import share
@@ -163,6 +163,8 @@ class Prediction:
     """Optimizer steps of the run; None if the number of rows is unknown."""
     rows: int | None = None
     """Rows of the training set; None if unknown."""
+    held_out: int | None = None
+    """Rows of an evaluation; None if unknown."""
     stages: tuple[memory.Timeline, ...] = ()
     """Timeline of each pipeline stage; a single one without a pipeline."""
 
@@ -173,10 +175,25 @@ class Prediction:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the complete run, including the pass of the reference; None if unknown."""
+        """Seconds of the complete run, with the reference and evaluations; None if unknown."""
         if self.steps is None:
             return None
-        return self.steps * self.times.step + (self.reference_seconds or 0.0)
+        besides = (self.reference_seconds or 0.0) + (self.evaluation_seconds or 0.0)
+        return self.steps * self.times.step + besides
+
+    @property
+    def evaluation_seconds(self) -> float | None:
+        """Seconds of all losses of held-out rows: forward passes, without `evaluation.metrics`.
+
+        None if the number of rows or of steps is unknown, and for sampled completions.
+        """
+        recipe = self.plan.recipe
+        if not self.held_out or self.steps is None or recipe.sampled is not None:
+            return None
+        trained = round(self.steps * recipe.batch.rows / recipe.epochs)
+        every = self.plan.interval(recipe.evaluation.every, trained) or self.steps
+        steps = math.ceil(self.steps / every) * self.held_out / recipe.batch.rows
+        return steps * self.times.training / passes(self.workload)
 
     @property
     def reference_seconds(self) -> float | None:
@@ -249,6 +266,7 @@ class Prediction:
                 "steps": self.steps,
                 "seconds": self.seconds,
                 "reference_seconds": self.reference_seconds,
+                "evaluation_seconds": self.evaluation_seconds,
                 "gpu_hours": self.gpu_hours,
                 "cost": self.cost,
             },
@@ -301,5 +319,6 @@ def predict(
         option.times,
         steps_of(plan, rows, row_tokens),
         None if plan.recipe.batch.packing else rows,
+        held_out_rows(plan.recipe, rows),
         tuple(stages),
     )

@@ -59,6 +59,16 @@ def known_row_tokens(recipe: Recipe) -> int | None:
     return max(1, round(total_bytes / lines / LETTERS))
 
 
+def held_out_rows(recipe: Recipe, rows: int | None) -> int | None:
+    """Rows of an evaluation, for `rows` training rows; None if they are not known."""
+    if recipe.eval_data:
+        return local_rows(dataclasses.replace(recipe, data=recipe.eval_data, eval_rows=None))
+    if isinstance(recipe.eval_rows, float):
+        share = recipe.eval_rows
+        return None if rows is None else round(rows * share / (1 - share))
+    return recipe.eval_rows
+
+
 def _lines(path: Path) -> int:
     with path.open("rb") as lines:
         return sum(1 for line in lines if line.strip())

@@ -235,10 +235,12 @@ def whole_run(prediction: Prediction) -> str:
         more = " and --row-tokens (their average length), to count packs" if packing else ""
         return f"whole run: unknown until the rows are counted; give --rows{more}"
     cost = f", {prediction.cost:,.2f} at the given price" if prediction.cost is not None else ""
-    before = prediction.reference_seconds
-    reference = f" ({duration(before)} of them for the reference)" if before is not None else ""
+    reference, evaluation = prediction.reference_seconds, prediction.evaluation_seconds
+    parts = [f"{duration(reference)} of them for the reference"] if reference is not None else []
+    parts += [f"{duration(evaluation)} of them for evaluation"] if evaluation is not None else []
+    besides = f" ({', '.join(parts)})" if parts else ""
     return (
-        f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}{reference}, "
+        f"whole run: {prediction.steps:,} steps, {duration(prediction.seconds)}{besides}, "
         f"{prediction.gpu_hours:,.1f} GPU-hours{cost}"
     )
 

@@ -85,15 +85,15 @@ class Gathered:
         return self.at_loss() + (self.workload.unit_bytes if self.gathers_head else 0.0)
 
     def entering(self) -> float:
-        """Weights gathered while those of the first layer are copied out of their buffer.
+        """Weights gathered while those of embedding or first layer are copied out of their buffer.
 
-        The buffer of the unit before is freed only afterwards: of the root unit, or of an embedding
-        of its own, which is itself freed after its forward pass.
+        The buffer of the unit before a layer is freed only afterwards: of the root unit, or of an
+        embedding of its own, which is itself freed after its forward pass.
         """
         workload = self.workload
         before = workload.outer_bytes if workload.root_unit else self.table
         stays = workload.root_unit or self.one_table or self.stays_gathered
-        return (1 + stays) * before + 2 * self.ahead
+        return before + max(before, stays * before + 2 * self.ahead)
 
     def forward(self) -> float:
         """Weights gathered during the forward pass of the last layer, which exists twice."""
