@@ -148,6 +148,11 @@ class LoRA(metaclass=Checked):
         return self.kind == "lora" and self.init_lora_weights in (True, "gaussian")
 
     @property
+    def reads_layers(self) -> bool:
+        """Whether an adapted layer reads weights of its modules, besides calling them."""
+        return self.kind != "lora" or self.use_dora
+
+    @property
     def scale_alpha(self) -> float:
         """`alpha`, or its default of 2r."""
         return 2.0 * self.r if self.alpha is None else self.alpha
