@@ -297,6 +297,8 @@ class Optim(metaclass=Checked):
     """Evaluate and publish a moving average of the weights, such as 0.999; null for the weights."""
 
     def __post_init__(self) -> None:
+        if self.schedule == "constant" and self.schedule_arguments:
+            raise ValueError("`schedule_arguments`: constant takes none; remove them")
         if not self.schedule_free:
             return
         if self.schedule != "constant":
