@@ -68,6 +68,7 @@ def of(schedule: str, **arguments: Any) -> dict[str, Any]:
     [
         ({"schedule": "cosine"}, [1, (2 + math.sqrt(2)) / 4, 0.5, 0]),
         ({"schedule": "cosine", "min_lr": 0.2}, [1, 0.2 + 0.2 * (2 + math.sqrt(2)), 0.6, 0.2]),
+        (of("cosine", num_cycles=1), [1, 0.5, 0, 1]),
         ({"schedule": "linear"}, [1, 0.75, 0.5, 0]),
         ({"schedule": "linear", "min_lr": 0.2}, [1, 0.8, 0.6, 0.2]),
         ({"schedule": "constant", "min_lr": 0.2}, [1, 1, 1, 1]),
@@ -81,6 +82,24 @@ def of(schedule: str, **arguments: Any) -> dict[str, Any]:
 def test_the_rate_at_the_quarters_of_a_run(optim: dict[str, Any], expected: list[float]) -> None:
     rates = [learning_rate(step, 40, Optim(warmup=0, **optim), 3.0) for step in (0, 10, 20, 40)]
     assert rates == pytest.approx([3 * each for each in expected], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("optim", "problem"),
+    [
+        (of("linear", num_cycles=2), "argument 'num_cycles'; it takes none"),
+        (of("polynomial", lr_end=1), "it takes lr_end, power"),
+    ],
+)
+def test_a_schedule_refuses_arguments_that_it_does_not_take(
+    optim: dict[str, Any], problem: str
+) -> None:
+    assert problems_of(learning_rate, 5, 6, Optim(**optim), 0.1)[0].endswith(problem)
+
+
+def test_a_constant_rate_takes_no_arguments() -> None:
+    with pytest.raises(ft.FinetuneError, match="constant takes none"):
+        Optim(**of("constant", num_cycles=2))
 
 
 @pytest.mark.parametrize("warmup", [0.1, 4])

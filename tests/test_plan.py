@@ -252,9 +252,9 @@ INT8 = Model("models/small", quantization="int8")
         (BASE.with_model(INT8).with_lora(), ("fsdp", "hsdp", "zero3"),
          "model.quantization: int8 weights cannot be sharded by zero3; use nf4, or a backend that "
          "keeps parameters unsharded (ddp, zero2)"),
-        (BASE.with_lora(use_dora=True), ("zero3",), "use fsdp_full_shard or zero2"),
+        (BASE.with_lora(trainable_token_indices=(7,)), ("zero3",), "use fsdp_full_shard or zero2"),
     ],
-    ids=["int8", "dora"],
+    ids=["int8", "rows"],
 )  # fmt: skip
 def test_what_shards_cannot_hold_is_refused_where_parameters_are_sharded(recipe, engines, told):
     cannot = {name for name in BACKENDS if refused(recipe, name)}

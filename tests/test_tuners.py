@@ -70,13 +70,14 @@ def test_a_tuner_trains_and_plain_peft_computes_its_loss(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2"])
-@pytest.mark.parametrize("kind", TUNERS)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", [*TUNERS, "dora"])
 def test_a_tuner_on_two_processes_is_that_of_one(
     kind: str, backend: str, tiny: Tiny, runs_of: Runs
 ):
-    given: dict[str, Any] = {"batch": {"micro_rows": 4}, "max_steps": 3}
-    recipes = {each: tiny.fields(adapter=section(each), **given) for each in TUNERS}
+    adapters = {each: section(each) for each in TUNERS} | {"dora": {"r": 4, "use_dora": True}}
+    given: dict[str, Any] = {"batch": {"micro_rows": 4}, "max_steps": 3, "evaluation": {"every": 3}}
+    recipes = {each: tiny.fields(adapter=adapter, **given) for each, adapter in adapters.items()}
     one, two = (runs_of(each, recipes)[kind] for each in ("single", backend))
     assert apart(one, two) < 1e-5
     assert apart(one, two, "eval") < 1e-5

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from finetune.backend.engine_options import ZERO_SHARDS
@@ -119,6 +120,9 @@ class DeepSpeed(Engine):
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         with without_values():
             super().wrap(model, optimizers)
+        adapter = self.plan.recipe.adapter
+        if self.plan.backend.shard == "params" and adapter is not None and adapter.reads_layers:
+            self._gather_with_layers()
         _restore_buffers(self.module, buffers)
 
     def _fit_buckets(self, model: nn.Module) -> None:
@@ -136,6 +140,17 @@ class DeepSpeed(Engine):
             width = model.config.get_text_config().hidden_size
             zero["stage3_prefetch_bucket_size"] = int(0.9 * width * width)
             zero["stage3_param_persistence_threshold"] = 10 * width  # norms stay gathered
+
+    def _gather_with_layers(self) -> None:
+        """Let ZeRO-3 gather all weights of an adapted layer for the layer, not for their module."""
+        import deepspeed
+
+        for layer in self.module.modules():
+            if isinstance(layer, BaseTunerLayer):
+                own = {id(each) for each in layer.parameters(recurse=False)}
+                for parameter in layer.parameters():
+                    if id(parameter) not in own:
+                        deepspeed.zero.register_external_parameter(layer, parameter)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Not `accelerator.backward`, which would also step the optimizer."""

@@ -189,10 +189,10 @@ def _warmup(job: Translation, usual: float) -> None:
 
 def _end_of_schedule(job: Translation) -> None:
     key = "lr_scheduler_kwargs"
-    if mapping(job.get(key)):
+    if mapping(job.get(key)) and job.fields["optim"]["schedule"] != "constant":
         job.move(key, "optim.schedule_arguments")
     else:
-        job.say(key, "not needed", "it is empty")
+        job.say(key, "not needed", "the schedule has none")
 
 
 WIDE = "with exact moments, which need 6 more bytes of a trained weight, divided over the processes"

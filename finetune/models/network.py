@@ -111,12 +111,14 @@ def pretrained(engine: Engine, recipe: Recipe, dtype: torch.dtype) -> PreTrained
     stored = prequantised.stored_kind(fields)
     dequantising = stored in prequantised.DEQUANTISED
     packed = stored is not None or model.quantization != "none"
-    # Decomposing base weights needs them unsharded, and so does the mean of a table.
+    # Decomposing base weights needs them unsharded; so do the mean of a table, and a copied layer.
+    adapter = recipe.adapter
     whole = (
         not plan.backend.zero_init
-        or adapters.reads_base(recipe.adapter)
+        or adapters.reads_base(adapter)
         or bool(model.add_tokens)
         or model.adapter is not None
+        or (adapter is not None and adapter.kind != "lora")
         or dequantising
     )
     # Weights that are converted to fp32 shard by shard need not be read in fp32.

@@ -245,11 +245,10 @@ def tuner(request: Request) -> Iterator[str]:
     adapter, backend = request.recipe.adapter, request.backend
     if adapter is None or adapter.kind == "lora":
         return
-    if backend.axes.any or request.gathers_by_module:
-        how = "divides layers" if backend.axes.any else "gathers weights for their own module only"
+    if backend.axes.any:
         yield (
             f"adapter.kind: {adapter.kind} reads complete weights of a layer, and {backend.name} "
-            f"{how}; use lora, ddp or fsdp_full_shard"
+            "divides layers; use lora, ddp or fsdp_full_shard"
         )
 
 

@@ -13,7 +13,7 @@ from finetune.planner.padding import against, leaks, padding
 from finetune.planner.prompt_sharing import against_sharing
 from finetune.planner.request import Request, Rule
 from finetune.planner.shapes.config_files import decoder_fields
-from finetune.recipe import Batch, Recipe
+from finetune.recipe import Batch, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 
@@ -248,19 +248,15 @@ def _reads_base(recipe: Recipe) -> bool:
     return isinstance(init, str) and init != "gaussian"
 
 
-def gathered_by_module(request: Request) -> Iterator[str]:
-    """adapter.use_dora, adapter.trainable_token_indices: ZeRO-3 gathers by module; use zero2."""
+def token_rows(request: Request) -> Iterator[str]:
+    """adapter.trainable_token_indices: ZeRO-3 gathers by module; use zero2 or fsdp_full_shard."""
     adapter = request.recipe.adapter
-    reading = adapter and {
-        "use_dora: DoRA reads complete base weights": adapter.use_dora,
-        "trainable_token_indices: PEFT reads complete embeddings": adapter.trainable_token_indices,
-    }
-    for reason, is_asked in (reading or {}).items():
-        if is_asked and request.gathers_by_module:
-            yield (
-                f"adapter.{reason} in the forward pass, but {request.backend.name} gathers them "
-                "only for their own module; use fsdp_full_shard or zero2"
-            )
+    if adapter is not None and adapter.trainable_token_indices and request.gathers_by_module:
+        yield (
+            "adapter.trainable_token_indices: PEFT reads complete embeddings in the forward pass, "
+            f"but {request.backend.name} gathers them only for their own module; use "
+            "fsdp_full_shard or zero2"
+        )
 
 
 def added_tokens(request: Request) -> Iterator[str]:
@@ -328,11 +324,12 @@ def rounded_on_disk(request: Request) -> Iterator[str]:
     # It (0.19) keeps the precision of the run only for weights that it partitions while loading.
     # Others are stored on disk in 16 bits on a machine without fp16.
     recipe, backend = request.recipe, request.backend
-    model, init = recipe.model, recipe.adapter.init_lora_weights if recipe.adapter else ""
+    model, adapter = recipe.model, recipe.adapter or LoRA()
     whole = {
         "model.config: a model from scratch": model.config is not None,
         f"model.quantization: a base in {model.quantization}": model.quantization != "none",
-        f"adapter.init_lora_weights: '{init}'": _reads_base(recipe),
+        f"adapter.init_lora_weights: '{adapter.init_lora_weights}'": _reads_base(recipe),
+        f"adapter.kind: a base of {adapter.kind}": adapter.kind != "lora",
     }
     for what, is_whole in whole.items():
         if is_whole and backend.device == "nvme":
@@ -375,7 +372,7 @@ OF_CONFIG: tuple[Rule, ...] = (*library_limits.RULES, mesh_rules.of_config)
 RULES: tuple[Rule, ...] = (
     completeness, *library_limits.RULES, of_data, second_heads, token_loss, noise, trained_weights,
     second_model, batch_rows, *LAYOUT, precision, quantization, patterns, initial_adapter,
-    gathered_by_module, added_tokens, attention, images, compiled_blocks, rounded_on_disk,
+    token_rows, added_tokens, attention, images, compiled_blocks, rounded_on_disk,
     *step_rules.RULES, processes, divided,
 )  # fmt: skip
 """Every rule. Those that only collect others have no field in their docstring."""

@@ -148,6 +148,11 @@ class LoRA(metaclass=Checked):
         return self.kind == "lora" and self.init_lora_weights in (True, "gaussian")
 
     @property
+    def reads_layers(self) -> bool:
+        """Whether an adapted layer reads weights of its modules, besides calling them."""
+        return self.kind != "lora" or self.use_dora
+
+    @property
     def scale_alpha(self) -> float:
         """`alpha`, or its default of 2r."""
         return 2.0 * self.r if self.alpha is None else self.alpha
@@ -292,6 +297,8 @@ class Optim(metaclass=Checked):
     """Evaluate and publish a moving average of the weights, such as 0.999; null for the weights."""
 
     def __post_init__(self) -> None:
+        if self.schedule == "constant" and self.schedule_arguments:
+            raise ValueError("`schedule_arguments`: constant takes none; remove them")
         if not self.schedule_free:
             return
         if self.schedule != "constant":

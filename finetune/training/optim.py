@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from finetune import extensions
 from finetune.distributed.adafactor import Adafactor
@@ -29,6 +30,10 @@ from finetune.version import install
 PLATEAU = "reduce_lr_on_plateau"
 """A schedule that depends on the losses of evaluations, by its name in transformers."""
 
+OF_SCHEDULES = "optimizer num_warmup_steps num_training_steps last_epoch"
+OF_OPTIMIZERS = "params lr betas eps weight_decay"
+"""Arguments that other fields of a recipe give."""
+
 Groups = list[dict[str, Any]]
 """Parameters, weight decay and share of the learning rate, as torch's optimizers take them."""
 
@@ -44,9 +49,10 @@ def learning_rate(step: int, steps: int, optim: Optim, peak: float) -> float:
     if optim.schedule in ("constant", PLATEAU):
         return peak
     done = (step - warmup) / max(1, steps - warmup)
-    if optim.schedule == "linear":
+    plain = "" if optim.schedule_arguments else optim.schedule
+    if plain == "linear":
         left = 1 - done
-    elif optim.schedule == "cosine":
+    elif plain == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
     else:
         arguments = json.dumps(optim.schedule_arguments)
@@ -95,8 +101,17 @@ def _of_transformers(
         (share,) = made.lr_lambdas
         share(warmup)
     except (TypeError, ValueError) as error:
-        raise FinetuneError(f"optim.schedule_arguments: {name}: {first_line(error)}") from None
+        known = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters
+        raise FinetuneError(
+            f"optim.schedule_arguments: {name}: {first_line(error)}; {_takes(known, OF_SCHEDULES)}"
+        ) from None
     return share
+
+
+def _takes(parameters: Iterable[str], ours: str) -> str:
+    """The arguments of a function that a recipe may give, without those that are given for it."""
+    names = [name for name in parameters if name not in ours.split()]
+    return f"it takes {', '.join(names)}" if names else "it takes none"
 
 
 def dimensions(parameter: nn.Parameter) -> int:
@@ -203,7 +218,10 @@ def _of_groups(groups: Groups, optim: Optim, peak: float) -> Any:
     try:
         made = kind(groups, **given)
     except (TypeError, ValueError) as error:
-        raise FinetuneError(f"optim.arguments: {optim.name}: {first_line(error)}") from None
+        known = _takes(taken, OF_OPTIMIZERS)
+        raise FinetuneError(
+            f"optim.arguments: {optim.name}: {first_line(error)}; {known}"
+        ) from None
     for each in (p for group in made.param_groups for p in group["params"]):
         if isinstance(made, AdamW8bit):
             made.width(each)  # refuses a cut inside of a block, before a step
