@@ -47,7 +47,7 @@ class Work:
             "method": method,
             "model": {"name": str(self.models[model])},
             "data": [self.sources[method_matrix.ROWS.get(method, "messages")]],
-            "batch": {"rows": 8, "micro_rows": 4, "max_length": 128, **batch},
+            "batch": {"rows": 8, "micro_rows": 2, "max_length": 128, **batch},
             "optim": {"lr": 1e-3, "warmup": 0},
             "data_checks": "report",
             "max_steps": 2,
