@@ -101,8 +101,10 @@ def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(tiny, tmp_path
 def test_an_adapter_that_peft_initialized_from_rows_goes_on(tiny, tmp_path, train, init):
     """The way that the refusal of `adapter.init_lora_weights` names."""
     base, tokenizer = plain(tiny.model), AutoTokenizer.from_pretrained(tiny.model)
-    ids = torch.arange(4 * 32).view(4, 32)
-    rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}] * 4
+    rows = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        for ids in torch.arange(8 * 32).view(8, 1, 32)
+    ]
     given = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "up_proj"]}
     config = LoraConfig(init_lora_weights=init, **given, **SETTINGS[init])
 

@@ -281,7 +281,7 @@ def _check_rows(
 
 
 def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:
-    """What the cadences of a recipe that are not given in steps come to, or reach beyond the run."""
+    """What cadences that are not given in steps come to, and which are longer than the run."""
     for field, given, steps in (
         ("evaluation.every", recipe.evaluation.every, inputs.evaluation_every),
         ("saving.every", recipe.saving.every, inputs.saving_every),
