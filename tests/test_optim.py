@@ -534,7 +534,7 @@ def test_a_group_with_a_rate_of_zero_stays(backend: str, run_of: Train, tiny: Ti
     assert same == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
-SHARDED: dict[str, dict[str, Any]] = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw_8bit": {"name": "adamw_8bit", "lr": 1e-2},
     "muon": {"name": "muon", "lr": 1e-2, "groups": [{"match": "down_proj", "lr": 3e-2}]},
     "lion": {"name": "lion", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
@@ -549,7 +549,7 @@ OFTEN = ("adamw_8bit", "muon")
 HALVES: dict[str, Any] = {"saving": {"every": 0.5, "keep": 3}, "evaluation": {"every": 0.5}}
 
 
-@pytest.mark.parametrize("name", slow_but(OFTEN, SHARDED))
+@pytest.mark.parametrize("name", slow_but(OFTEN, OPTIMIZERS))
 def test_an_optimizer_shards_and_resumes_on_one_process(
     name: str, tiny: Tiny, runs_of: Runs, tmp_path: Path
 ) -> None:
@@ -559,14 +559,14 @@ def test_an_optimizer_shards_and_resumes_on_one_process(
     """
     recipes = {
         each: tiny.fields(optim=optim, **HALVES)
-        for each, optim in SHARDED.items()
+        for each, optim in OPTIMIZERS.items()
         if (each in OFTEN) == (name in OFTEN)
     }
     one, two = (runs_of(each, recipes)[name] for each in ("single", "fsdp_full_shard"))
     goes_on(one, two, tmp_path)
 
 
-ELEMENTS = {name: SHARDED[name] for name in ("free", "average", "sgd")}
+ELEMENTS = {name: OPTIMIZERS[name] for name in ("free", "average", "sgd", "lion", "adamax")}
 
 
 @pytest.mark.slow
@@ -583,12 +583,16 @@ def test_any_state_of_elements_is_saved_by_every_engine(
     goes_on(one, several, tmp_path)
 
 
-ROWS = {"pp": ("adamw_8bit", "muon", "adafactor"), "tp": ("adamw_4bit", "adamw_8bit", "muon")}
+ROWS = {
+    "pp": ("adamw_8bit", "muon", "adafactor"),
+    "tp": ("adamw_4bit", "adamw_8bit", "muon"),
+    "ddp": ("adamw_4bit", "adamw_8bit", "muon", "adafactor"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "name"), [(key, name) for key in ROWS for name in ROWS[key]])
-def test_state_of_rows_is_saved_where_a_model_is_divided(
+def test_state_of_rows_is_saved_where_a_model_is_divided_or_copied(
     backend: str, name: str, tiny: Tiny, runs_of: Runs, tmp_path: Path
 ) -> None:
     """With rows that two processes divide into whole blocks."""

@@ -263,11 +263,18 @@ def test_what_shards_cannot_hold_is_refused_where_parameters_are_sharded(recipe,
     assert reason.endswith(told)
 
 
-@pytest.mark.parametrize("init", ["loftq", "eva", "corda", "pissa_niter_x"])
-def test_an_initialisation_that_needs_more_than_a_recipe_holds_is_refused(init):
-    assert refused(BASE.with_lora(init_lora_weights=init), "single") == [
-        f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not "
-        "contain; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
+@pytest.mark.parametrize("init", ["loftq", "eva", "corda", "lora_ga"])
+def test_an_initialisation_that_needs_more_than_a_recipe_holds_is_begun_with_peft(init):
+    (problem,) = refused(BASE.with_lora(init_lora_weights=init), "single")
+    assert problem.startswith(f"adapter.init_lora_weights: '{init}' ")
+    assert "and name its folder in model.adapter" in problem
+    assert ("in model.name" in problem) == (init != "eva")
+
+
+def test_an_unknown_initialisation_is_refused():
+    assert refused(BASE.with_lora(init_lora_weights="pissa_niter_x"), "single") == [
+        "adapter.init_lora_weights: 'pissa_niter_x' is unknown; use true, gaussian, pissa, "
+        "pissa_niter_16, olora or orthogonal"
     ]
 
 

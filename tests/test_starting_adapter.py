@@ -10,7 +10,10 @@ import pytest
 import torch
 from conftest import Tiny, Train, change_json, losses, problems_of, slow_but
 from conversations import ADDED, conversation_loss, plain, thinking
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
+from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.loraga import preprocess_loraga
 from safetensors.torch import load_file, save_file
 from tiny_run import trained_adapter
 from transformers import AutoTokenizer
@@ -61,6 +64,12 @@ def expected(tiny: Tiny, adapter: Path) -> float:
     return conversation_loss(model, tokenizer, [{"source": str(tiny.data)}])
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eva": {"eva_config": EvaConfig(rho=1.0)},
+    "corda": {"corda_config": CordaConfig(corda_method="kpm")},
+    "lora_ga": {"lora_ga_config": LoraGAConfig()},
+}
+"""Arguments of PEFT for initial values that are computed from rows."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}},
@@ -86,6 +95,42 @@ def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(tiny, tmp_path
     further = PeftModel.from_pretrained(plain(tiny.model), str(result)).eval()
     held_out = conversation_loss(further, tokenizer, [{"source": str(tiny.eval_data)}])
     assert abs(losses(run, "eval")[-1] - held_out) < CLOSE
+
+
+@pytest.mark.parametrize("init", ["eva", "corda", "lora_ga"])
+def test_an_adapter_that_peft_initialized_from_rows_goes_on(tiny, tmp_path, train, init):
+    """The way that the refusal of `adapter.init_lora_weights` names."""
+    base, tokenizer = plain(tiny.model), AutoTokenizer.from_pretrained(tiny.model)
+    rows = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        for ids in torch.arange(8 * 32).view(8, 1, 32)
+    ]
+    given = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "up_proj"]}
+    config = LoraConfig(init_lora_weights=init, **given, **SETTINGS[init])
+
+    def see_rows() -> None:
+        for row in rows:
+            loss = base(**row).loss
+            if init == "lora_ga":
+                loss.backward()
+
+    if init == "corda":
+        preprocess_corda(base, config, see_rows)
+    elif init == "lora_ga":
+        preprocess_loraga(base, config, see_rows)
+    model = get_peft_model(base, config)
+    if init == "eva":
+        initialize_lora_eva_weights(model, rows, show_progress_bar=False)
+    wanted = conversation_loss(model.eval(), tokenizer, [{"source": str(tiny.data)}])
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "adapter")
+    named = {"adapter": str(tmp_path / "adapter")}
+    if init != "eva":
+        model.unload().save_pretrained(tmp_path / "base")
+        tokenizer.save_pretrained(tmp_path / "base")
+        named["name"] = str(tmp_path / "base")
+    run = train("run", model=named)
+    assert abs(losses(run)[0] - wanted) < CLOSE
 
 
 def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny, tmp_path, train):

@@ -107,6 +107,14 @@ def test_a_loss_that_stays_high_stops_the_run_and_leaves_its_checkpoints(train, 
     assert len(losses(train("whole", optim={"max_loss": 50, "max_loss_steps": 1}, **every))) == 8
 
 
+def test_a_cadence_beyond_the_run_is_said_and_its_end_is_saved(train, capsys):
+    run = train(saving={"every": 500}, evaluation={"every": 7}, max_steps=3)
+    said = capsys.readouterr().out
+    assert "saving.every: 500 is more than the 3 steps: only at the end" in said
+    assert "evaluation.every: 7 is more than the 3 steps: only at the end" in said
+    assert (run.steps(), len(losses(run, "eval"))) == ([3], 1)
+
+
 def test_the_schedule_counts_optimizer_steps_of_the_job():
     optim = ft.Optim(schedule="linear", warmup=2, min_lr=0.1)
     rates = [learning_rate(step, 10, optim, 1.0) for step in range(11)]

@@ -16,6 +16,13 @@ from finetune.planner.shapes.config_files import decoder_fields
 from finetune.recipe import Batch, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
+INIT_OF_DATA = {
+    "eva": "decomposes activations of rows, which differ on other devices when a run resumes",
+    "corda": "scales by activations of rows, which differ on other devices when a run resumes",
+    "lora_ga": "decomposes gradients of rows, which differ on other devices when a run resumes",
+    "loftq": "replaces the base by another one, which would have to be saved with each result",
+}
+"""Initial values of PEFT that are computed from more than a recipe and its base."""
 
 
 def incompatibilities(request: Request) -> list[str]:
@@ -229,12 +236,19 @@ def patterns(request: Request) -> Iterator[str]:
 
 
 def initial_adapter(request: Request) -> Iterator[str]:
-    """adapter.init_lora_weights: needs data, or unpacked weights; use true or quantization=none."""
+    """adapter.init_lora_weights: computed from data, or unknown; initialize with PEFT first."""
     init = request.recipe.adapter.init_lora_weights if request.recipe.adapter else True
-    if isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):
+    if init in INIT_OF_DATA:
+        base = "" if init == "eva" else ", and the base as it changed it in model.name"
         yield (
-            f"adapter.init_lora_weights: '{init}' needs data or settings that a recipe does not "
-            "contain; use true, gaussian, pissa, pissa_niter_16, olora or orthogonal"
+            f"adapter.init_lora_weights: '{init}' {INIT_OF_DATA[init]}; initialize the adapter "
+            "with PEFT, save it with init_lora_weights=True and name its folder in model.adapter"
+            f"{base}; or use true"
+        )
+    elif isinstance(init, str) and not RECOMPUTED_INIT.fullmatch(init):
+        yield (
+            f"adapter.init_lora_weights: '{init}' is unknown; use true, gaussian, pissa, "
+            "pissa_niter_16, olora or orthogonal"
         )
     if _reads_base(request.recipe) and request.recipe.saving.average > 1:
         yield f"saving.average: '{init}' is published as a difference; use saving.average=1"

@@ -281,13 +281,15 @@ def _check_rows(
 
 
 def _cadences(recipe: Recipe, inputs: Inputs) -> Iterator[str]:
-    """What the cadences of a recipe that are not given in steps come to."""
+    """What cadences that are not given in steps come to, and which are longer than the run."""
     for field, given, steps in (
         ("evaluation.every", recipe.evaluation.every, inputs.evaluation_every),
         ("saving.every", recipe.saving.every, inputs.saving_every),
     ):
         if given != steps:
             yield f"{field}: {given} is every {steps} of {inputs.steps} steps"
+        elif steps is not None and steps > inputs.steps:
+            yield f"{field}: {given} is more than the {inputs.steps} steps: only at the end"
 
 
 def _prepare_on_ranks(engine: Engine, recipe: Recipe, chat: Chat) -> Prepared:
