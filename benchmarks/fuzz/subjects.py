@@ -25,8 +25,9 @@ from finetune.checkpoints.base_weights import fingerprint
 from finetune.checks import request
 from finetune.cli import main as cli
 from finetune.data.chat.render import load_chat
+from finetune.data.fingerprint import fingerprint as key_of
+from finetune.data.fingerprint import source_keys
 from finetune.data.prepare import COUNTS, prepare
-from finetune.data.prepare import fingerprint as key_of
 from finetune.data.read.sources import find_sources
 from finetune.errors import FinetuneError
 from finetune.evaluation.questions import of_source
@@ -371,7 +372,8 @@ def _prepared(home: Path) -> list[Path]:
     chat = load_chat(load_tokenizer(recipe), None)
     folder = prepare(recipe, chat, home / "prepared").folder
     sources, evaluated = find_sources(recipe)
-    assert folder.name == key_of(recipe, chat, [*sources, *evaluated])
+    both = [*sources, *evaluated]
+    assert folder.name == key_of(recipe, both, source_keys(recipe, chat, both))
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 

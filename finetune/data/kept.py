@@ -135,7 +135,7 @@ def find_kept(cache: Path, keys: list[str]) -> dict[str, Kept]:
     found: dict[str, Kept] = {}
     for listed in sorted(cache.glob(f"[!.]*/{SECTIONS}")):
         folder, first, bad, here = listed.parent, 0, 0, dict[str, Any]()
-        with contextlib.suppress(OSError, ValueError, FinetuneError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, FinetuneError):
             for about in json.loads(listed.read_text(encoding="utf-8")):
                 if about["key"] in keys and about["key"] not in found:
                     here[about["key"]] = about, first, bad
