@@ -45,7 +45,8 @@ LAUNCH_SECONDS = 900
 
 
 LONG = (
-    "test_slurm", "test_notebook", "test_backends", "test_method_backends", "test_hosts",
+    "test_slurm", "test_notebook", "test_two_hosts", "test_method_backends", "test_hosts",
+    "test_backends", "test_image_families", "test_store",
     "test_prover", "test_benchmarks", "test_fault_table", "test_optim", "test_documents",
     "test_prepare", "test_division", "test_doctor", "test_image_training", "test_tuners",
     "test_faults", "test_damage", "test_verifier", "test_board", "test_divided_experts",
