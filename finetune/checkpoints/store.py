@@ -355,7 +355,8 @@ class Store:
         self.holder = {"process": os.getpid(), "host": socket.gethostname()}
         self.holder |= {"token": secrets.token_hex(8)}
         self.beats = 0
-        if not self.write(LOCK, self._lock(), new=True):
+        # An answer that is lost on the way is asked for again, and says that the lock is there.
+        if not (self.write(LOCK, self._lock(), new=True) or self.is_mine()):
             self._take_over()
         try:
             yield
