@@ -260,9 +260,8 @@ class Store:
 
     def _push(self, file: Path, name: str | None = None) -> None:
         name = name or file.relative_to(self.local.root).as_posix()
-        with asking(
-            self.address, f"{name} cannot be written"
-        ):  # or was removed for a newer checkpoint
+        # A file that was removed for a newer checkpoint cannot be written either.
+        with asking(self.address, f"{name} cannot be written"):
             about = file.stat()
             now = about.st_size, about.st_mtime_ns
             if self._copied.get(name) == now:

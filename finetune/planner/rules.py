@@ -17,9 +17,9 @@ from finetune.recipe import Batch, LoRA, Recipe
 
 RECOMPUTED_INIT = re.compile(r"pissa(_niter_\d+)?|olora|orthogonal|gaussian")
 INIT_OF_DATA = {
-    "eva": "decomposes activations of rows, which differ on other devices when a run resumes",
-    "corda": "scales by activations of rows, which differ on other devices when a run resumes",
-    "lora_ga": "decomposes gradients of rows, which differ on other devices when a run resumes",
+    "eva": "decomposes activations of rows, which are not computed before a training",
+    "corda": "scales by activations of rows, which are not computed before a training",
+    "lora_ga": "decomposes gradients of rows, which are not computed before a training",
     "loftq": "replaces the base by another one, which would have to be saved with each result",
 }
 """Initial values of PEFT that are computed from more than a recipe and its base."""
