@@ -40,7 +40,7 @@ from finetune.models.model import load_tokenizer
 from finetune.planner.estimate.workload import adam_moments
 from finetune.recipe import Optim
 from finetune.runs.run import Run
-from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit, values_of
+from finetune.training.narrow_adamw import AdamW4bit, AdamW8bit, table_of
 from finetune.training.optim import Lion, build, check, group_notes, groups_of, learning_rate
 from finetune.training.run_options import Options
 from finetune.training.schedule_free import ScheduleFreeAdamW
@@ -336,8 +336,20 @@ def test_the_maps_are_those_of_bitsandbytes() -> None:
     from bitsandbytes.functional import create_dynamic_map
 
     for signed in (True, False):
-        values, _ = values_of(signed, 7, torch.device("cpu"))
+        values = table_of(signed, 7, torch.device("cpu")).values
         assert torch.equal(values, create_dynamic_map(signed=signed))
+
+
+@pytest.mark.parametrize("kind", [*AdamW8bit.maps.values(), *AdamW4bit.maps.values()])
+def test_a_code_is_that_of_the_nearest_value(kind) -> None:
+    table = table_of(*kind, torch.device("cpu"))
+    middles = (table.values[1:] + table.values[:-1]) / 2
+    if kind == (False, 7):
+        middles[0] = -1  # a second moment is never rounded to 0
+    one = torch.tensor(1.0)
+    near = [middles, middles.nextafter(one), middles.nextafter(-one), table.values, one[None]]
+    shares = torch.cat([*near, torch.linspace(-1 if kind[0] else 0, 1, 2**18)]).clamp(-1, 1)
+    assert torch.equal(table.encode(shares).int(), torch.bucketize(shares, middles).int())
 
 
 def steps_of(rule: Any, start: torch.Tensor, cut: int = 1, **given: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ depend on the number of processes, bit for bit, which the blocks of bitsandbytes
 
 import functools
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -22,15 +22,34 @@ SMALLEST = 4096
 """Elements of the smallest tensor that is stored in codes, as in bitsandbytes."""
 NARROWEST = 16
 """Elements of the smallest block: with a smaller one, scales would weigh as much as codes."""
-CHUNK = 2**21
-"""Elements updated at once, so that the fp32 copies of a chunk are small next to a model."""
+CHUNKS = {"cpu": 2**18, "cuda": 2**21}
+"""Elements updated at once: copies that fit the cache of a CPU, or are small next to a model."""
 TINY = 1e-30
 """Smallest divisor, for blocks of zeros."""
 
 Map = tuple[bool, int]
-"""Whether the values of a map have a sign, and how many powers of ten it has: `values_of`."""
-Table = tuple[torch.Tensor, torch.Tensor]
-"""The values of a map on a device, and the middles between them."""
+"""Whether the values of a map have a sign, and how many powers of ten it has: `table_of`."""
+
+
+class Table(NamedTuple):
+    """A map on a device, and what finds the code of a number by the upper half of its bits.
+
+    Numbers in [-1, 1] with the same upper half lie closer together than middles of values do, so at
+    most one middle is among them: a code is that of the smallest of them, plus 1 above the middle.
+    """
+
+    values: torch.Tensor
+    """The sorted values, 256 or 16."""
+    codes: torch.Tensor
+    """The code of the smallest number with each upper half, (65536,); negative halves first."""
+    middles: torch.Tensor
+    """The next middle above that number, (65536,)."""
+
+    def encode(self, shares: torch.Tensor) -> torch.Tensor:
+        """Codes of the nearest values of fp32 numbers in [-1, 1]; a middle has the lower one."""
+        half = (shares.view(torch.int32) >> 16).add_(2**15).flatten()
+        above = shares.flatten() > self.middles.index_select(0, half)
+        return self.codes.index_select(0, half).add_(above).view(shares.shape)
 
 
 class AdamW8bit(AdamW):
@@ -60,11 +79,11 @@ class AdamW8bit(AdamW):
         state["step"] += 1
         width, device = self.width(parameter) or 1, parameter.device
         if device not in self.tables:
-            self.tables[device] = {key: values_of(*kind, device) for key, kind in self.maps.items()}
+            self.tables[device] = {key: table_of(*kind, device) for key, kind in self.maps.items()}
         tables = self.tables[device]
         weights = local(parameter.data).view(-1, width)
         gradient = local_gradient(parameter).reshape(-1, width)
-        rows = max(1, CHUNK // width)
+        rows = max(1, CHUNKS.get(device.type, CHUNKS["cuda"]) // width)
         for start in range(0, len(weights), rows):
             part = slice(start, start + rows)
             moments = [_Moment(state, key, table, width, part) for key, table in tables.items()]
@@ -91,7 +110,7 @@ class AdamW8bit(AdamW):
             if values.dtype == torch.uint8:
                 scale = state[f"absmax{number}"].repeat_interleave(256)[: len(values)]
                 values = state[f"qmap{number}"][values.int()] * scale
-            moment = _Moment(found, key, values_of(*kind, values.device), width, slice(None))
+            moment = _Moment(found, key, table_of(*kind, values.device), width, slice(None))
             if moment.scale is None:
                 moment.stored.copy_(values.view(-1, width))
             moment.write(values.view(-1, width))
@@ -150,8 +169,8 @@ class _Moment:
     ) -> None:
         stored, scale = local(state[key]), state.get(f"{key}_scale")
         self.scale = None if scale is None else local(scale).view(-1, 1)[part]
-        self.values, self.middles = table
-        self.packed = scale is not None and len(self.values) == 16
+        self.table = table
+        self.packed = scale is not None and len(table.values) == 16
         self.stored = stored.view(-1, width // 2 if self.packed else width)[part]
 
     def read(self) -> torch.Tensor:
@@ -160,14 +179,14 @@ class _Moment:
         codes = self.stored
         if self.packed:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-        return self.values.index_select(0, codes.flatten().int()).view(codes.shape).mul_(self.scale)
+        values = self.table.values.index_select(0, codes.flatten().int())
+        return values.view(codes.shape).mul_(self.scale)
 
     def write(self, moment: torch.Tensor) -> None:
         if self.scale is None:
             return  # read() gave the stored values themselves
         torch.amax(moment.abs(), dim=1, keepdim=True, out=self.scale)
-        shares = moment / self.scale.clamp_min(TINY)
-        codes = torch.bucketize(shares, self.middles, out_int32=True).byte()
+        codes = self.table.encode(moment / self.scale.clamp_min(TINY))
         self.stored.copy_(codes[:, ::2] | codes[:, 1::2] << 4 if self.packed else codes)
 
 
@@ -193,8 +212,8 @@ def _adamw(
         moment.write(values)
 
 
-def values_of(signed: bool, exponents: int, device: torch.device) -> Table:
-    """The sorted values of a map in [-1, 1], and the middles between neighbours.
+def table_of(signed: bool, exponents: int, device: torch.device) -> Table:
+    """A map of sorted values in [-1, 1].
 
     The dynamic map (arXiv:1511.04561) has for each power of ten from 10^(1 - exponents) to 1 twice
     as many values as for the one below, which are the middles of equal parts of (0.1, 1), and 0
@@ -213,4 +232,8 @@ def values_of(signed: bool, exponents: int, device: torch.device) -> Table:
     middles = (values[1:] + values[:-1]) / 2
     if not signed and exponents:
         middles[0] = -1
-    return values.to(device), middles.to(device)
+    half = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    smallest = torch.where(half < 0, half | 0xFFFF, half).view(torch.float32).nan_to_num()
+    codes = torch.bucketize(smallest, middles)
+    middles = torch.cat((middles, torch.tensor([torch.inf])))[codes]
+    return Table(values.to(device), codes.byte().to(device), middles.to(device))
