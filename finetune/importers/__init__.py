@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from finetune import catalog
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.importers import (
     axolotl,
     command_line,
@@ -47,10 +47,11 @@ def import_recipe(
     count = processes or (started if isinstance(started, int) else 1)
     job = Translation({k: v for k, v in source.items() if v is not None}, count)
     try:
-        translate(job, folder)
+        with reading(f"a value is not what {toolkit} takes"):
+            translate(job, folder)
+            job.finish()
     except FinetuneError as error:
         raise FinetuneError(*(f"{where}: {problem}" for problem in error.problems)) from None
-    job.finish()
     fields = {"method": "sft", **job.fields}
     return catalog.from_fields(fields, where), job, toolkit
 

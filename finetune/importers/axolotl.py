@@ -105,7 +105,7 @@ def translate(job: Translation, folder: Path) -> None:
     job.move("sequence_len", "batch.max_length")
     _overlong(job)
     micro, total = job.get("micro_batch_size", 1), job.get("batch_size")
-    if "gradient_accumulation_steps" not in job.source and isinstance(total, int):
+    if "gradient_accumulation_steps" not in job.source and total is not None:
         job.source["gradient_accumulation_steps"] = total // micro
     job.say("batch_size", "translated", "batch.rows, with micro_batch_size and accumulation")
     trainer.batch(job, "micro_batch_size", 1)
@@ -121,8 +121,7 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.precision(job)
     trainer.checkpointing(job)
     if job.get("dataset_exact_deduplication"):
-        job.set("duplicates", "drop")
-    job.say("dataset_exact_deduplication", "translated", "duplicates")
+        job.put("duplicates", "drop", "dataset_exact_deduplication")
     outcome = "differs" if job.get("streaming") else "not needed"
     job.say("streaming", outcome, "rows are prepared before training; or stream=true in a source")
     _trackers(job)
@@ -135,8 +134,7 @@ def translate(job: Translation, folder: Path) -> None:
 def _method(job: Translation) -> None:
     known = ", ".join(preference_methods.AXOLOTL)
     if job.get("reward_model"):
-        job.set("method", "reward")
-        job.say("reward_model", "translated", "method=reward")
+        job.put("method", "reward", "reward_model")
         job.say("num_labels", "not needed", "a reward is one number")
     for key in ("rl", "process_reward_model"):
         name = text(job.get(key)).lower()
@@ -180,10 +178,8 @@ def _model(job: Translation) -> None:
     job.say("model_type", *(("not needed", read) if causal else ("differs", used)))
     for key, attention in ATTENTION.items():
         if job.get(key):
-            job.set("model.attention", attention)
-            job.say(key, "translated", f"model.attention={attention}")
-        else:
-            job.say(key, "not needed", "it is off")
+            job.put("model.attention", attention, key)
+    job.say_off(" ".join(ATTENTION))
     for key in ("attn_implementation", "attn_impl"):
         if key in job.source:
             trainer.attention(job, key)
@@ -198,14 +194,9 @@ def _config(job: Translation) -> None:
     factor = given.get("router_aux_loss_coef")
     if given.keys() <= {"output_router_logits", "router_aux_loss_coef"}:
         if given.get("output_router_logits") is False:
-            job.set("model.router_aux_loss", "none")
-            job.say(key, "translated", "model.router_aux_loss=none")
-        elif given.get("output_router_logits") and factor is not None:
-            job.set("model.router_aux_loss", factor)
-            job.say(key, "translated", f"model.router_aux_loss={factor}")
+            job.put("model.router_aux_loss", "none", key)
         elif given.get("output_router_logits"):
-            job.set("model.router_aux_loss", "on")
-            job.say(key, "translated", "model.router_aux_loss=on")
+            job.put("model.router_aux_loss", "on" if factor is None else factor, key)
     if job.get("reinit_weights"):
         named = SFT(Model(text(job.get("base_model"))))
         if config := model_fields(named):
@@ -216,8 +207,8 @@ def _config(job: Translation) -> None:
             job.say("reinit_weights", "no counterpart", reason)
     dequantised = mapping(job.get("model_quantization_config_kwargs")).get("dequantize")
     if job.get("model_quantization_config") in DEQUANTISED and dequantised:
-        for each in ("model_quantization_config", "model_quantization_config_kwargs"):
-            job.say(each, "translated", "such weights are read as bf16")
+        keys = "model_quantization_config model_quantization_config_kwargs"
+        job.say(keys, "translated", "such weights are read as bf16")
     quantised = mapping(job.get("bnb_config_kwargs"))
     if quantised and all(SAME_NF4.get(name) == value for name, value in quantised.items()):
         job.say("bnb_config_kwargs", "translated", "NF4 with double quantization")
@@ -231,45 +222,37 @@ def _adapter(job: Translation) -> None:
     adapter = job.get("adapter")
     in_4bit = job.get("load_in_4bit") or adapter == "qlora"
     quantization = "nf4" if in_4bit else "int8" if job.get("load_in_8bit") else "none"
-    job.set("model.quantization", quantization)
-    for key in ("load_in_4bit", "load_in_8bit"):
-        job.say(key, "translated", f"model.quantization={quantization}")
+    job.put("model.quantization", quantization, "load_in_4bit load_in_8bit")
     if adapter is None:
-        for key in job.source:
-            if key.startswith(("lora_", "peft_")):
-                job.say(key, "not needed", "no adapter: all weights are trained")
-        job.set("adapter", None)
+        job.no_adapter("lora_", "peft_")
         return
     job.say("adapter", "translated", f"adapter, model.quantization={quantization}")
     job.set("adapter.r", 8)
     job.move_all(ADAPTER)
     if job.get("lora_target_linear"):
-        job.set("adapter.targets", "all-linear")
-        job.say("lora_target_linear", "translated", "adapter.targets=all-linear")
+        job.put("adapter.targets", "all-linear", "lora_target_linear")
         reason = "adapter.targets=all-linear includes these names if they are linear layers"
         job.say("lora_target_modules", "differs", reason)
     else:
-        job.say("lora_target_linear", "not needed", "it is off")
+        job.say_off("lora_target_linear")
         job.move("lora_target_modules", "adapter.targets")
     job.move("lora_model_dir", "model.adapter", text)
     job.move("peft_layers_to_transform", "adapter.layers_to_transform", listed)
 
 
 def _overlong(job: Translation) -> None:
-    word = text(job.get("excess_length_strategy", "drop"))
-    job.set("batch.overlong", OVERLONG.get(word, "drop"))
-    if word in OVERLONG:
-        job.say("excess_length_strategy", "translated", f"batch.overlong={OVERLONG[word]}")
-    if "excess_length_strategy" not in job.source:
-        job.assumed.append("batch.overlong=drop: the other toolkit's default")
+    key = "excess_length_strategy"
+    if key not in job.source:
+        job.assume("batch.overlong", "drop")
+    elif (word := text(job.source[key])) in OVERLONG:
+        job.put("batch.overlong", OVERLONG[word], key)
 
 
 def _template(job: Translation) -> None:
     key = "chat_template"
     name = text(job.get(key, "tokenizer_default"))
     if name in ("chatml", "tokenizer_default"):
-        job.set("model.chat_template", None if name == "tokenizer_default" else name)
-        job.say(key, "translated", f"model.chat_template={'null' if name != 'chatml' else name}")
+        job.put("model.chat_template", None if name == "tokenizer_default" else name, key)
     else:
         reason = f"{name}: the tokenizer's own template; or name a file in model.chat_template"
         job.say(key, "differs", reason)
@@ -323,8 +306,7 @@ def _trackers(job: Translation) -> None:
         for name, start in keys.items()
         if any(key.startswith(start) and value for key, value in job.source.items())
     ]
-    job.set("trackers", found)
-    for key in ("use_tensorboard", "wandb_project"):
-        job.say(key, "translated", f"trackers={found}")
-    job.refuse_flag("gptq", "weights in GPTQ are frozen: name a model that is not quantized")
+    job.put("trackers", found, "use_tensorboard wandb_project")
+    reason = "weights in GPTQ are frozen: name a model that is not quantized"
+    job.refuse_flags({reason: "gptq"})
     job.say("use_comet", "not needed", "trackers are tensorboard, wandb, mlflow and trackio")

@@ -13,7 +13,7 @@ PROGRAMS = ("trl", "swift")
 """Programs whose second word is the method."""
 OTHERS = ("export", "infer", "rollout", "deploy", "eval", "app", "sample", "env", "vllm-serve")
 """Second words that do not train."""
-COMMAND, PROGRAM = "the command", "the program"
+COMMAND, PROGRAM = "<command>", "<program>"
 """Keys of what was run, beside its options."""
 
 
