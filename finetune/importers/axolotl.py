@@ -34,58 +34,6 @@ ADAPTER = {
     "peft_use_rslora": "adapter.use_rslora", "peft_init_lora_weights": "adapter.init_lora_weights",
 }  # fmt: skip
 """Fields with the same meaning, of an adapter."""
-NOT_NEEDED = {
-    "axolotl does not read it": "base_model_ignore_patterns eta_min full_finetune test_value",
-    "read from the tokenizer's files": "tokenizer_type tokenizer_legacy",
-    "the fast tokenizer is used": "tokenizer_use_fast",
-    "read from config.json":
-        "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
-        "is_falcon_derived_model cls_model_config",
-    "prepared rows are cached by their content": "dataset_prepared_path",
-    "the number of processes is chosen automatically": "dataset_processes dataset_num_proc",
-    "rows are memory-mapped": "dataset_keep_in_memory",
-    "padding does not affect training": "pad_to_sequence_len",
-    "evaluation uses the same batch layout as training": "eval_sample_packing",
-    "packs are counted, not estimated": "sample_packing_eff_est",
-    "rows are always shuffled": "shuffle_merged_datasets",
-    "all rows are packed together": "sample_packing_group_size",
-    "a pack has no limit of documents": "sample_packing_bin_size",
-    "packs are of all rows, and their documents do not attend to each other":
-        "streaming_multipack_buffer_size pretrain_multipack_attn",
-    "tokens are counted": "total_num_tokens",
-    "batch.padding_free=auto concatenates rows": "batch_flattening",
-    "PEFT sets it for each layer": "lora_fan_in_fan_out",
-    "`finetune export --merge` merges on the CPU": "lora_on_cpu",
-    "kernels.norm=fused": "flash_attn_rms_norm",
-    "kernels.activation=fused": "flash_attn_fuse_mlp",
-    "the backend places the model": "device_map max_memory",
-    "kernels.pointwise=auto compiles where it is faster; kernels.blocks=compiled compiles complete "
-    "blocks": "torch_compile",
-    "kernels.pointwise=auto compiles where it is faster":
-        "torch_compile_backend torch_compile_mode",
-    "see `finetune inspect`": "debug",
-    "the end of a turn is that of the chat template, and is trained": "eot_tokens",
-    "fused kernels are on (kernels)":
-        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel use_kernels liger_rope liger_rms_norm "
-        "liger_layer_norm liger_glu_activation liger_rms_norm_gated",
-    "kernels.head=chunked never materializes all logits":
-        "flash_attn_cross_entropy cut_cross_entropy liger_fused_linear_cross_entropy "
-        "liger_cross_entropy",
-    "rows of the embedding are added for added tokens only": "resize_token_embeddings_to_32x",
-    "weights are read from mapped files": "low_cpu_mem_usage",
-    "the hub's own login is used": "hf_use_auth_token",
-    "blocks of attention are compiled by PyTorch's own setting": "flex_attn_compile_kwargs",
-    "weights are loaded to where the backend needs them": "experimental_skip_move_to_device",
-    "experts run as grouped products": "experts_implementation use_scattermoe use_sonicmoe",
-    "every key is always checked": "strict",
-    "kernels of the same computation are chosen by kernels":
-        "fused_attn_kernel tiled_mlp flash_optimum gemma4_hybrid_attn_impl",
-    "evaluations report the loss; see evaluation.metrics and `finetune eval`":
-        "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens",
-    "`finetune launch` starts the processes": "use_ray",
-    "loss, memory and speed are recorded in metrics.jsonl":
-        "use_otel_metrics otel_metrics_host otel_metrics_port",
-}  # fmt: skip
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -127,7 +75,6 @@ def translate(job: Translation, folder: Path) -> None:
     _trackers(job)
     _plugins(job)
     _special_tokens(job)
-    job.say_all("not needed", NOT_NEEDED)
     trainer.the_rest(job)
 
 

@@ -21,31 +21,6 @@ ADAPTER = {
     "use_dora": "adapter.use_dora", "use_rslora": "adapter.use_rslora",
 }  # fmt: skip
 """Fields with the same meaning, of an adapter."""
-NOT_NEEDED = {
-    "use `finetune train`": "do_train",
-    "set by eval_data or eval_rows": "do_eval",
-    "see `finetune eval`": "do_predict predict_with_generate",
-    "kernels of the same computation are chosen by kernels":
-        "use_v1_kernels bias_activation_fusion apply_rope_fusion moe_grouped_gemm",
-    "the backend divides and communicates":
-        "use_distributed_optimizer overlap_param_gather overlap_grad_reduce "
-        "moe_token_dispatcher_type sequence_parallel",
-    "the hub of Hugging Face has the same files": "use_modelscope_hub use_openmind_hub",
-    "HF_HOME sets where files of the hub are cached": "cache_dir",
-    "prepared rows are cached by their content": "overwrite_cache tokenized_path",
-    "rows are prepared in parallel": "preprocessing_batch_size",
-    "the number of processes is chosen automatically": "preprocessing_num_workers",
-    "the fast tokenizer is used": "use_fast_tokenizer",
-    "the backend places the model": "low_cpu_mem_usage",
-    "padding is never trained": "ignore_pad_token_for_loss",
-    "the loss is computed over all evaluation rows": "eval_on_each_dataset",
-    "fused kernels are on (kernels)": "enable_liger_kernel",
-    "model.activation_checkpointing=offload keeps inputs in host memory": "use_unsloth_gc",
-    "see `finetune inspect`": "print_param_status",
-    "data sets never run code": "trust_remote_code_dataset",
-
-    "training writes final/, which transformers loads": "export_hf_on_finish",
-}  # fmt: skip
 NOT_NEEDED_IF_OFF = {
     "models are loaded with transformers": "use_unsloth",
     "for the available optimizers, see optim.name": "use_galore use_apollo use_badam",
@@ -89,7 +64,6 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.precision(job)
     _checkpointing(job)
     trainer.trackers(job)
-    job.say_all("not needed", NOT_NEEDED)
     job.refuse_flags(NOT_NEEDED_IF_OFF)
     trainer.the_rest(job)
 

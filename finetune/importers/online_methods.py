@@ -27,14 +27,6 @@ TOLD = {
     "mask_truncated_completions": "overlong_filter",
     "max_resample_times": "dynamic_sample max_resample_times",
 }
-NOT_NEEDED = {
-    "answers are sampled by the model that is trained; vllm_server_base_url names a `vllm serve`":
-        "use_vllm move_model_batches sleep_level offload_model offload_optimizer gc_collect_after"
-        "_offload ds3_gather_for_generation",
-    "completions.jsonl has samples":
-        "log_completions num_completions_to_print log_unique_prompts log_entropy",
-    "rows are always shuffled": "shuffle_dataset",
-}  # fmt: skip
 
 
 def translate(job: Translation, method: str, usual: Mapping[str, Any]) -> None:
@@ -67,9 +59,6 @@ def translate(job: Translation, method: str, usual: Mapping[str, Any]) -> None:
         job.set("max_resample_times", job.get("max_resample_times", 3))
     job.say_all("translated", TOLD)
     _rewards(job)
-    own = [key for key in job.source if key.startswith("vllm_")]
-    job.say(own, "not needed", next(iter(NOT_NEEDED)))
-    job.say_all("not needed", NOT_NEEDED)
 
 
 def _loss(job: Translation, usual: Mapping[str, Any]) -> None:

@@ -49,10 +49,6 @@ REFUSED = {
     "logits are computed where they are needed": "dpo_use_logits_to_keep",
     "reference=start is the model before training": "ref_model ref_model_adapters",
 }
-NOT_NEEDED = {
-    "log-probabilities of the reference are computed once, before the first step":
-        "precompute_ref_log_probs ref_model_quantization_bit",
-}  # fmt: skip
 
 PAIR_TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "ultra": ("preference", {}),
@@ -108,7 +104,6 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
     if "orpo_alpha" in job.source:
         job.say("rl_beta", "not needed", "orpo_alpha replaces it")
     job.refuse_flags(REFUSED)
-    job.say_all("not needed", NOT_NEEDED)
 
 
 def losses_of_dpo(job: Translation) -> None:

@@ -38,21 +38,6 @@ ADAPTER = {
     "target_modules": ("targets", "all-linear"), "modules_to_save": ("modules_to_save", []),
     "use_rslora": ("use_rslora", False), "use_dora": ("use_dora", False),
 }  # fmt: skip
-NOT_NEEDED = {
-    "prepared rows are cached by their content": "load_from_cache_file",
-    "rows are prepared once, in parallel": "dataset_num_proc lazy_tokenize",
-    "kernels of the same computation are chosen by kernels":
-        "use_liger_kernel experts_impl padding_free tuner_backend",
-    "the launcher starts the processes": "num_processes ddp_backend",
-    "its names are those of swift/self-cognition, which is not among the data":
-        "model_author model_name",
-    "see `finetune eval`":
-        "predict_with_generate eval_use_evalscope eval_dataset eval_dataset_args eval_limit",
-    "logits are computed where they are trained": "use_logits_to_keep",
-    "the hub of Hugging Face is used": "use_hf",
-    "answers are sampled by `finetune eval`": "max_new_tokens temperature top_p top_k",
-    "config.json has it": "model_type task_type check_model",
-}  # fmt: skip
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -128,9 +113,14 @@ def translate(job: Translation, folder: Path) -> None:
         own = f"{text(job.get(key))}: the tokenizer's own template, or model.chat_template"
         job.say(key, "differs", own)
     job.move("enable_thinking", "model.chat_template_kwargs.enable_thinking")
-    for reason, keys in NOT_NEEDED.items():
-        job.say([key for key in keys.split() if key not in job.outcomes], "not needed", reason)
     trainer.the_rest(job)
+    unused = {
+        "its names are those of swift/self-cognition, which is not among the data":
+            "model_author model_name",
+        "answers are sampled by `finetune eval`": "max_new_tokens temperature top_p top_k",
+    }  # fmt: skip
+    for reason, keys in unused.items():
+        job.say([key for key in keys.split() if key not in job.outcomes], "not needed", reason)
 
 
 def _method(job: Translation, kind: str) -> None:

@@ -34,26 +34,6 @@ MOVED = {
     "run_val_every_n_steps": "evaluation.every", "loss.beta": "beta",
     "loss.label_smoothing": "label_smoothing",
 }  # fmt: skip
-NOT_NEEDED = {
-    "give --output to `finetune launch`": "output_dir",
-    "rows are always shuffled": "shuffle",
-    "metrics are in the run directory": "log_every_n_steps log_peak_memory_stats log_level "
-        "metric_logger.log_dir metric_logger._component_",
-    "the backend places the model":
-        "device low_cpu_ram custom_sharded_layers data_parallel_shard_dim "
-        "data_parallel_replicate_dim fsdp_reshard_after_forward tensor_parallel_plan._component_",
-    "give --resume to `finetune launch`": "resume_from_checkpoint",
-    "kernels.pointwise=auto compiles where it is faster": "compile",
-    "a checkpoint always holds what resuming needs": "save_adapter_weights_only",
-    "recomputation gives equal gradients": "ac_mode ac_option",
-    "the backend shards the model": "memory_efficient_fsdp_wrap",
-    "the update is the same, in another moment": "optimizer.fused optimizer_in_bwd",
-    "the epoch is saved at its end": "save_every_n_epochs save_every_n_steps",
-    "the tokenizer is in the folder of the model":
-        "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.vocab_path "
-        "tokenizer.merges_path tokenizer.special_tokens_path tokenizer.prompt_template",
-    "the loss is computed in chunks (kernels.head)": "loss.num_output_chunks",
-}  # fmt: skip
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -114,7 +94,7 @@ def translate(job: Translation, folder: Path) -> None:
     backend = "fsdp_full_shard_offload" if offload else job.fields["backend"]
     job.put("backend", backend, "fsdp_cpu_offload fsdp.cpu_offload")
     job.say("tensor_parallel_dim", "differs", "changes no loss: a backend of `finetune list`")
-    job.say_all("not needed", NOT_NEEDED)
+    trainer.the_rest(job)
 
 
 KD_LOSSES = {

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.data.read.first_rows import fit
 from finetune.data.read.sources import find_source
 from finetune.data.samples import READ_AS
+from finetune.importers.not_needed import reason_of
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
 from finetune.methods import find_method
 from finetune.recipe import Data
@@ -29,44 +30,12 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt", "reduce_lr_on_plateau": "reduce_lr_on_plateau",
     "warmup_stable_decay": "warmup_stable_decay",
 }  # fmt: skip
-OTHER_TRACKERS = ("swanlab_", "use_swanlab", "use_wandb", "trackio_")
-"""Beginnings of keys of trackers."""
 OWN_TRACKERS = {
     "swanlab": "accelerate.tracking:SwanLabTracker",
     "comet_ml": "accelerate.tracking:CometMLTracker",
     "clearml": "accelerate.tracking:ClearMLTracker",
     "dvclive": "accelerate.tracking:DVCLiveTracker",
 }
-
-NOT_NEEDED = {
-    "give --output to `finetune train` or `finetune launch`": "output_dir",
-    "every step is recorded in metrics.jsonl": "logging_steps logging_strategy",
-    "metrics are in the run directory": "logging_dir",
-    "a run directory is never overwritten; name another with --output": "overwrite_output_dir",
-    "the rows of a step are always divided into micro-batches by length": "group_by_length",
-    "rows are prepared once and read from memory-mapped files":
-        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor",
-    "columns that a format does not read are counted by name": "remove_unused_columns",
-    "give --timeout MINUTES to `finetune train` or `finetune launch`": "ddp_timeout",
-    "every trained parameter must get a gradient": "ddp_find_unused_parameters",
-    "give --resume to `finetune train` or `finetune launch`": "resume_from_checkpoint",
-    "give --resume auto": "auto_resume_from_checkpoints",
-    "weights are always saved as safetensors": "save_safetensors",
-    "fp32 matrix products follow PyTorch's own setting": "tf32",
-    "loss.png is always drawn; --no-plot turns it off": "plot_loss",
-    "tokens are always recorded": "include_num_input_tokens_seen",
-    "tokens per second are always recorded": "include_tokens_per_second",
-    "a run is named by its directory": "run_name",
-    "the launcher sets it": "local_rank",
-    "the backend chooses the device": "use_cpu no_cuda",
-    "output for people": "disable_tqdm",
-    "every row is trained: a last batch that is not whole has fewer": "dataloader_drop_last",
-    "every step is recorded": "logging_first_step log_level",
-    "a checkpoint always holds what resuming needs": "save_only_model",
-    "an export uses the best checkpoint": "load_best_model_at_end",
-    "recomputation gives equal gradients": "gradient_checkpointing_kwargs use_reentrant_gc",
-}  # fmt: skip
-"""What replaces keys of both toolkits that do not affect training, with the keys."""
 
 
 def formats(job: Translation) -> None:
@@ -314,18 +283,8 @@ def the_rest(job: Translation) -> None:
     name = text(job.get("hub_model_id"))
     if "/" in name and not name.startswith("<"):
         job.move("hub_model_id", "saving.push_to")
-    by_prefix = {
-        OTHER_TRACKERS: f"trackers are {', '.join(TRACKERS)}; none changes a loss",
-        ("ray_",): "`finetune launch` starts the processes",
-        ("fsdp_",): "FSDP2 wraps the layers of the model automatically",
-        ("wandb_", "mlflow_", "comet_"): "set the tracker's own environment variables",
-        ("push_to_hub", "hub_"): "saving.push_to names the repository; it is private",
-    }
-    reasons = {key: reason for reason, keys in NOT_NEEDED.items() for key in keys.split()}
-    for key in [key for key in job.source if key not in job.outcomes]:
-        own = next((text for starts, text in by_prefix.items() if key.startswith(starts)), None)
-        reason = reasons.get(key, own)
-        if reason is not None:
+    for key in job.source:
+        if key not in job.outcomes and (reason := reason_of(key)):
             job.say([key], "not needed", reason)
     if not mapping(job.get("accelerator_config")).get("split_batches"):
         job.say("accelerator_config", "not needed", "gradients are summed over a step exactly")

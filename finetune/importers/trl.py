@@ -45,18 +45,6 @@ ONLINE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """TRL's defaults of online methods."""
 OWN_LOSSES = {"cpo": "sigmoid", "kto": "kto", "orpo": "sigmoid"}
-NOT_NEEDED = {
-    "rows are prepared once, in parallel": "dataset_num_proc",
-    "the backend places the model": "device_map",
-    "the adapter is that of a causal model": "lora_task_type",
-    "log-probabilities of the reference are computed once": "precompute_ref_log_probs",
-    "the launcher starts the processes": "num_processes config_file accelerate_config",
-    "kernels of the same computation are chosen by kernels": "use_liger_kernel use_liger_loss",
-    "padding is never trained": "pad_to_multiple_of padding_free",
-    "it names the file that is read": "config",
-    "nothing is sampled": "generate_during_eval log_completions",
-    "columns that a format does not read are counted by name": "remove_unused_columns",
-}
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -92,7 +80,7 @@ def translate(job: Translation, folder: Path) -> None:
     if method in ONLINE:
         online_methods.translate(job, method, ONLINE[method])
     job.say("dataset_streaming", "differs", "all rows are prepared before the first step")
-    job.say_all("not needed", NOT_NEEDED)
+    job.say("config", "not needed", "it names the file that is read")
     trainer.the_rest(job)
 
 
