@@ -2,7 +2,8 @@
 
 import argparse
 import contextlib
-from collections.abc import Container, Mapping
+import math
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,39 +16,25 @@ if TYPE_CHECKING:
     from finetune.checkpoints.resume import Resume
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number of at least 1")
-    return int(text)
+def number(
+    kind: type[float], low: float, high: float, expected: str
+) -> Callable[[str], int | float]:
+    """The type of an option with numbers of a kind from `low` to `high`."""
+
+    def read(text: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            if low <= (found := kind(text)) <= high:
+                return found
+        raise argparse.ArgumentTypeError(f"got '{text}', expected {expected}")
+
+    return read
 
 
-def whole_number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number")
-    return int(text)
-
-
-def count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else count(text)
-
-
-def seconds_since_1970(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        return float(text)
-    raise argparse.ArgumentTypeError(f"got '{text}', expected seconds since 1970: date +%s")
-
-
-def port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"got '{text}', expected a port from 0 to 65535")
-    return int(text)
-
-
-def minutes(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < 1e6:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"got '{text}', expected minutes, such as 30 or 0.5")
+count = number(int, 1, math.inf, "a whole number of at least 1")
+whole_number = number(int, 0, math.inf, "a whole number")
+port = number(int, 0, 65535, "a port from 0 to 65535")
+minutes = number(float, 1e-9, 1e6, "minutes, such as 30 or 0.5")
+seconds_since_1970 = number(float, 0, math.inf, "seconds since 1970: date +%s")
 
 
 def local_path(text: str) -> Path:
@@ -68,7 +55,7 @@ def backend_words(parser: argparse.ArgumentParser, elastic: bool = False) -> Non
     parser.add_argument("--backend", help="name or YAML; by default the recipe's")
     parser.add_argument(
         "--processes",
-        type=count_or_auto if elastic else count,
+        type=(lambda text: text if text == "auto" else count(text)) if elastic else count,
         metavar="N|auto" if elastic else "N",
         help="by default the backend's" + "; auto: those that fit the machines" * elastic,
     )
@@ -106,7 +93,9 @@ def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
 
 def run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output", type=run_output, help="run directory, or s3://...; by default runs/RECIPE"
+        "--output",
+        type=lambda text: text if is_address(text) else Path(text),
+        help="run directory, or s3://...; by default runs/RECIPE",
     )
     parser.add_argument(
         "--resume",
@@ -130,11 +119,6 @@ def run_words(parser: argparse.ArgumentParser) -> None:
         help="save and end with 75 in time for this moment, in seconds since 1970",
     )
     parser.add_argument("--no-plot", action="store_true", help="do not draw loss.png at the end")
-
-
-def run_output(text: str) -> str | Path:
-    """A path, or the address of a store as it is."""
-    return text if is_address(text) else Path(text)
 
 
 def run_word(text: str) -> str:
