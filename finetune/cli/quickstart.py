@@ -16,15 +16,11 @@ SUMMARY = "run the main job offline, in minutes on a CPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--method",
-        choices=tuple(METHODS),
-        default="sft",
-        help="training method, or images: supervised, with pictures",
-    )
-    parser.add_argument(
-        "--output", type=options.local_path, help="by default runs/quickstart[-METHOD]"
-    )
+    table = f"""
+    --method {"|".join(METHODS)}=sft  training method, or images: supervised, with pictures
+    --output PATH  by default runs/quickstart[-METHOD]
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:
