@@ -58,21 +58,13 @@ def import_recipe(
 
 def _read(path: Path | str) -> dict[str, Any]:
     """The keys and values of a file or a command; those of its `--config` come first."""
-    try:
-        written = path if isinstance(path, str) else path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise FinetuneError(f"{path}: {error.strerror}") from None
+    written = path if isinstance(path, str) else path.read_text(encoding="utf-8")
     if isinstance(path, str) or path.suffix in (".sh", ".txt", ".bash"):
-        try:
-            found = command_line.options_of(written)
-        except FinetuneError as error:
-            raise FinetuneError(f"{path}: {error}") from None
+        found = command_line.options_of(written, str(path))
         config = found.get("config")
         return (_read(Path(str(config))) if config else {}) | found
-    try:
+    with reading(f"{path}: cannot be read as YAML"):
         read = read_yaml(written, catalog.ExactNumbers)
-    except ValueError as error:
-        raise FinetuneError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
     return {str(key): value for key, value in cast(dict[Any, Any], read).items()}
