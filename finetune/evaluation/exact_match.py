@@ -45,10 +45,7 @@ class Score:
 
 
 def answers(
-    loaded: Loaded,
-    questions: Sequence[Question],
-    max_new_tokens: int = 256,
-    batch_rows: int = 8,
+    loaded: Loaded, questions: Sequence[Question], max_new_tokens: int = 256, batch_rows: int = 8
 ) -> list[str]:
     """Greedy answers to questions, generated from the prompt tokens of training.
 

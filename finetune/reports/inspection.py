@@ -209,11 +209,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _document(
-    recipe: Recipe,
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    name: str,
+    recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase, number: int, name: str
 ) -> Document:
     documents = prepared.train.documents
     ids, trained = (each.tolist() for each in documents.document(number))

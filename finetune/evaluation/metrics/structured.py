@@ -153,10 +153,7 @@ def _tools(rows: Sequence[Row], settings: Settings) -> list[Measure]:
         predicted, wanted = calls_in(given[0]), _reference(asked)
         names.append([name for name, _ in predicted] == [name for name, _ in wanted])
         arguments.append(predicted == wanted)
-    return [
-        of_scores("tools", arguments, binary=True),
-        of_scores("tool_names", names, binary=True),
-    ]
+    return [of_scores("tools", arguments, binary=True), of_scores("tool_names", names, binary=True)]
 
 
 def _no_tools(asked: Asked, settings: Settings) -> str | None:
