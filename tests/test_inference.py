@@ -29,13 +29,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune as ft
 from finetune.data.formats import Completion, Conversation
-from finetune.evaluation.exact_match import answers, samples
+from finetune.evaluation.exact_match import samples
 from finetune.inference.chat import chat, stream
 from finetune.inference.generate import load_folder, turn
 from finetune.models.load_checks import within_memory
 from finetune.runs.run import write_json
 
 ROUNDING = 1e-5
+
+
+def answers(loaded: ft.Loaded, questions: Any, most: int = 256) -> list[str]:
+    return [each.answer for each in ft.exact_match(loaded, questions, None, most).examples]
 
 
 def user(text: str) -> list[dict[str, str]]:
