@@ -16,9 +16,9 @@ NOT_NEEDED = {
     "rows are shuffled, micro-batches are by length, packs hold whole documents that do not attend "
     "to each other, and padding is never trained":
         r"shuffle shuffle_merged_datasets shuffle_dataset group_by_length eval_sample_packing "
-        r"sample_packing_\w+ streaming_multipack_buffer_size pretrain_multipack_attn "
-        "batch_flattening padding_free pad_to_sequence_len pad_to_multiple_of "
-        "ignore_pad_token_for_loss",
+        r"sample_packing_(eff_est|group_size|bin_size) streaming_multipack_buffer_size "
+        "pretrain_multipack_attn batch_flattening padding_free pad_to_sequence_len "
+        "pad_to_multiple_of ignore_pad_token_for_loss",
     "columns that a format does not read are counted by name": "remove_unused_columns",
     "the launcher starts the processes, the backend places the model and divides it":
         r"num_processes config_file accelerate_config ddp_backend local_rank use_cpu no_cuda "
@@ -38,9 +38,10 @@ NOT_NEEDED = {
     "recomputation gives equal gradients":
         "gradient_checkpointing_kwargs use_reentrant_gc use_unsloth_gc ac_mode ac_option",
     "read from the files of the model and its tokenizer":
-        r"tokenizer_type tokenizer_legacy tokenizer_use_fast use_fast_tokenizer tokenizer\.\w+ "
-        r"is_\w+_derived_model cls_model_config model_type task_type check_model eot_tokens "
-        "lora_task_type lora_fan_in_fan_out resize_token_embeddings_to_32x",
+        r"tokenizer_type tokenizer_legacy tokenizer_use_fast use_fast_tokenizer "
+        r"tokenizer\.(_component_|path|(vocab|merges|special_tokens)_path|\w+_file) "
+        r"tokenizer\.prompt_template is_\w+_derived_model cls_model_config model_type task_type "
+        "check_model eot_tokens lora_task_type lora_fan_in_fan_out resize_token_embeddings_to_32x",
     "evaluations report the loss over all held-out rows; see evaluation.metrics, `finetune eval`":
         r"do_eval do_predict predict_with_generate eval_on_each_dataset do_causal_lm_eval "
         r"eval_causal_lm_metrics eval_table_size eval_max_new_tokens eval_use_evalscope "

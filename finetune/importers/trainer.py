@@ -99,6 +99,10 @@ def batch(job: Translation, micro: str, default: int) -> None:
     rows = job.get(micro, default)
     steps = job.get("gradient_accumulation_steps", 1)
     job.put("batch.micro_rows", rows, micro)
+    if not isinstance(steps, int):  # a variable of a script that is set elsewhere
+        reason = f"{shown(steps)} is not a number; set batch.rows, the rows of a step"
+        job.say("gradient_accumulation_steps", "no counterpart", reason)
+        return
     whole = rows * steps * job.processes
     job.set("batch.rows", whole)
     reason = f"batch.rows={whole} ({rows} x {steps} x {job.processes} processes)"
