@@ -10,7 +10,7 @@ from tiny_run import save_base, tiny_llama
 
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.evaluation.exact_match import answers, references
+from finetune.evaluation.exact_match import exact_match, references
 from finetune.evaluation.metrics.words import token_f1
 from finetune.inference.generate import load
 from finetune.planner import plan
@@ -57,7 +57,8 @@ def test_answers_are_those_of_the_checkpoint(run: Run, folder: Path) -> None:
     records = list(run.read_metrics("eval"))
     assert [record["step"] for record in records] == [8, 16]
     rows = references(Data(str(folder / "rows.jsonl"), "messages"))
-    said = answers(load(run, 16), rows, max_new_tokens=24)
+    score = exact_match(load(run, 16), rows, max_new_tokens=24)
+    said = [each.answer for each in score.examples]
     wanted = [str(row.messages[-1]["content"]) for row in rows]
     pairs = list(zip(said, wanted, strict=True))
     found = records[-1]["metrics"]

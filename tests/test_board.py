@@ -229,7 +229,7 @@ def test_a_full_disk_is_a_card_and_the_server_goes_on(
             assert answer.status_code >= 400
             assert "No space left" in answer.text
         sent = board.user.post("/v1/files", files={"file": ("a.jsonl", b"x" * 10**6)})
-        assert (sent.status_code, "No space left" in sent.text) == (400, True)
+        assert (sent.status_code, "No space left" in sent.text) == (507, True)
         assert "6 of 6" in board.page("/")
 
 

@@ -517,10 +517,6 @@ def test_a_failure_while_training_has_status_1(tiny, run_here, tmp_path):
         ("list --jsn", "error: unrecognized arguments: --jsn; did you mean '--json'?"),
         ("train quickstart --num_machines 2",
          "error: unrecognized arguments: --num_machines 2"),
-        ("plan quickstart --tensor 2 --tensor 4",
-         "error: --tensor: given as 2 and as 4; give it once"),
-        ("train quickstart --resume auto --resume",
-         "error: --resume: given as auto and as yes; give it once"),
     ],
 )  # fmt: skip
 def test_words_that_cannot_be_read_are_refused_with_the_usage(run_here, words, told):

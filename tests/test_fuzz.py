@@ -258,7 +258,7 @@ PLACES: list[tuple[str, int, str, dict[str, str]]] = [
     (f"train RECIPE model.adapter={LONG}", 2, LONG, {}),
     ("report HOME/run --proof HOME/model", 2, "cannot be read as a proof", {}),
     ("prove RECIPE --backends single --output /proc/x", 2, "No such file or directory", {}),
-    ("prove RECIPE --backends single --output HOME/data.jsonl", 2, "cannot be written", {}),
+    ("prove RECIPE --backends single --output HOME/data.jsonl", 2, "data.jsonl: File exists", {}),
 ]
 
 

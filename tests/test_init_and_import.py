@@ -413,7 +413,7 @@ def test_a_lost_key_ends_an_import_with_status_1_and_writes_nothing(typed, tmp_p
             "f.yml: rl: grpo: supervised fine-tuning, pretraining and rl of"),
         ("base_model: m\nadapter: oft", "f.yml: adapter: oft: expected lora or qlora"),
         ("base_model: m\nlearning_rate: fast", "f.yml: optim.lr: Input should be a valid number"),
-        ("base_model: m\ndatasets: d", "f.yml: datasets: expected a list, got d"),
+        ("base_model: m\ndatasets: d", "f.yml: datasets: expected a list of sources, got d"),
         ("model_name_or_path: m\nstage: ppo",
             "f.yml: stage: ppo: sft, pt, rm, dpo and kto are imported"),
         ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair",

@@ -137,7 +137,7 @@ def test_inspection_errors_have_no_traceback(recipe, tiny, tmp_path, capsys):
     nameless = write_recipe(tmp_path / "r.json", tiny.fields() | {"model": {}})
     for words, told in (
         ([nameless], "error: model: set model.name or model.tokenizer; the data needs a tokenizer"),
-        ([recipe, "--html", tmp_path / "no" / "x.html"], ": cannot be written (No such file"),
+        ([recipe, "--html", tmp_path / "no" / "x.html"], "x.html: No such file"),
         ([recipe, "data.0.format=mesages"], "did you mean 'messages'?"),
     ):
         assert cli.main(["inspect", *map(str, words)]) == 2

@@ -265,7 +265,7 @@ def paths(values: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[st
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [*COMMANDS, TRL, SWIFT, ""])
 def test_any_value_is_imported_or_refused_with_a_sentence(words, monkeypatch):
-    given = command_line.options_of(words) if words else TUNE
+    given = command_line.options_of(words, "") if words else TUNE
     refused, accepted = list[str](), 0
     for path in paths(given):
         for value in ODD:

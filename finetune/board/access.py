@@ -8,13 +8,12 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from finetune.errors import FinetuneError
 from finetune.runs.run import replacing
-from finetune.serving.guard import LARGEST_BODY, LOCAL, without_port
+from finetune.serving.guard import LARGEST_BODY, LOCAL, limited, without_port
 from finetune.serving.problem import problem
 
 LARGEST_FILE = 4 * 2**30
@@ -82,7 +81,7 @@ class Access:
             await answer(scope, receive, _with_headers(send))
             return
         most = LARGEST_FILE if scope["path"] in ("/v1/files", "/files") else LARGEST_BODY
-        await self.app(scope, _limited(receive, most), _with_headers(send))
+        await self.app(scope, limited(receive, most), _with_headers(send))
 
     def _has_token(self, headers: Headers) -> bool:
         given = [headers.get("authorization", "").removeprefix("Bearer ").strip()]
@@ -136,21 +135,6 @@ def _same_origin(headers: Headers, host: str) -> bool:
         return origin is None or urlsplit(origin).netloc == host
     except ValueError:
         return False
-
-
-def _limited(receive: Receive, most: int) -> Receive:
-    """Receive a body of at most `most` bytes; a larger one raises status 413 where it is read."""
-    size = 0
-
-    async def limited() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > most:
-            raise HTTPException(413, f"the request has more than {most:,} bytes")
-        return message
-
-    return limited
 
 
 def _with_headers(send: Send) -> Send:

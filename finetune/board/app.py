@@ -22,8 +22,8 @@ from finetune.board.access import PAGE_OF_A_RUN, Access
 from finetune.board.jobs import Jobs
 from finetune.board.shelf import Shelf
 from finetune.board.tasks import Tasks, Words
-from finetune.errors import FinetuneError, first_line, of_a_file
-from finetune.serving.problem import about_field, problem
+from finetune.errors import FinetuneError
+from finetune.serving.problem import explained, problem
 
 STATIC = Path(__file__).parent / "static"
 STYLE = Path(__file__).parents[1] / "reports" / "templates" / "style.css"
@@ -43,6 +43,9 @@ class Live:
         self.ended = False
         self._known: dict[str, tuple[float, dict[str, str]]] = {}
         self._making: dict[str, asyncio.Lock] = {}
+
+    def end(self) -> None:
+        self.ended = True
 
     async def parts(self, key: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
         """Parts of a page by name, and kept for a while, which is longer if they cost more."""
@@ -166,19 +169,7 @@ def build_app(root: Path, token: str, local: bool = True) -> FastAPI:
 
 async def _refused(request: Request, error: Exception) -> Response:
     """Whatever goes wrong is a card, or an error of the API; the server goes on."""
-    match error:
-        case HTTPException():
-            status, text = error.status_code, str(error.detail)
-            if text == HTTPStatus(status).phrase:
-                text = f"{request.method} {request.url.path}: there is no such page"
-        case FinetuneError():
-            status, text = 400, str(error)
-        case RequestValidationError():
-            status, text = 400, "\n".join(map(about_field, error.errors()))
-        case OSError():
-            status, text = 507, of_a_file(error) or str(error)
-        case _:
-            status, text = 500, f"{type(error).__name__}: {first_line(error)}"
+    status, text = explained(request, error)
     if request.url.path.startswith("/v1"):
         return problem(status, text)
     return pages.part("problem", request, status, text=text, title=HTTPStatus(status).phrase)

@@ -168,23 +168,13 @@ class Tasks:
         self, verb: str, words: list[str], run: str = "", log: Path | None = None,
         need: Need | None = None, job: str = "",
     ) -> Task:  # fmt: skip
-        """Queue a command; `advance` starts it.
-
-        Raises:
-            FinetuneError: the folder cannot be written, for example because the disk is full.
-        """
+        """Queue a command; `advance` starts it. Raises OSError, for example if the disk is full."""
         folder = self.home / "tasks" / f"{time.time_ns() // 1000:017d}-{secrets.token_hex(4)}"
         task = Task(
             folder=folder, verb=verb, words=words, run=run, job=job, need=need or Need(),
             log=(log or folder / "log").resolve(), place=str(Path.cwd()), created=time.time(),
         )  # fmt: skip
-        try:
-            write_json(folder / "task.json", to_jsonable_python(task))
-        except OSError as error:
-            raise FinetuneError(
-                f"{folder}: cannot be written ({error.strerror}): nothing was started; free disk "
-                "space, or run the command yourself"
-            ) from None
+        write_json(folder / "task.json", to_jsonable_python(task))
         return task
 
     def stop(self, task: Task) -> None:

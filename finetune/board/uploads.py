@@ -37,24 +37,19 @@ async def received(request: Request, folder: Path, name: str | None = None) -> P
 
     Raises:
         HTTPException: the body is no such form (400, 415), or too large (413).
-        FinetuneError: a file cannot be written, or is no file of data.
+        FinetuneError: a file is no file of data.
     """
     header = Message()
     header["content-type"] = request.headers.get("content-type", "")
     boundary = header.get_boundary()
     if header.get_content_type() != "multipart/form-data" or not boundary:
         raise HTTPException(415, "content-type: expected multipart/form-data with a boundary")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as body:
-            async for piece in request.stream():
-                body.write(piece)
-            body.flush()
-            return await run_in_threadpool(_parts, body, boundary.encode("latin-1"), folder, name)
-    except OSError as error:
-        raise FinetuneError(
-            f"{folder}: the file cannot be stored ({error.strerror}); free disk space"
-        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as body:
+        async for piece in request.stream():
+            body.write(piece)
+        body.flush()
+        return await run_in_threadpool(_parts, body, boundary.encode("latin-1"), folder, name)
 
 
 def _parts(body: IO[bytes], boundary: bytes, folder: Path, name: str | None) -> Parts:

@@ -11,12 +11,12 @@ SUMMARY = "watch, start, compare and try runs in a browser"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="?", type=options.local_path, default=Path("runs"),
-        help="folder of runs, or one run; by default runs",
-    )  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=options.port, default=7860, help="0 chooses a free port")
+    table = """
+    runs PATH=runs  folder of runs, or one run; by default runs
+    --host HOST=127.0.0.1  address to listen on
+    --port PORT=7860  0 chooses a free port
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:

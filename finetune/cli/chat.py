@@ -11,15 +11,14 @@ SUMMARY = "chat with a run's model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=options.run_word, help="run directory, or a folder with a model"
-    )
-    parser.add_argument("--prompt", help="answer this prompt instead of starting a conversation")
-    parser.add_argument(
-        "--image", action="append", default=[], metavar="FILE",
-        help="show the model this image with --prompt; may be repeated",
-    )  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=options.count, default=512)
+    table = """
+    run RUN  run directory, or a folder with a model
+    --prompt TEXT  answer this prompt instead of starting a conversation
+    --max-new-tokens N=512  most tokens of an answer
+    """
+    options.add(parser, table)
+    about = "show the model this image with --prompt; may be repeated"
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """`finetune compare`: compare several runs."""
 
 import argparse
-from pathlib import Path
 
 from finetune.cli import options
 
@@ -9,12 +8,11 @@ SUMMARY = "compare runs: recipes, curves, measures"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", type=options.run_word, nargs="+", metavar="run", help="run directories, two or more"
-    )
-    parser.add_argument(
-        "--output", type=options.local_path, default=Path("comparison.html"), help="page to write"
-    )
+    table = """
+    runs RUN+  run directories, two or more
+    --output PATH=comparison.html  page to write
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:

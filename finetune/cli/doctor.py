@@ -18,10 +18,8 @@ NAME_WIDTH = 26
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", nargs="?", help="model folder or hub id, or a recipe")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="such as adapter.r=8"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    options.override_words(parser, "adapter.r=8")
+    options.add(parser, "--json  print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,55 +20,41 @@ PASSED, FAILED = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", type=options.run_word, help="run directory, folder with a model, hub name, or URL"
-    )
-    parser.add_argument(
-        "--against",
-        type=options.run_word,
-        help="base, another run, folder or URL, or none; by default an adapter's base",
-    )
-    rows = parser.add_argument_group("rows")
-    rows.add_argument("--rows-of", type=options.run_word, help="run whose held-out rows are used")
-    rows.add_argument("--data", help="data file, instead of held-out rows of a run")
-    rows.add_argument("--format", default="messages", help="format of --data")
-    rows.add_argument(
-        "--limit", type=options.count, help="rows, evenly spaced; by default 200 are answered"
-    )
-    parser.add_argument("--step", help="of a run: a checkpoint's step, best or last")
-    measured = parser.add_argument_group("measures")
-    measured.add_argument("--metrics", help="comma-separated names; by default those that fit")
-    measured.add_argument("--max-new-tokens", type=options.count, default=256)
-    measured.add_argument("--batch-rows", type=options.count, default=8)
-    measured.add_argument("--schema", type=options.local_path, help="JSON schema of the answers")
-    measured.add_argument("--database", type=options.local_path, help="SQLite file of the queries")
-    measured.add_argument(
-        "--run-code", action="store_true", help="run code in answers, with limits"
-    )
-    measured.add_argument("--code-samples", type=options.count, default=1, help="for pass@k")
-    measured.add_argument(
-        "--general-text", type=options.local_path, help="text file to measure forgetting on"
-    )
-    measured.add_argument("--judge", help="URL of a model that judges which answer is better")
-    measured.add_argument("--judge-model", help="name of the judge there; by default the first")
-    measured.add_argument(
-        "--rewards",
-        help="score answers with runs of reward models, built-in rewards or module:function",
-    )
-    measured.add_argument(
-        "--tasks", help="tasks of lm-evaluation-harness: comma-separated names or YAML files"
-    )
-    parser.add_argument("--model-name", help="for a URL: the model's name there")
-    parser.add_argument("--against-model-name", help="the same for --against")
-    parser.add_argument(
-        "--key-file", type=options.local_path, help="file with the API key of the URLs"
-    )
-    parser.add_argument("--require", help="bounds, such as 'exact>=0.8,forgetting<=0.02'")
-    parser.add_argument("--name", help="name of the folder eval/NAME to write")
-    parser.add_argument(
-        "--output", type=options.local_path, help="folder to write instead of eval/NAME"
-    )
-    parser.add_argument("--json", action="store_true", help="print results.json")
+    table = """
+    model RUN  run directory, folder with a model, hub name, or URL
+    --against RUN  base, another run, folder or URL, or none; by default an adapter's base
+    --step STEP  of a run: a checkpoint's step, best or last
+    --model-name NAME  for a URL: the model's name there
+    --against-model-name NAME  the same for --against
+    --key-file PATH  file with the API key of the URLs
+    --require BOUNDS  bounds, such as 'exact>=0.8,forgetting<=0.02'
+    --name NAME  name of the folder eval/NAME to write
+    --output PATH  folder to write instead of eval/NAME
+    --json  print results.json
+    """
+    rows = """
+    --rows-of RUN  run whose held-out rows are used
+    --data DATA  data file, instead of held-out rows of a run
+    --format NAME=messages  format of --data
+    --limit N  rows, evenly spaced; by default 200 are answered
+    """
+    measures = """
+    --metrics NAMES  comma-separated names; by default those that fit
+    --max-new-tokens N=256  most tokens of an answer
+    --batch-rows N=8  rows that are answered at once
+    --schema PATH  JSON schema of the answers
+    --database PATH  SQLite file of the queries
+    --run-code  run code in answers, with limits
+    --code-samples N=1  for pass@k
+    --general-text PATH  text file to measure forgetting on
+    --judge URL  URL of a model that judges which answer is better
+    --judge-model NAME  name of the judge there; by default the first
+    --rewards NAMES  score answers with runs of reward models, built-in ones or module:function
+    --tasks NAMES  tasks of lm-evaluation-harness: comma-separated names or YAML files
+    """
+    options.add(parser, table)
+    options.add(parser.add_argument_group("rows"), rows)
+    options.add(parser.add_argument_group("measures"), measures)
 
 
 def run(arguments: argparse.Namespace) -> int:

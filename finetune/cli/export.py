@@ -19,48 +19,27 @@ EVALUATION = "export"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=options.run_word, help="run directory")
-    parser.add_argument("--to", type=options.local_path, help="folder to write")
-    parser.add_argument(
-        "--format", help=f"{', '.join(EXPORTERS)}, or module:function of your own exporter"
-    )
-    parser.add_argument("--merge", action="store_true", help="the same as --format merged")
-    parser.add_argument(
-        "--merge-into", choices=("nf4",), help="merge into the base as quantized for training"
-    )
-    parser.add_argument(
-        "--check-rows",
-        type=options.whole_number,
-        default=8,
-        help="rows of the run for the check, or 0",
-    )
-    parser.add_argument(
-        "--llama-cpp",
-        type=options.local_path,
-        default=os.environ.get("LLAMA_CPP_DIR"),
-        help="checkout of llama.cpp, for gguf and ollama; by default LLAMA_CPP_DIR",
-    )
-    parser.add_argument("--gguf-type", default="q8_0", help="f32, f16, bf16, q8_0, q4_k_m, ...")
-    parser.add_argument("--shard-size", default="5GB", help="maximum size of a weight file")
-    parser.add_argument(
-        "--step", type=options.count, help="checkpoint, instead of the best or last one"
-    )
-
-    parser.add_argument(
-        "--require",
-        help="export only if these bounds hold on held-out rows, such as 'exact>=0.8'",
-    )
-    parser.add_argument("--push", metavar="OWNER/NAME", help="hub repository to upload to")
-    parser.add_argument("--public", action="store_true", help="with --push: make it public")
-    parser.add_argument(
-        "--base", help="name with which others find the base of an adapter, instead of its path"
-    )
-    parser.add_argument(
-        "--bundle",
-        type=options.local_path,
-        metavar="ZIP",
-        help="the run's record as one file, without weights",
-    )
+    default = os.environ.get("LLAMA_CPP_DIR")
+    about = "checkout of llama.cpp, for gguf and ollama; by default LLAMA_CPP_DIR"
+    table = f"""
+    run RUN  run directory
+    --to PATH  folder to write
+    --format NAME  {", ".join(EXPORTERS)}, or module:function of your own exporter
+    --merge  the same as --format merged
+    --check-rows COUNT=8  rows of the run for the check, or 0
+    --gguf-type NAME=q8_0  f32, f16, bf16, q8_0, q4_k_m, ...
+    --shard-size SIZE=5GB  maximum size of a weight file
+    --step N  checkpoint, instead of the best or last one
+    --require BOUNDS  export only if these bounds hold on held-out rows, such as 'exact>=0.8'
+    --push OWNER/NAME  hub repository to upload to
+    --public  with --push: make it public
+    --base NAME  name with which others find the base of an adapter, instead of its path
+    --bundle ZIP  the run's record as one file, without weights
+    """
+    options.add(parser, table)
+    into = "merge into the base as quantized for training"
+    parser.add_argument("--merge-into", choices=("nf4",), help=into)
+    parser.add_argument("--llama-cpp", type=options.local_path, default=default, help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,13 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a configuration of axolotl, LLaMA-Factory, TRL, ms-swift, torchtune or Trainer; a "
         "script with a command of TRL or ms-swift; or the command itself after --",
     )
-    parser.add_argument("--output", help="name or .yaml to write; by default the file's name")
-    parser.add_argument("--processes", type=options.count, help="number of processes it is for")
-    parser.add_argument(
-        "--allow-lost",
-        action="store_true",
-        help="write the recipe even if a key has no counterpart",
-    )
+    table = """
+    --output NAME  name or .yaml to write; by default the file's name
+    --processes N  number of processes it is for
+    --allow-lost  write the recipe even if a key has no counterpart
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:

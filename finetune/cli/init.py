@@ -10,17 +10,17 @@ SUMMARY = "write a recipe file to edit, for your data and model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="name of the recipe, or a path that ends in .yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=1e-4"
-    )
-    parser.add_argument("--model", metavar="NAME", help="model to train: hub name or folder")
-    parser.add_argument("--data", metavar="DATA", help="a file, a folder, or a hub data set")
-    parser.add_argument("--method", help="such as dpo; by default what the data holds")
-    parser.add_argument("--gpu", help="name of the GPU to choose for; by default this machine")
-    parser.add_argument("--gpus", type=options.count, help="number of GPUs")
-    parser.add_argument(
-        "--from", dest="origin", metavar="RECIPE", help="copy a recipe; default qwen3_0_6b_lora"
-    )
+    options.override_words(parser)
+    table = """
+    --model NAME  model to train: hub name or folder
+    --data DATA  a file, a folder, or a hub data set
+    --method NAME  such as dpo; by default what the data holds
+    --gpu NAME  name of the GPU to choose for; by default this machine
+    --gpus N  number of GPUs
+    """
+    options.add(parser, table)
+    about = "copy a recipe; default qwen3_0_6b_lora"
+    parser.add_argument("--from", dest="origin", metavar="RECIPE", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:

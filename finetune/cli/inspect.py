@@ -17,20 +17,14 @@ SUMMARY = "show rows as the model sees them, and which tokens are trained"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser, "name or file of a recipe, or data: a file, a folder, a hub name")
-    parser.add_argument(
-        "--model", metavar="NAME", help="for data: the model that reads it, by hub name or folder"
-    )
-    parser.add_argument("--rows", type=options.count, default=3, help="rows to show")
-    parser.add_argument(
-        "--completions",
-        type=options.count,
-        metavar="N",
-        help="for an online method: N completions of the initial model per row, with rewards",
-    )
-    parser.add_argument(
-        "--html", type=options.local_path, help="page to write, instead of printing rows"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    table = """
+    --model NAME  for data: the model that reads it, by hub name or folder
+    --rows N=3  rows to show
+    --completions N  for an online method: N completions of the initial model per row, with rewards
+    --html PATH  page to write, instead of printing rows
+    --json  print JSON
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:

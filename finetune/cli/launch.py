@@ -21,45 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     options.backend_words(parser, elastic=True)
     options.run_words(parser)
-    parser.add_argument(
-        "--max-restarts",
-        type=options.count,
-        default=0,
-        help="maximum number of restarts after a failure",
-    )
-    parser.add_argument(
-        "--max-attempts",
-        type=options.count,
-        metavar="N",
-        help="starts in a row that may end without a new checkpoint, but for preemptions",
-    )
-    parser.add_argument(
-        "--join-timeout",
-        type=options.minutes,
-        default=5.0,
-        help="minutes that a machine waits for the others to start",
-    )
-    parser.add_argument(
-        "--min-machines",
-        type=options.count,
-        metavar="N",
-        help="with --processes auto: start on fewer machines, but at least on N",
-    )
-    parser.add_argument(
-        "--launcher",
-        default="accelerate",
-        help=f"{', '.join([*LAUNCHERS, *QUEUES])}, or module:attribute of your own launcher",
-    )
-    parser.add_argument("--cluster", help="name or YAML of the cluster to submit to")
-    parser.add_argument("--name", help="name of the job; by default that of the run directory")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be submitted to the cluster"
-    )
-    parser.add_argument(
-        "--chain",
-        metavar="NAME",
-        help="train several recipes one after another, each from the result of the last",
-    )
+    known = ", ".join([*LAUNCHERS, *QUEUES])
+    table = f"""
+    --max-restarts COUNT=0  maximum number of restarts after a failure
+    --max-attempts N  starts in a row that may end without a new checkpoint, but for preemptions
+    --join-timeout MINUTES=5  minutes that a machine waits for the others to start
+    --min-machines N  with --processes auto: start on fewer machines, but at least on N
+    --launcher NAME=accelerate  {known}, or module:attribute of your own launcher
+    --cluster NAME  name or YAML of the cluster to submit to
+    --name NAME  name of the job; by default that of the run directory
+    --dry-run  print what would be submitted to the cluster
+    --chain NAME  train several recipes one after another, each from the result of the last
+    """
+    options.add(parser, table)
     parser.epilog = "Other --flags are passed to `accelerate launch`."
 
 

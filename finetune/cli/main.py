@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from finetune.cache import with_home
 from finetune.errors import FinetuneError, TrainingFailure, did_you_mean, of_a_file
@@ -129,34 +129,8 @@ def _assign_words(arguments: argparse.Namespace, unknown: list[str]) -> None:
         arguments.words.error(f"unrecognized arguments: {' '.join(arguments.flags)}{hint}")
 
 
-class _Once(argparse.Action):
-    """Stores the value of an option, and refuses a second, different one."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        given = vars(namespace).setdefault("given", {})
-        before = given.setdefault(self.dest, values)
-        if option_string and before != values:
-            parser.error(f"{option_string}: given as {before} and as {values}; give it once")
-        setattr(namespace, self.dest, values)
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser of a command line, on which a later option does not replace an earlier one."""
-
-    def __init__(self, *words: Any, **named: Any) -> None:
-        super().__init__(*words, **named)
-        for name in (None, "store"):
-            self.register("action", name, _Once)
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="finetune", description="Fine-tune language models: name a recipe, choose a backend."
     )
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")

@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
-from collections.abc import Container, Mapping
+import math
+import re
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.checkpoints.copies import opened
 from finetune.errors import FinetuneError
@@ -15,39 +17,25 @@ if TYPE_CHECKING:
     from finetune.checkpoints.resume import Resume
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number of at least 1")
-    return int(text)
+def number(
+    kind: type[float], low: float, high: float, expected: str
+) -> Callable[[str], int | float]:
+    """The type of an option with numbers of a kind from `low` to `high`."""
+
+    def read(text: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            if low <= (found := kind(text)) <= high:
+                return found
+        raise argparse.ArgumentTypeError(f"got '{text}', expected {expected}")
+
+    return read
 
 
-def whole_number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got '{text}', expected a whole number")
-    return int(text)
-
-
-def count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else count(text)
-
-
-def seconds_since_1970(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        return float(text)
-    raise argparse.ArgumentTypeError(f"got '{text}', expected seconds since 1970: date +%s")
-
-
-def port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"got '{text}', expected a port from 0 to 65535")
-    return int(text)
-
-
-def minutes(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < 1e6:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"got '{text}', expected minutes, such as 30 or 0.5")
+count = number(int, 1, math.inf, "a whole number of at least 1")
+whole_number = number(int, 0, math.inf, "a whole number")
+port = number(int, 0, 65535, "a port from 0 to 65535")
+minutes = number(float, 1e-9, 1e6, "minutes, such as 30 or 0.5")
+seconds_since_1970 = number(float, 0, math.inf, "seconds since 1970: date +%s")
 
 
 def local_path(text: str) -> Path:
@@ -57,44 +45,86 @@ def local_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def run_word(text: str) -> str:
+    """A run, a model or a URL; a run on an object store is copied to the cache."""
+    if text.startswith(("http://", "https://")):
+        return text
+    try:
+        return opened(text)
+    except FinetuneError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run_output(text: str) -> str | Path:
+    """A path, or the address of a store as it is."""
+    return text if is_address(text) else Path(text)
+
+
+KINDS: dict[str, Callable[[str], Any]] = {
+    "N": count, "COUNT": whole_number, "INTEGER": int, "NUMBER": float, "GB": float,
+    "GB/s": float, "MINUTES": minutes, "TIME": seconds_since_1970, "PORT": port,
+    "PATH": local_path, "RUN": run_word, "RUN_OR_ADDRESS": run_output,
+}  # fmt: skip
+"""Types of values by their names in usages; other names are of texts."""
+
+
+def add(parser: argparse.ArgumentParser, table: str) -> None:
+    """Add arguments from a table, one on each line.
+
+    --rows N=8    its name, the kind of its value and a default, two spaces, its help
+    --all a|b     one of these words
+    --json        a switch
+    run RUN       by its place; with a default it may be left out, with + it is repeated
+    """
+    line = r"^ *(\S+)(?: ([^\s=+]+)(\+)?(?:=(\S+))?)?  +(.+)$"
+    for name, kind, repeated, default, about in re.findall(line, table, re.MULTILINE):
+        given: dict[str, Any] = {"help": about} | ({"default": default} if default else {})
+        if "|" in kind:
+            given["choices"] = kind.split("|")
+        elif name.startswith("-"):
+            given |= {"type": KINDS.get(kind, str), "metavar": kind} if kind else SWITCH
+        else:
+            given |= {"type": KINDS.get(kind, str)}
+            given |= {"nargs": "+" if repeated else "?"} if repeated or default else {}
+        parser.add_argument(name, **given)
+
+
+SWITCH = {"action": "store_true"}
+
+
+def override_words(parser: argparse.ArgumentParser, such_as: str = "optim.lr=1e-4") -> None:
+    about = f"such as {such_as}"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=about)
+
+
 def recipe_words(parser: argparse.ArgumentParser, what: str = "name or file of a recipe") -> None:
     parser.add_argument("recipe", help=what)
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="such as optim.lr=1e-4"
-    )
+    override_words(parser)
 
 
 def backend_words(parser: argparse.ArgumentParser, elastic: bool = False) -> None:
-    parser.add_argument("--backend", help="name or YAML; by default the recipe's")
+    add(parser, "--backend NAME  name or YAML; by default the recipe's")
     parser.add_argument(
         "--processes",
-        type=count_or_auto if elastic else count,
+        type=(lambda text: text if text == "auto" else count(text)) if elastic else count,
         metavar="N|auto" if elastic else "N",
         help="by default the backend's" + "; auto: those that fit the machines" * elastic,
     )
-    parser.add_argument(
-        "--shard-size",
-        type=count,
-        metavar="N",
-        help="hsdp: processes that share one copy; by default those of a node",
-    )
     axes_words(parser)
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="instead of the backend's"
-    )
+    table = """
+    --shard-size N  hsdp: processes that share one copy; by default those of a node
+    --precision bf16|fp16|fp32  instead of the backend's
+    """
+    add(parser, table)
 
 
 def axes_words(parser: argparse.ArgumentParser) -> None:
     from finetune.backend.axes import FLAGS, ROTATIONS, SCHEDULES
 
-    for field, what in FLAGS.items():
-        parser.add_argument(f"--{field}", type=count, metavar="N", help=what)
-    parser.add_argument("--schedule", choices=SCHEDULES, help="schedule of a pipeline")
-    parser.add_argument(
-        "--rotation",
-        choices=ROTATIONS,
-        help="keys and values with --context: gathered, or passed around (ring attention)",
-    )
+    lines = [f"--{field} N  {what}" for field, what in FLAGS.items()]
+    lines.append(f"--schedule {'|'.join(SCHEDULES)}  schedule of a pipeline")
+    about = "keys and values with --context: gathered, or passed around (ring attention)"
+    add(parser, "\n".join([*lines, f"--rotation {'|'.join(ROTATIONS)}  {about}"]))
 
 
 def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
@@ -106,9 +136,6 @@ def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
 
 def run_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output", type=run_output, help="run directory, or s3://...; by default runs/RECIPE"
-    )
-    parser.add_argument(
         "--resume",
         nargs="?",
         const="yes",
@@ -116,35 +143,15 @@ def run_words(parser: argparse.ArgumentParser) -> None:
         metavar="auto",
         help="continue from the newest checkpoint; `--resume auto` starts if there is none",
     )
-    parser.add_argument("--nvme-path", type=local_path, help="local disk for zero3_nvme")
-    parser.add_argument(
-        "--timeout", type=minutes, default=30.0, help="minutes that a rank waits for others"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="trace the third step, and print where its time went"
-    )
-    parser.add_argument(
-        "--end-by",
-        type=seconds_since_1970,
-        metavar="TIME",
-        help="save and end with 75 in time for this moment, in seconds since 1970",
-    )
-    parser.add_argument("--no-plot", action="store_true", help="do not draw loss.png at the end")
-
-
-def run_output(text: str) -> str | Path:
-    """A path, or the address of a store as it is."""
-    return text if is_address(text) else Path(text)
-
-
-def run_word(text: str) -> str:
-    """A run, a model or a URL; a run on an object store is copied to the cache."""
-    if text.startswith(("http://", "https://")):
-        return text
-    try:
-        return opened(text)
-    except FinetuneError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    table = """
+    --output RUN_OR_ADDRESS  run directory, or s3://...; by default runs/RECIPE
+    --nvme-path PATH  local disk for zero3_nvme
+    --timeout MINUTES=30  minutes that a rank waits for others
+    --profile  trace the third step, and print where its time went
+    --end-by TIME  save and end with 75 in time for this moment, in seconds since 1970
+    --no-plot  do not draw loss.png at the end
+    """
+    add(parser, table)
 
 
 def output_of(arguments: argparse.Namespace) -> str | Path:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-from pathlib import Path
 
 from finetune.cli import options
 
@@ -12,43 +11,32 @@ SUMMARY = "show the plan of a recipe on a backend, or why it cannot run"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     options.backend_words(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    options.add(parser, "--json  print JSON")
     add_machine(parser)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add options that describe the machine to plan for; without `--gpu` it is this machine."""
-    parser.add_argument("--gpu", help="name of the GPU, such as H100-80, A100-40, RTX4090")
-    parser.add_argument("--gpus", type=int, help="total number of GPUs")
-    parser.add_argument("--nodes", type=int, default=1, help="number of machines")
-    parser.add_argument("--link", help="between GPUs of a node: nvlink, pcie4, pcie5, ...")
-    parser.add_argument("--network", help="between nodes: ib400, or 10gbe/node for one port")
-    parser.add_argument("--host-ram", type=float, metavar="GB", help="host memory of a node")
-    parser.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="memory of a GPU that is not known by name"
-    )
-    parser.add_argument("--tflops", type=float, help="dense 16-bit rate of that GPU")
-    parser.add_argument(
-        "--bandwidth", type=float, metavar="GB/s", help="memory bandwidth of that GPU"
-    )
-    parser.add_argument("--price", type=float, help="price per GPU and hour")
-    parser.add_argument("--rows", type=int, help="training rows, for the time of the run")
-    parser.add_argument("--row-tokens", type=int, help="average tokens per row, for the time")
-    parser.add_argument(
-        "--fit", action="store_true", help="show the largest micro-batch and fewest changes to fit"
-    )
-    parser.add_argument(
-        "--calibrate", action="store_true", help="show what own runs took of their predictions"
-    )
-    parser.add_argument(
-        "--runs", type=options.local_path, default=Path("runs"), help="folder of own runs"
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page with the mesh, its memory and its schedule"
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="trace a step of the real model with fake tensors"
-    )
+    table = """
+    --gpu NAME  name of the GPU, such as H100-80, A100-40, RTX4090
+    --gpus INTEGER  total number of GPUs
+    --nodes INTEGER=1  number of machines
+    --link NAME  between GPUs of a node: nvlink, pcie4, pcie5, ...
+    --network NAME  between nodes: ib400, or 10gbe/node for one port
+    --host-ram GB  host memory of a node
+    --gpu-memory GB  memory of a GPU that is not known by name
+    --tflops NUMBER  dense 16-bit rate of that GPU
+    --bandwidth GB/s  memory bandwidth of that GPU
+    --price NUMBER  price per GPU and hour
+    --rows INTEGER  training rows, for the time of the run
+    --row-tokens INTEGER  average tokens per row, for the time
+    --fit  show the largest micro-batch and fewest changes to fit
+    --calibrate  show what own runs took of their predictions
+    --runs PATH=runs  folder of own runs
+    --html FILE  write a page with the mesh, its memory and its schedule
+    --verify  trace a step of the real model with fake tensors
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:

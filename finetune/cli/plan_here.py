@@ -12,12 +12,7 @@ from finetune.errors import FinetuneError
 from finetune.planner.estimate import hardware, memory, wording
 from finetune.planner.estimate.calibration import Calibration, calibration
 from finetune.planner.estimate.judges import judges
-from finetune.planner.estimate.predict import (
-    Prediction,
-    model_source,
-    predict,
-    workload_of,
-)
+from finetune.planner.estimate.predict import Prediction, model_source, predict, workload_of
 from finetune.planner.estimate.row_counts import average_tokens, local_rows
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan, plan
@@ -34,10 +29,7 @@ Verify = Callable[[Plan, Workload | None], "Verification | Stages"]
 
 
 def plain(
-    arguments: argparse.Namespace,
-    recipe: Recipe,
-    verify: Verify | None,
-    measure: Measure | None,
+    arguments: argparse.Namespace, recipe: Recipe, verify: Verify | None, measure: Measure | None
 ) -> int:
     """Print the plan on this machine's CPU; returns the exit status."""
     processes = arguments.processes or arguments.gpus

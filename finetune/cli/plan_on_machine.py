@@ -14,11 +14,7 @@ from finetune.errors import FinetuneError, refuse
 from finetune.planner.estimate import advice, choice, fewest_changes, hardware, wording
 from finetune.planner.estimate.mesh_sizes import slow_links
 from finetune.planner.estimate.plan_api import described, whole_numbers, without_machine
-from finetune.planner.estimate.predict import (
-    Prediction,
-    model_source,
-    predict,
-)
+from finetune.planner.estimate.predict import Prediction, model_source, predict
 from finetune.planner.estimate.row_counts import local_rows
 from finetune.planner.plan import Plan, plan
 from finetune.recipe import Recipe
@@ -110,10 +106,7 @@ def _predicted(
 
 
 def _show(
-    arguments: argparse.Namespace,
-    planned: Plan,
-    prediction: Prediction,
-    verify: Verify | None,
+    arguments: argparse.Namespace, planned: Plan, prediction: Prediction, verify: Verify | None
 ) -> int:
     workload, machine = prediction.workload, prediction.machine
     precision = planned.backend.precision
@@ -240,9 +233,7 @@ def _listed(path: Sequence[fewest_changes.Change] | None) -> list[dict[str, Any]
 
 
 def _ranking(
-    ranked: list[advice.Option],
-    found: list[advice.Option],
-    machine: hardware.Machine,
+    ranked: list[advice.Option], found: list[advice.Option], machine: hardware.Machine
 ) -> dict[str, Any]:
     rows = [
         {

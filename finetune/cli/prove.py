@@ -22,36 +22,20 @@ SUMMARY = "check that training is equivalent on every backend"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
-    parser.add_argument(
-        "--backends",
-        help="comma-separated names or files, or all except those that divide a model; by default "
-        "the recipe's",
-    )
-    parser.add_argument(
-        "--processes", type=options.count, default=2, help="processes of each sharded run"
-    )
-    parser.add_argument(
-        "--steps", type=options.count, default=10, help="optimizer steps to compare"
-    )
-    parser.add_argument("--like-mine", action="store_true", help="use the recipe's own batch")
-    parser.add_argument("--bf16", action="store_true", help="run in bf16 instead of fp32")
-    parser.add_argument(
-        "--full", action="store_true", help="use the real model instead of a small one"
-    )
-    parser.add_argument(
-        "--kinds", default="own", help="lora,qlora,full instead of what the recipe trains"
-    )
-    parser.add_argument(
-        "--crossings",
-        choices=("each", "ring", "all"),
-        default="each",
-        help="which checkpoints are resumed on other backends; all is between every two",
-    )
-    parser.add_argument("--jobs", type=options.count, default=1, help="concurrent launches")
-    parser.add_argument(
-        "--output", type=options.local_path, help="folder; by default proofs/RECIPE"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    table = """
+    --backends NAMES  names or files with commas between, or all but those that divide a model
+    --processes N=2  processes of each sharded run
+    --steps N=10  optimizer steps to compare
+    --like-mine  use the recipe's own batch
+    --bf16  run in bf16 instead of fp32
+    --full  use the real model instead of a small one
+    --kinds KINDS=own  lora,qlora,full instead of what the recipe trains
+    --crossings each|ring|all=each  which checkpoints others resume; all is between every two
+    --jobs N=1  concurrent launches
+    --output PATH  folder; by default proofs/RECIPE
+    --json  print JSON
+    """
+    options.add(parser, table)
 
 
 class Ended(BaseException):

@@ -8,10 +8,11 @@ SUMMARY = "write a run's report as one HTML page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=options.run_word, help="run directory")
-    parser.add_argument(
-        "--proof", type=options.local_path, help="folder of a proof of the run's recipe"
-    )
+    table = """
+    run RUN  run directory
+    --proof PATH  folder of a proof of the run's recipe
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:

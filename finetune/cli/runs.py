@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from pathlib import Path
 
 from finetune.cli import options
 
@@ -11,11 +10,11 @@ SUMMARY = "list runs: state, step, loss, time left"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", nargs="?", type=options.local_path, default=Path("runs"),
-        help="folder of run directories; by default runs",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    table = """
+    folder PATH=runs  folder of run directories; by default runs
+    --json  print JSON
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:

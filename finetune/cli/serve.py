@@ -11,38 +11,19 @@ SUMMARY = "serve a model over HTTP, with a chat page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        type=options.run_word,
-        help="run directory, folder with a model or adapter, or hub name",
-    )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=options.port, default=8000, help="0 chooses a free port")
-    parser.add_argument("--name", help="name of the model in requests; by default its folder's")
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="another adapter on the same base; may be repeated",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("finetune", "vllm", "llama.cpp"),
-        default="finetune",
-        help="program that serves the model; others serve an export, with the right flags",
-    )
-    parser.add_argument(
-        "--rows", type=options.count, default=8, help="requests answered concurrently"
-    )
-    parser.add_argument(
-        "--queue", type=options.count, default=16, help="further requests that may wait"
-    )
-    parser.add_argument(
-        "--web-images",
-        action="store_true",
-        help="read images at web addresses that requests name; clients then choose what it reads",
-    )
+    table = """
+    model RUN  run directory, folder with a model or adapter, or hub name
+    --host HOST=127.0.0.1  address to listen on
+    --port PORT=8000  0 chooses a free port
+    --name NAME  name of the model in requests; by default its folder's
+    --engine finetune|vllm|llama.cpp=finetune  program that serves the model; others serve an export
+    --rows N=8  requests answered concurrently
+    --queue N=16  further requests that may wait
+    --web-images  read images at web addresses that requests name; clients choose what it reads
+    """
+    options.add(parser, table)
+    about = "NAME=FOLDER of another adapter on the same base; may be repeated"
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:

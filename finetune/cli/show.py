@@ -10,7 +10,7 @@ SUMMARY = "print a recipe with every field"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    options.add(parser, "--json  print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

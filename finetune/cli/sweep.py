@@ -20,16 +20,11 @@ MOST_FAILED = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     launch.add_arguments(parser)
-    parser.add_argument(
-        "--trials", type=options.count, default=12, metavar="N", help="maximum number of trials"
-    )
-    parser.add_argument(
-        "--prune-after",
-        type=options.whole_number,
-        default=5,
-        metavar="N",
-        help="finished trials after which those worse than their median stop early; 0: never",
-    )
+    table = """
+    --trials N=12  maximum number of trials
+    --prune-after COUNT=5  finished trials after which those worse than the median stop; 0: never
+    """
+    options.add(parser, table)
 
 
 def run(arguments: argparse.Namespace) -> int:

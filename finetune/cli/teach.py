@@ -9,10 +9,9 @@ SUMMARY = "store a teacher's log-probabilities, for distillation without the tea
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
-    parser.add_argument("--output", type=options.local_path, required=True, help="folder to write")
-    parser.add_argument(
-        "--top-k", type=options.count, default=64, help="tokens stored for each label"
-    )
+    options.add(parser, "--top-k N=64  tokens stored for each label")
+    about = "folder to write"
+    parser.add_argument("--output", type=options.local_path, required=True, help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:

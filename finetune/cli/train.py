@@ -9,10 +9,11 @@ SUMMARY = "train in this process (or under `accelerate launch`)"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
-    parser.add_argument("--backend", help="backend of a run not launched by Accelerate")
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="instead of the backend's"
-    )
+    table = """
+    --backend NAME  backend of a run not launched by Accelerate
+    --precision bf16|fp16|fp32  instead of the backend's
+    """
+    options.add(parser, table)
     options.run_words(parser)
 
 

@@ -327,7 +327,8 @@ def _measures(
             found.append(of_scores("preference", preferred, binary=True))
         sums = losses.sums()
         found.append(Measure("loss", sums, better="lower", unit="nats"))
-        found.append(Measure("perplexity", sums, _perplexity, better="lower", unit=""))
+        exp = Measure("perplexity", sums, lambda each: np.exp(mean(each)), better="lower", unit="")
+        found.append(exp)
     if side.general is not None:
         found.append(Measure("general_loss", side.general.sums(), better="lower", unit="nats"))
     if asked:
@@ -336,10 +337,6 @@ def _measures(
         lengths = [each.tokens for each in side.answers]
         found.append(of_scores("length", lengths, better="", unit="tokens"))
     return {each.name: each for each in found}
-
-
-def _perplexity(sums: np.ndarray) -> np.ndarray:
-    return np.exp(mean(sums))
 
 
 def _loss_measures(after: Side, before: Side | None, pairs: bool) -> dict[str, Measure]:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from finetune.errors import FinetuneError, refuse
-from finetune.evaluation.generations import Answer, Asking, ask
+from finetune.evaluation.generations import Asking, ask
 from finetune.evaluation.questions import Asked, Question, references, text_reference_problem
 from finetune.inference.generate import Loaded
 
-__all__ = ["Example", "Score", "answers", "exact_match", "references", "samples"]
+__all__ = ["Example", "Score", "exact_match", "references", "samples"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +44,6 @@ class Score:
         return sum(example.cut for example in self.examples)
 
 
-def answers(
-    loaded: Loaded,
-    questions: Sequence[Question],
-    max_new_tokens: int = 256,
-    batch_rows: int = 8,
-) -> list[str]:
-    """Greedy answers to questions, generated from the prompt tokens of training.
-
-    Text that the template adds before an answer, such as an empty thinking block, is removed.
-    """
-    return [each.text for each in _answered(loaded, questions, max_new_tokens, batch_rows)]
-
-
 def exact_match(
     loaded: Loaded,
     questions: Sequence[Question],
@@ -64,11 +51,25 @@ def exact_match(
     max_new_tokens: int = 256,
     batch_rows: int = 8,
 ) -> Score:
-    """Compare greedy answers with the references, both stripped of outer whitespace."""
-    answered = _answered(loaded, questions[:limit], max_new_tokens, batch_rows)
+    """Compare greedy answers with the references, both stripped of outer whitespace.
+
+    Text that the template adds before an answer, such as an empty thinking block, is removed.
+
+    Raises:
+        FinetuneError: there are no questions, or one has no text as its reference.
+    """
+    questions = questions[:limit]
+    if not questions:
+        raise FinetuneError("nothing to evaluate: no questions were given")
+    refuse(
+        f"question {number}: {problem}"
+        for number, question in enumerate(questions)
+        if (problem := text_reference_problem(question)) is not None
+    )
+    answered = ask(loaded, questions, Asking(max_new_tokens, batch_rows)).given
     examples = tuple(
         Example(each.prompt, given.text, each.expected, given.text == each.expected, given.cut)
-        for each, given in zip(map(Asked, questions[:limit]), answered, strict=True)
+        for each, given in zip(map(Asked, questions), answered, strict=True)
     )
     return Score(len(examples), sum(example.matched for example in examples), examples)
 
@@ -87,17 +88,3 @@ def samples(
         }
         for each, old, new in zip(map(Asked, questions), before, after, strict=True)
     ]
-
-
-def _answered(
-    loaded: Loaded, questions: Sequence[Question], max_new_tokens: int, batch_rows: int
-) -> tuple[Answer, ...]:
-    if not questions:
-        raise FinetuneError("nothing to evaluate: no questions were given")
-    problems = [
-        f"question {i}: {problem}"
-        for i, question in enumerate(questions)
-        if (problem := text_reference_problem(question)) is not None
-    ]
-    refuse(problems)
-    return ask(loaded, questions, Asking(max_new_tokens, batch_rows)).given

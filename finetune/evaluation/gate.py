@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from finetune.errors import did_you_mean, refuse
 from finetune.evaluation.measures import Measure, rows_needed
 
-BOUND = re.compile(r"\s*([\w@/.-]+?)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
+BOUND = re.compile(
+    r"\s*([\w@/.-]+?)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*"
+)
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,14 @@ def bounds(text: str) -> list[Bound]:
     """
     found, problems = list[Bound](), list[str]()
     for part in text.split(","):
-        match = BOUND.fullmatch(part)
-        try:
-            if match is None:
-                raise ValueError
+        if match := BOUND.fullmatch(part):
             value = float(match[3]) / (100 if match[4] else 1)
-        except ValueError:
+            found.append(Bound(match[1], match[2], value))
+        else:
             problems.append(
                 f"--require: got '{part.strip()}', expected a measure with a bound, such as "
                 "exact>=0.8 or forgetting<=0.02"
             )
-            continue
-        found.append(Bound(match[1], match[2], value))
     refuse(problems)
     return found
 

@@ -101,10 +101,7 @@ def _refuse_overlong(loaded: Loaded, columns: Sequence[Columns]) -> None:
 
 
 def document_sums(
-    loaded: Loaded,
-    columns: list[Columns],
-    images: Sequence[Sequence[PlacedImage]],
-    batch_rows: int,
+    loaded: Loaded, columns: list[Columns], images: Sequence[Sequence[PlacedImage]], batch_rows: int
 ) -> np.ndarray:
     """Summed cross-entropy and number of trained tokens of each document.  # (documents, 2) fp64
 

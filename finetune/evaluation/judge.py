@@ -87,7 +87,7 @@ def win_rate(judge: Judge, compared: Sequence[Compared]) -> Measure:
         "ties": kept.count(0.5),
         "losses": kept.count(0.0),
         "unread": unread,
-        "order_decided": sum(_order_decided(*each) for each in orders),
+        "order_decided": sum(first == second != "tie" for first, second in orders if first),
         "verdicts": scores,
     }
     return of_scores("win_rate", kept, detail=detail)
@@ -101,11 +101,4 @@ def _both_orders(judge: Judge, row: Compared) -> tuple[str | None, str | None]:
 def _score(first: str | None, second: str | None) -> float | None:
     if first is None or second is None:
         return None
-    if (first, second) == ("a", "b"):
-        return 1.0
-    return 0.0 if (first, second) == ("b", "a") else 0.5
-
-
-def _order_decided(first: str | None, second: str | None) -> bool:
-    """Whether the judge preferred the same position in both orders."""
-    return first == second and first in ("a", "b")
+    return {("a", "b"): 1.0, ("b", "a"): 0.0}.get((first, second), 0.5)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from finetune import catalog
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, reading
 from finetune.importers import (
     axolotl,
     command_line,
@@ -47,31 +47,24 @@ def import_recipe(
     count = processes or (started if isinstance(started, int) else 1)
     job = Translation({k: v for k, v in source.items() if v is not None}, count)
     try:
-        translate(job, folder)
+        with reading(f"a value is not what {toolkit} takes"):
+            translate(job, folder)
+            job.finish()
     except FinetuneError as error:
         raise FinetuneError(*(f"{where}: {problem}" for problem in error.problems)) from None
-    job.finish()
     fields = {"method": "sft", **job.fields}
     return catalog.from_fields(fields, where), job, toolkit
 
 
 def _read(path: Path | str) -> dict[str, Any]:
     """The keys and values of a file or a command; those of its `--config` come first."""
-    try:
-        written = path if isinstance(path, str) else path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise FinetuneError(f"{path}: {error.strerror}") from None
+    written = path if isinstance(path, str) else path.read_text(encoding="utf-8")
     if isinstance(path, str) or path.suffix in (".sh", ".txt", ".bash"):
-        try:
-            found = command_line.options_of(written)
-        except FinetuneError as error:
-            raise FinetuneError(f"{path}: {error}") from None
+        found = command_line.options_of(written, str(path))
         config = found.get("config")
         return (_read(Path(str(config))) if config else {}) | found
-    try:
+    with reading(f"{path}: cannot be read as YAML"):
         read = read_yaml(written, catalog.ExactNumbers)
-    except ValueError as error:
-        raise FinetuneError(f"{path}: cannot be read as YAML: {error}") from None
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
     return {str(key): value for key, value in cast(dict[Any, Any], read).items()}

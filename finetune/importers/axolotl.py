@@ -34,58 +34,6 @@ ADAPTER = {
     "peft_use_rslora": "adapter.use_rslora", "peft_init_lora_weights": "adapter.init_lora_weights",
 }  # fmt: skip
 """Fields with the same meaning, of an adapter."""
-NOT_NEEDED = {
-    "axolotl does not read it": "base_model_ignore_patterns eta_min full_finetune test_value",
-    "read from the tokenizer's files": "tokenizer_type tokenizer_legacy",
-    "the fast tokenizer is used": "tokenizer_use_fast",
-    "read from config.json":
-        "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
-        "is_falcon_derived_model cls_model_config",
-    "prepared rows are cached by their content": "dataset_prepared_path",
-    "the number of processes is chosen automatically": "dataset_processes dataset_num_proc",
-    "rows are memory-mapped": "dataset_keep_in_memory",
-    "padding does not affect training": "pad_to_sequence_len",
-    "evaluation uses the same batch layout as training": "eval_sample_packing",
-    "packs are counted, not estimated": "sample_packing_eff_est",
-    "rows are always shuffled": "shuffle_merged_datasets",
-    "all rows are packed together": "sample_packing_group_size",
-    "a pack has no limit of documents": "sample_packing_bin_size",
-    "packs are of all rows, and their documents do not attend to each other":
-        "streaming_multipack_buffer_size pretrain_multipack_attn",
-    "tokens are counted": "total_num_tokens",
-    "batch.padding_free=auto concatenates rows": "batch_flattening",
-    "PEFT sets it for each layer": "lora_fan_in_fan_out",
-    "`finetune export --merge` merges on the CPU": "lora_on_cpu",
-    "kernels.norm=fused": "flash_attn_rms_norm",
-    "kernels.activation=fused": "flash_attn_fuse_mlp",
-    "the backend places the model": "device_map max_memory",
-    "kernels.pointwise=auto compiles where it is faster; kernels.blocks=compiled compiles complete "
-    "blocks": "torch_compile",
-    "kernels.pointwise=auto compiles where it is faster":
-        "torch_compile_backend torch_compile_mode",
-    "see `finetune inspect`": "debug",
-    "the end of a turn is that of the chat template, and is trained": "eot_tokens",
-    "fused kernels are on (kernels)":
-        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel use_kernels liger_rope liger_rms_norm "
-        "liger_layer_norm liger_glu_activation liger_rms_norm_gated",
-    "kernels.head=chunked never materializes all logits":
-        "flash_attn_cross_entropy cut_cross_entropy liger_fused_linear_cross_entropy "
-        "liger_cross_entropy",
-    "rows of the embedding are added for added tokens only": "resize_token_embeddings_to_32x",
-    "weights are read from mapped files": "low_cpu_mem_usage",
-    "the hub's own login is used": "hf_use_auth_token",
-    "blocks of attention are compiled by PyTorch's own setting": "flex_attn_compile_kwargs",
-    "weights are loaded to where the backend needs them": "experimental_skip_move_to_device",
-    "experts run as grouped products": "experts_implementation use_scattermoe use_sonicmoe",
-    "every key is always checked": "strict",
-    "kernels of the same computation are chosen by kernels":
-        "fused_attn_kernel tiled_mlp flash_optimum gemma4_hybrid_attn_impl",
-    "evaluations report the loss; see evaluation.metrics and `finetune eval`":
-        "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens",
-    "`finetune launch` starts the processes": "use_ray",
-    "loss, memory and speed are recorded in metrics.jsonl":
-        "use_otel_metrics otel_metrics_host otel_metrics_port",
-}  # fmt: skip
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -105,7 +53,7 @@ def translate(job: Translation, folder: Path) -> None:
     job.move("sequence_len", "batch.max_length")
     _overlong(job)
     micro, total = job.get("micro_batch_size", 1), job.get("batch_size")
-    if "gradient_accumulation_steps" not in job.source and isinstance(total, int):
+    if "gradient_accumulation_steps" not in job.source and total is not None:
         job.source["gradient_accumulation_steps"] = total // micro
     job.say("batch_size", "translated", "batch.rows, with micro_batch_size and accumulation")
     trainer.batch(job, "micro_batch_size", 1)
@@ -121,22 +69,19 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.precision(job)
     trainer.checkpointing(job)
     if job.get("dataset_exact_deduplication"):
-        job.set("duplicates", "drop")
-    job.say("dataset_exact_deduplication", "translated", "duplicates")
+        job.put("duplicates", "drop", "dataset_exact_deduplication")
     outcome = "differs" if job.get("streaming") else "not needed"
     job.say("streaming", outcome, "rows are prepared before training; or stream=true in a source")
     _trackers(job)
     _plugins(job)
     _special_tokens(job)
-    job.say_all("not needed", NOT_NEEDED)
     trainer.the_rest(job)
 
 
 def _method(job: Translation) -> None:
     known = ", ".join(preference_methods.AXOLOTL)
     if job.get("reward_model"):
-        job.set("method", "reward")
-        job.say("reward_model", "translated", "method=reward")
+        job.put("method", "reward", "reward_model")
         job.say("num_labels", "not needed", "a reward is one number")
     for key in ("rl", "process_reward_model"):
         name = text(job.get(key)).lower()
@@ -180,10 +125,8 @@ def _model(job: Translation) -> None:
     job.say("model_type", *(("not needed", read) if causal else ("differs", used)))
     for key, attention in ATTENTION.items():
         if job.get(key):
-            job.set("model.attention", attention)
-            job.say(key, "translated", f"model.attention={attention}")
-        else:
-            job.say(key, "not needed", "it is off")
+            job.put("model.attention", attention, key)
+    job.say_off(" ".join(ATTENTION))
     for key in ("attn_implementation", "attn_impl"):
         if key in job.source:
             trainer.attention(job, key)
@@ -198,14 +141,9 @@ def _config(job: Translation) -> None:
     factor = given.get("router_aux_loss_coef")
     if given.keys() <= {"output_router_logits", "router_aux_loss_coef"}:
         if given.get("output_router_logits") is False:
-            job.set("model.router_aux_loss", "none")
-            job.say(key, "translated", "model.router_aux_loss=none")
-        elif given.get("output_router_logits") and factor is not None:
-            job.set("model.router_aux_loss", factor)
-            job.say(key, "translated", f"model.router_aux_loss={factor}")
+            job.put("model.router_aux_loss", "none", key)
         elif given.get("output_router_logits"):
-            job.set("model.router_aux_loss", "on")
-            job.say(key, "translated", "model.router_aux_loss=on")
+            job.put("model.router_aux_loss", "on" if factor is None else factor, key)
     if job.get("reinit_weights"):
         named = SFT(Model(text(job.get("base_model"))))
         if config := model_fields(named):
@@ -216,8 +154,8 @@ def _config(job: Translation) -> None:
             job.say("reinit_weights", "no counterpart", reason)
     dequantised = mapping(job.get("model_quantization_config_kwargs")).get("dequantize")
     if job.get("model_quantization_config") in DEQUANTISED and dequantised:
-        for each in ("model_quantization_config", "model_quantization_config_kwargs"):
-            job.say(each, "translated", "such weights are read as bf16")
+        keys = "model_quantization_config model_quantization_config_kwargs"
+        job.say(keys, "translated", "such weights are read as bf16")
     quantised = mapping(job.get("bnb_config_kwargs"))
     if quantised and all(SAME_NF4.get(name) == value for name, value in quantised.items()):
         job.say("bnb_config_kwargs", "translated", "NF4 with double quantization")
@@ -231,45 +169,37 @@ def _adapter(job: Translation) -> None:
     adapter = job.get("adapter")
     in_4bit = job.get("load_in_4bit") or adapter == "qlora"
     quantization = "nf4" if in_4bit else "int8" if job.get("load_in_8bit") else "none"
-    job.set("model.quantization", quantization)
-    for key in ("load_in_4bit", "load_in_8bit"):
-        job.say(key, "translated", f"model.quantization={quantization}")
+    job.put("model.quantization", quantization, "load_in_4bit load_in_8bit")
     if adapter is None:
-        for key in job.source:
-            if key.startswith(("lora_", "peft_")):
-                job.say(key, "not needed", "no adapter: all weights are trained")
-        job.set("adapter", None)
+        job.no_adapter("lora_", "peft_")
         return
     job.say("adapter", "translated", f"adapter, model.quantization={quantization}")
     job.set("adapter.r", 8)
     job.move_all(ADAPTER)
     if job.get("lora_target_linear"):
-        job.set("adapter.targets", "all-linear")
-        job.say("lora_target_linear", "translated", "adapter.targets=all-linear")
+        job.put("adapter.targets", "all-linear", "lora_target_linear")
         reason = "adapter.targets=all-linear includes these names if they are linear layers"
         job.say("lora_target_modules", "differs", reason)
     else:
-        job.say("lora_target_linear", "not needed", "it is off")
+        job.say_off("lora_target_linear")
         job.move("lora_target_modules", "adapter.targets")
     job.move("lora_model_dir", "model.adapter", text)
     job.move("peft_layers_to_transform", "adapter.layers_to_transform", listed)
 
 
 def _overlong(job: Translation) -> None:
-    word = text(job.get("excess_length_strategy", "drop"))
-    job.set("batch.overlong", OVERLONG.get(word, "drop"))
-    if word in OVERLONG:
-        job.say("excess_length_strategy", "translated", f"batch.overlong={OVERLONG[word]}")
-    if "excess_length_strategy" not in job.source:
-        job.assumed.append("batch.overlong=drop: the other toolkit's default")
+    key = "excess_length_strategy"
+    if key not in job.source:
+        job.assume("batch.overlong", "drop")
+    elif (word := text(job.source[key])) in OVERLONG:
+        job.put("batch.overlong", OVERLONG[word], key)
 
 
 def _template(job: Translation) -> None:
     key = "chat_template"
     name = text(job.get(key, "tokenizer_default"))
     if name in ("chatml", "tokenizer_default"):
-        job.set("model.chat_template", None if name == "tokenizer_default" else name)
-        job.say(key, "translated", f"model.chat_template={'null' if name != 'chatml' else name}")
+        job.put("model.chat_template", None if name == "tokenizer_default" else name, key)
     else:
         reason = f"{name}: the tokenizer's own template; or name a file in model.chat_template"
         job.say(key, "differs", reason)
@@ -323,8 +253,7 @@ def _trackers(job: Translation) -> None:
         for name, start in keys.items()
         if any(key.startswith(start) and value for key, value in job.source.items())
     ]
-    job.set("trackers", found)
-    for key in ("use_tensorboard", "wandb_project"):
-        job.say(key, "translated", f"trackers={found}")
-    job.refuse_flag("gptq", "weights in GPTQ are frozen: name a model that is not quantized")
+    job.put("trackers", found, "use_tensorboard wandb_project")
+    reason = "weights in GPTQ are frozen: name a model that is not quantized"
+    job.refuse_flags({reason: "gptq"})
     job.say("use_comet", "not needed", "trackers are tensorboard, wandb, mlflow and trackio")

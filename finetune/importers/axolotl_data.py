@@ -29,16 +29,14 @@ def sources(job: Translation) -> None:
         entries = job.get(key)
         if entries is None:
             continue
-        if not isinstance(entries, list):
-            raise FinetuneError(f"{key}: expected a list, got {shown(entries)}")
+        if not (isinstance(entries, list) and all(isinstance(each, dict) for each in entries)):
+            raise FinetuneError(f"{key}: expected a list of sources, got {shown(entries)}")
         job.set(path, [_source(job, key, number, each) for number, each in enumerate(entries)])
         job.say(key, "translated", f"{path}, {len(entries)} sources")
     job.held_out("val_set_size")
 
 
 def _source(job: Translation, key: str, number: int, entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict):
-        raise FinetuneError(f"{key}.{number}: expected keys and values, got {shown(entry)}")
     values: dict[str, Any] = {k: v for k, v in entry.items() if v is not None}
     at = f"{key}.{number}"
     data: dict[str, Any] = {"source": text(values.get("path", ""))}
@@ -97,9 +95,8 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         if column != "text":
             data["columns"] = {text(column): "text"}
         job.say(key, "translated", "format=text, train_on=all")
-        for inner in ("field", "text_column"):
-            if inner in values:
-                job.say(f"{at}.{inner}", "translated", f"columns={data.get('columns', {})}")
+        read = [f"{at}.{inner}" for inner in ("field", "text_column") if inner in values]
+        job.say(read, "translated", f"columns={data.get('columns', {})}")
     elif word in TYPES:
         data["format"] = word
         job.say(key, *TYPES[word])
@@ -115,8 +112,7 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
 def _own_prompt(job: Translation, at: str, kind: dict[str, Any], data: dict[str, Any]) -> None:
     """Translate a custom prompt: its columns have a counterpart, its text does not."""
     data["format"] = "alpaca"
-    names = {"field_instruction": "instruction", "field_input": "input", "field_output": "output"}
-    names["field_system"] = "system"
+    names = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
     columns = {text(kind[key]): name for key, name in names.items() if kind.get(key)}
     columns = {column: name for column, name in columns.items() if column != name}
     if columns:
@@ -138,8 +134,8 @@ def _conversation(job: Translation, at: str, values: dict[str, Any], data: dict[
             job.say(f"{at}.{key}", "translated", names[name])
     thinking = text(values.get("field_thinking", "thinking"))
     names |= {} if thinking in REASONING else {"reasoning_content": thinking}
-    for key in ("field_thinking", "template_thinking_key"):
-        job.say(f"{at}.{key}", "translated", "a message's reasoning, which the template writes")
+    read = f"{at}.field_thinking {at}.template_thinking_key"
+    job.say(read, "translated", "a message's reasoning, which the template writes")
     data["format"] = "messages"
     wanted = "messages"
     if (names["role"], names["content"]) == ("from", "value"):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import reading
 from finetune.importers.translation import Translation, mapping, shown
 
 DEEPSPEED = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
@@ -16,11 +17,9 @@ def translate(job: Translation, folder: Path) -> None:
         name = _deepspeed(job, folder) or name
     else:
         job.say("deepspeed", "not needed", "it is empty")
+    job.say("fsdp fsdp_config fsdp_version", "not needed", "FSDP2 wraps layers automatically")
     if job.get("fsdp") or job.get("fsdp_config"):
         name = _fsdp(job)
-    for key in ("fsdp", "fsdp_config", "fsdp_version"):
-        if key not in job.outcomes:
-            job.say(key, "not needed", "FSDP2 wraps the layers of the model automatically")
     job.set("backend", name)
     _mesh(job)
 
@@ -39,12 +38,10 @@ def _mesh(job: Translation) -> None:
     """Translate the sizes of a device mesh to a backend and the options of its launch."""
     several = {key: size for key in AXES if isinstance(size := job.get(key), int) and size > 1}
     divided = [key for key in several if not key.startswith("dp_")]
-    for key in AXES:
-        job.say(key, "not needed", "one process")
+    job.say(" ".join(AXES), "not needed", "one process")
     if len(divided) > 1 or ("dp_replicate_size" in several and divided):
-        for key in several:
-            reason = "several axes, which change no loss: name a backend of `finetune list`"
-            job.say(key, "differs", reason)
+        reason = "several axes, which change no loss: name a backend of `finetune list`"
+        job.say(" ".join(several), "differs", reason)
         return
     for key in [key for key in AXES if key in several][:1]:
         name, option = AXES[key]
@@ -52,8 +49,7 @@ def _mesh(job: Translation) -> None:
         name = "tp_fsdp" if name == "tp" and "dp_shard_size" in several else name
         job.set("backend", name)
         words = f"backend={name}" + (f", launched with {option} {size}" if option else "")
-        for other in several:
-            job.say(other, "translated", words)
+        job.say(" ".join(several), "translated", words)
 
 
 def _deepspeed(job: Translation, folder: Path) -> str | None:
@@ -61,13 +57,10 @@ def _deepspeed(job: Translation, folder: Path) -> str | None:
     paths = [] if isinstance(given, dict) else [folder / str(given), Path(str(given))]
     path = next((path for path in paths if path.is_file()), None)
     if path is not None:
-        try:
+        with reading(f"deepspeed: {path}: cannot be read"):
             config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            job.say("deepspeed", "no counterpart", f"{path}: cannot be read: {error}")
-            return None
     if isinstance(config, dict):
-        values = mapping(mapping(config).get("zero_optimization"))
+        values = mapping(config.get("zero_optimization"))
         stage = str(values.get("stage"))
         sections = mapping(values.get("offload_param")), mapping(values.get("offload_optimizer"))
         devices = [section.get("device") for section in sections]
@@ -98,7 +91,6 @@ def _fsdp(job: Translation) -> str:
     name = f"fsdp_{'shard_grad_op' if keep else 'full_shard'}{'_offload' if offload else ''}"
     hybrid = any("hybrid" in str(word).lower() for word in (*words, strategy))
     reason = f"backend={name}" + (", which shards over all processes" if hybrid else "")
-    for key in ("fsdp", "fsdp_config"):
-        outcome = "differs" if hybrid else "translated"
-        job.say(key, outcome, f"{reason}; its other values are not used")
+    outcome = "differs" if hybrid else "translated"
+    job.say("fsdp fsdp_config", outcome, f"{reason}; its other values are not used")
     return name

@@ -13,11 +13,11 @@ PROGRAMS = ("trl", "swift")
 """Programs whose second word is the method."""
 OTHERS = ("export", "infer", "rollout", "deploy", "eval", "app", "sample", "env", "vllm-serve")
 """Second words that do not train."""
-COMMAND, PROGRAM = "the command", "the program"
+COMMAND, PROGRAM = "<command>", "<program>"
 """Keys of what was run, beside its options."""
 
 
-def options_of(text: str) -> dict[str, Any]:
+def options_of(text: str, where: str) -> dict[str, Any]:
     """The options of the first training command of a text, with its program and method.
 
     Variables that the text sets, and divisions by `expr`, are replaced by their values.
@@ -39,8 +39,8 @@ def options_of(text: str) -> dict[str, Any]:
             if word.endswith(".py") and words[at + 1].startswith("--"):
                 return _options(words[at + 1 :]) | _named(words[:at], "trl", stem)
     raise FinetuneError(
-        "no training command: expected one such as trl sft --model_name_or_path ..., or swift sft "
-        "--model ..."
+        f"{where}: no training command: expected one such as trl sft --model_name_or_path ..., or "
+        "swift sft --model ..."
     )
 
 

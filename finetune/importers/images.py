@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finetune.importers.translation import Translation, shown, text
+from finetune.importers.translation import Translation, text
 
 PARTS = ["language", "connector", "tower"]
 AUDIO = ("Voxtral", "Qwen2Audio")
@@ -27,22 +27,20 @@ def axolotl(job: Translation) -> None:
     processor = text(job.get("processor_type", ""))
     if not processor or processor.startswith(AUDIO):
         return
-    _reads(job, "processor_type")
+    job.put("model.reads", ["image"], "processor_type")
     job.say("skip_prepare_dataset", "not needed", "prepared rows have no pixels")
-    for key in ("image_size", "image_resize_algorithm"):
-        job.say(key, "differs", RESIZED)
+    job.say("image_size image_resize_algorithm", "differs", RESIZED)
     names = text(job.get("lora_target_modules", ""))
     alone = job.get("freeze_mm_modules") or (job.get("adapter") and "language_model" in names)
     parts = ["language"] if alone or job.get("lora_target_linear") else PARTS
-    job.set("model.trains", parts)
-    job.say("freeze_mm_modules", "translated", f"model.trains={shown(parts)}")
+    job.put("model.trains", parts, "freeze_mm_modules")
 
 
 def llamafactory(job: Translation) -> None:
     """Translate keys of images, if there are some or a data set has them; else text is read."""
     if "image_max_pixels" not in job.source and "reads" not in job.fields["model"]:
         return
-    _reads(job, "image_max_pixels")
+    job.set("model.reads", ["image"])
     job.say("image_max_pixels", "differs", f"model.reads=[image]; {RESIZED}")
     job.say("video_max_pixels", "not needed", "videos are refused")
     job.say("media_dir", "differs", "paths of images begin at the folder of their file")
@@ -53,9 +51,8 @@ def swift(job: Translation) -> None:
     """Translate keys of images if a part for images is trained, or they are resized."""
     frozen = job.get("freeze_vit", True) and job.get("freeze_aligner", True)
     if frozen and not job.get("freeze_llm") and "max_pixels" not in job.source:
-        told = "text is read; for images set model.reads=[image]"
-        keys = [*SWIFT, "vit_lr", "aligner_lr", "vit_gradient_checkpointing"]
-        job.say_all("differs", {told: " ".join(keys)})
+        keys = " ".join([*SWIFT, "vit_lr", "aligner_lr", "vit_gradient_checkpointing"])
+        job.say(keys, "differs", "text is read; for images set model.reads=[image]")
         return
     job.set("model.reads", ["image"])
     parts = _trained(job, SWIFT)
@@ -77,9 +74,7 @@ def swift(job: Translation) -> None:
 
 def _trained(job: Translation, keys: dict[str, tuple[str, bool]]) -> list[str]:
     parts = [part for key, (part, usual) in keys.items() if not job.get(key, usual)]
-    job.set("model.trains", parts)
-    for key in keys:
-        job.say(key, "translated", f"model.trains={shown(parts)}")
+    job.put("model.trains", parts, " ".join(keys))
     return parts
 
 
@@ -87,8 +82,3 @@ def trl(job: Translation) -> None:
     """Let a script of TRL read images, which trains all parts."""
     job.set("model.reads", ["image"])
     job.set("model.trains", PARTS)
-
-
-def _reads(job: Translation, key: str) -> None:
-    job.set("model.reads", ["image"])
-    job.say(key, "translated", "model.reads=[image]")

@@ -21,32 +21,6 @@ ADAPTER = {
     "use_dora": "adapter.use_dora", "use_rslora": "adapter.use_rslora",
 }  # fmt: skip
 """Fields with the same meaning, of an adapter."""
-NOT_NEEDED = {
-    "use `finetune train`": "do_train",
-    "set by eval_data or eval_rows": "do_eval",
-    "see `finetune eval`": "do_predict predict_with_generate",
-    "kernels of the same computation are chosen by kernels":
-        "use_v1_kernels bias_activation_fusion apply_rope_fusion moe_grouped_gemm",
-    "the backend divides and communicates":
-        "use_distributed_optimizer overlap_param_gather overlap_grad_reduce "
-        "moe_token_dispatcher_type sequence_parallel",
-    "the hub of Hugging Face has the same files": "use_modelscope_hub use_openmind_hub",
-    "HF_HOME sets where files of the hub are cached": "cache_dir",
-    "prepared rows are cached by their content": "overwrite_cache tokenized_path",
-    "rows are prepared in parallel": "preprocessing_batch_size",
-    "the number of processes is chosen automatically": "preprocessing_num_workers",
-    "the fast tokenizer is used": "use_fast_tokenizer",
-    "the backend places the model": "low_cpu_mem_usage",
-    "recomputation gives equal gradients": "use_reentrant_gc",
-    "padding is never trained": "ignore_pad_token_for_loss",
-    "the loss is computed over all evaluation rows": "eval_on_each_dataset",
-    "fused kernels are on (kernels)": "enable_liger_kernel",
-    "model.activation_checkpointing=offload keeps inputs in host memory": "use_unsloth_gc",
-    "see `finetune inspect`": "print_param_status",
-    "data sets never run code": "trust_remote_code_dataset",
-
-    "training writes final/, which transformers loads": "export_hf_on_finish",
-}  # fmt: skip
 NOT_NEEDED_IF_OFF = {
     "models are loaded with transformers": "use_unsloth",
     "for the available optimizers, see optim.name": "use_galore use_apollo use_badam",
@@ -90,7 +64,6 @@ def translate(job: Translation, folder: Path) -> None:
     trainer.precision(job)
     _checkpointing(job)
     trainer.trackers(job)
-    job.say_all("not needed", NOT_NEEDED)
     job.refuse_flags(NOT_NEEDED_IF_OFF)
     trainer.the_rest(job)
 
@@ -116,8 +89,7 @@ def _method(job: Translation) -> None:
         raise FinetuneError(f"pref_loss: {loss}: expected one of {known}")
     else:
         method = "pretrain" if stage == "pt" else "sft"
-        job.set("method", method)
-        job.say("stage", "translated", f"method={method}")
+        job.put("method", method, "stage")
     kind = text(job.get("finetuning_type", "lora"))
     if kind not in ("lora", "oft", "full", "freeze"):
         raise FinetuneError(f"finetuning_type: {kind}: expected lora, oft, full or freeze")
@@ -125,26 +97,23 @@ def _method(job: Translation) -> None:
 
 def _model(job: Translation) -> None:
     job.move("model_name_or_path", "model.name", text)
-    revision = text(job.get("model_revision", "main"))
-    if revision != "main":
-        job.set("model.revision", revision)
-    job.say("model_revision", "translated", f"model.revision={revision}")
+    job.move(
+        "model_revision", "model.revision", lambda name: None if name == "main" else text(name)
+    )
     job.move("add_tokens", "model.add_tokens", names_in)
     job.move("add_special_tokens", "model.add_tokens", names_in)
     if mapping(job.get("kt_config")).get("kt_expert_weight_format", "bf16") == "bf16":
-        for key in ("use_kt", "kt_config", "kt_cpu_activation"):
-            job.say(key, "differs", "the same computation: the backend says where it is done")
+        keys = "use_kt kt_config kt_cpu_activation"
+        job.say(keys, "differs", "the same computation: the backend says where it is done")
     if text(job.get("mixed_precision")).startswith("bf16"):
-        job.say("mixed_precision", "translated", "backends train in bf16 by default")
+        job.say("mixed_precision", "translated", trainer.IN_BF16)
     named = text(job.get("flash_attn", "auto"))
     if named in ATTENTION:
-        job.set("model.attention", ATTENTION[named])
-        job.say("flash_attn", "translated", f"model.attention={ATTENTION[named]}")
+        job.put("model.attention", ATTENTION[named], "flash_attn")
     bits = shown(job.get("quantization_bit"))
     kinds = {"null": "none", "4": "nf4", "8": "int8"}
     if bits in kinds:
-        job.set("model.quantization", kinds[bits])
-        job.say("quantization_bit", "translated", f"model.quantization={kinds[bits]}")
+        job.put("model.quantization", kinds[bits], "quantization_bit")
     else:
         job.say("quantization_bit", "no counterpart", f"{bits}: expected 4 (nf4) or 8 (int8)")
     same = {
@@ -172,9 +141,8 @@ def _frozen(job: Translation) -> None:
     modules = names_in(job.get("freeze_trainable_modules", "all"))
     patterns = [rf".*\.({numbers})\.{'' if each == 'all' else each}" for each in modules]
     patterns += [f".*{each}" for each in names_in(job.get("freeze_extra_modules", [])) if each]
-    job.set("model.trainable", patterns)
-    for key in ("trainable_layers", "trainable_modules", "extra_modules"):
-        job.say(f"freeze_{key}", "translated", f"model.trainable={shown(patterns)}")
+    keys = "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"
+    job.put("model.trainable", patterns, keys)
 
 
 def _oft(job: Translation) -> None:
@@ -199,9 +167,7 @@ def _adapter(job: Translation) -> None:
         job.say("finetuning_type", "translated", "adapter=null")
         if job.get("finetuning_type") == "freeze":
             _frozen(job)
-        for key in job.source:
-            if key.startswith("lora") or key in ("use_dora", "use_rslora", "additional_target"):
-                job.say(key, "not needed", "no adapter: all weights are trained")
+        job.no_adapter("lora")
         return
     job.say("finetuning_type", "translated", "adapter")
     if "finetuning_type" not in job.source:
@@ -213,16 +179,12 @@ def _adapter(job: Translation) -> None:
     if job.get("pissa_init"):
         turns = job.get("pissa_iter", 16)
         init = "pissa" if turns == -1 else f"pissa_niter_{turns}"
-        job.set("adapter.init_lora_weights", init)
-        for key in ("pissa_init", "pissa_iter"):
-            job.say(key, "translated", f"adapter.init_lora_weights={init}")
-    else:
-        job.say_all("not needed", {"pissa_init is off": "pissa_init pissa_iter"})
+        job.put("adapter.init_lora_weights", init, "pissa_init pissa_iter")
+    job.say_off("pissa_init pissa_iter")
     job.say("pissa_convert", "not needed", "an export of PiSSA is a normal LoRA adapter")
     job.move("adapter_name_or_path", "model.adapter", text)
-    job.refuse_flag(
-        "create_new_adapter", "training continues model.adapter, without a second adapter"
-    )
+    reason = "training continues model.adapter, without a second adapter"
+    job.refuse_flags({reason: "create_new_adapter"})
 
 
 def _targets(value: object) -> str | list[str]:
@@ -241,22 +203,17 @@ def _template(job: Translation) -> None:
     elif job.get("mask_history"):
         job.set("train_on", "completion")
     word = job.fields.get("train_on", "assistant")
-    for key in ("train_on_prompt", "mask_history"):
-        job.say(key, "translated", f"train_on={word}")
+    job.say("train_on_prompt mask_history", "translated", f"train_on={word}")
 
 
 def _packing(job: Translation) -> None:
     neat = job.get("neat_packing", False)
     plain = job.get("packing", job.get("use_packed_sequences"))
     pack = bool(neat or (job.get("stage") == "pt" if plain is None else plain))
-    job.set("batch.packing", pack)
-    job.say("neat_packing", "translated", f"batch.packing={shown(pack)}")
+    job.put("batch.packing", pack, "neat_packing packing use_packed_sequences")
     if plain and not neat:
         reason = "batch.packing=true, where documents do not attend to each other"
         job.say("packing", "differs", reason)
-    else:
-        job.say("packing", "translated", f"batch.packing={shown(pack)}")
-    job.say("use_packed_sequences", "translated", f"batch.packing={shown(pack)}")
 
 
 def _checkpointing(job: Translation) -> None:
@@ -264,12 +221,9 @@ def _checkpointing(job: Translation) -> None:
         trainer.checkpointing(job)
     else:
         off = bool(job.get("disable_gradient_checkpointing"))
+        ours = "model.activation_checkpointing"
         if job.get("recompute_granularity") in ("full", "selective"):
-            job.say("recompute_granularity", "translated", "model.activation_checkpointing=true")
-        job.set("model.activation_checkpointing", not off)
+            job.say("recompute_granularity", "translated", f"{ours}=true")
         if not off:
-            reason = "model.activation_checkpointing=true: the other toolkit's default"
-            job.assumed.append(reason)
-    setting = shown(job.fields["model"]["activation_checkpointing"])
-    reason = f"model.activation_checkpointing={setting}"
-    job.say("disable_gradient_checkpointing", "translated", reason)
+            job.assume(ours, True)
+        job.put(ours, not off, "disable_gradient_checkpointing")

@@ -27,8 +27,7 @@ def sources(job: Translation, folder: Path) -> None:
     place = text(job.get("dataset_dir", "data"))
     if place.startswith("REMOTE:"):
         reason = f"{place}: download its files, and name their folder"
-        for key in ("dataset_dir", *named):
-            job.say(key, "no counterpart", reason)
+        job.say(["dataset_dir", *named], "no counterpart", reason)
         return
     described, home = _described(place, folder)
     job.say("dataset_dir", "translated", f"{home / INFO} is read")
@@ -57,10 +56,7 @@ def _described(place: str, folder: Path) -> tuple[Mapping[str, Any], Path]:
             f"(looked for {looked})"
         )
     with reading(f"{home / INFO}: cannot be read"):
-        read = json.loads((home / INFO).read_text(encoding="utf-8"))
-    if not isinstance(read, dict):
-        raise FinetuneError(f"{home / INFO}: expected an object, got {type(read).__name__}")
-    return read, home
+        return json.loads((home / INFO).read_text(encoding="utf-8")), home
 
 
 def _source(
@@ -100,7 +96,7 @@ def _source(
 
 def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, Any]) -> None:
     kind = text(values.get("formatting", "alpaca"))
-    columns = {k: text(v) for k, v in _object(values, "columns").items() if v is not None}
+    columns = {k: text(v) for k, v in values.get("columns", {}).items() if v is not None}
     keys = dict[str, str]()
     if kind == "alpaca" and job.get("stage") == "pt":
         data["format"], names = "text", {"prompt": "text"}
@@ -108,7 +104,7 @@ def _format(job: Translation, at: str, values: dict[str, Any], data: dict[str, A
         data["format"], names = "alpaca", {**PLAIN_ALPACA, "system": "system", "history": "history"}
     elif kind in ("sharegpt", "openai"):
         tags = {**TAGS, **(OPENAI_TAGS if kind == "openai" else {})}
-        tags |= {k: text(v) for k, v in _object(values, "tags").items()}
+        tags |= {k: text(v) for k, v in values.get("tags", {}).items()}
         usual = "conversations" if kind == "sharegpt" else "messages"
         columns.setdefault("messages", usual)
         keys = _dialect(job, at, tags, columns["messages"], data)
@@ -158,13 +154,6 @@ def _dialect(
         job.say(f"{at}.tags.{tag}", outcome or "translated", f"{value}")
     renamed = {} if sharegpt else dict(zip(pair, ("role", "content"), strict=True))
     return {f"{column}[].{theirs}": ours for theirs, ours in renamed.items() if theirs != ours}
-
-
-def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
-    read = values.get(key) or {}
-    if not isinstance(read, dict):
-        raise FinetuneError(f"{INFO}: {key}: expected an object, got {type(read).__name__}")
-    return read
 
 
 def _mixture(job: Translation) -> None:

@@ -27,14 +27,6 @@ TOLD = {
     "mask_truncated_completions": "overlong_filter",
     "max_resample_times": "dynamic_sample max_resample_times",
 }
-NOT_NEEDED = {
-    "answers are sampled by the model that is trained; vllm_server_base_url names a `vllm serve`":
-        "use_vllm move_model_batches sleep_level offload_model offload_optimizer gc_collect_after"
-        "_offload ds3_gather_for_generation",
-    "completions.jsonl has samples":
-        "log_completions num_completions_to_print log_unique_prompts log_entropy",
-    "rows are always shuffled": "shuffle_dataset",
-}  # fmt: skip
 
 
 def translate(job: Translation, method: str, usual: Mapping[str, Any]) -> None:
@@ -47,19 +39,18 @@ def translate(job: Translation, method: str, usual: Mapping[str, Any]) -> None:
             job.move_or_assume(field, field, usual[field])
         elif method == "grpo" or field != "use_bias_correction_kl":
             job.move(field, field)
-    length = job.number("max_completion_length", usual["max_completion_length"])
-    job.set("batch.max_length", length + job.number("max_prompt_length", 1024))
-    job.say("max_prompt_length", "translated", "batch.max_length, with the completion")
+    length = job.get("max_completion_length", usual["max_completion_length"])
+    job.put("batch.max_length", length + job.get("max_prompt_length", 1024), "max_prompt_length")
     job.set("batch.overlong", "drop")
     job.assumed.append("batch.max_length: of a prompt and its completion; longer prompts are left")
-    accumulated = max(1, job.number("gradient_accumulation_steps", 1))
-    times = job.number("steps_per_generation", accumulated) / accumulated
+    accumulated = max(1, job.get("gradient_accumulation_steps", 1))
+    times = job.get("steps_per_generation", accumulated) / accumulated
     if "generation_batch_size" in job.source:
-        times = job.number("generation_batch_size", 1) / job.fields["batch"]["rows"]
+        times = job.source["generation_batch_size"] / job.fields["batch"]["rows"]
     # Several samplings of one optimizer step are by the same policy, as one is.
     job.set("steps_per_generation", max(1, int(times) if times == int(times) else times))
-    for key in ("generation_batch_size", "steps_per_generation"):
-        job.say(key, "translated", f"steps_per_generation={times:g}, in optimizer steps")
+    told = f"steps_per_generation={times:g}, in optimizer steps"
+    job.say("generation_batch_size steps_per_generation", "translated", told)
     if method == "grpo":
         _loss(job, usual)
     if job.get("overlong_filter"):
@@ -68,9 +59,6 @@ def translate(job: Translation, method: str, usual: Mapping[str, Any]) -> None:
         job.set("max_resample_times", job.get("max_resample_times", 3))
     job.say_all("translated", TOLD)
     _rewards(job)
-    own = {next(iter(NOT_NEEDED)): " ".join(k for k in job.source if k.startswith("vllm_"))}
-    for reasons in (own, NOT_NEEDED):
-        job.say_all("not needed", reasons)
 
 
 def _loss(job: Translation, usual: Mapping[str, Any]) -> None:
@@ -79,12 +67,10 @@ def _loss(job: Translation, usual: Mapping[str, Any]) -> None:
     if (loss, level) == ("grpo", "sequence"):
         loss = level = "gspo"
     if loss in LOSSES:
-        job.set("loss_type", loss)
-        job.say("loss_type", "translated", f"loss_type={loss}")
+        job.put("loss_type", loss, "loss_type")
     if level in ("token", "gspo"):
         job.say(LEVEL, "translated", f"loss_type={loss}")
-    job.set("epsilon_high", job.get("epsilon_high", job.fields["epsilon"]))
-    job.say("epsilon_high", "translated", f"epsilon_high={job.fields['epsilon_high']}")
+    job.put("epsilon_high", job.get("epsilon_high", job.fields["epsilon"]), "epsilon_high")
     scale = text(job.get("scale_rewards", "group"))
     if SCALES.get(scale, scale) in ("group", "batch", "none"):
         job.move("scale_rewards", "scale_rewards", lambda _: SCALES.get(scale, scale))
@@ -105,8 +91,8 @@ def _rewards(job: Translation) -> None:
         rewards += [{"function": text(model)} for model in listed(job.get(key, []))]
     job.set("reward_funcs", rewards)
     told = shown([reward["function"] for reward in rewards])
-    for key in ("reward_weights", "reward_model", "reward_model_name_or_path", "reward_funcs"):
-        job.say(key, "translated", told)
+    keys = "reward_weights reward_model reward_model_name_or_path reward_funcs"
+    job.say(keys, "translated", told)
     if lost:
         reason = f"{', '.join(lost)}: name a function of yours as module:function in reward_funcs"
         job.say("reward_funcs", "no counterpart", reason)

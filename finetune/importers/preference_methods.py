@@ -1,6 +1,6 @@
 """Translate preference methods of other toolkits: names, weights and data formats."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from finetune.errors import FinetuneError
@@ -39,6 +39,7 @@ FIELDS = {
     "kto_rejected_weight": ("undesirable_weight", ("kto",)),
 }
 """Our field and the methods that have it, by keys of both toolkits; later keys go before."""
+BY_PAIR = "sft_weight: the mean over a pair's tokens, not a batch's"
 ADDED = ("pref_ftx", "rpo_alpha", "cpo_alpha")
 """Keys that add a cross-entropy to the loss."""
 
@@ -48,10 +49,6 @@ REFUSED = {
     "logits are computed where they are needed": "dpo_use_logits_to_keep",
     "reference=start is the model before training": "ref_model ref_model_adapters",
 }
-NOT_NEEDED = {
-    "log-probabilities of the reference are computed once, before the first step":
-        "precompute_ref_log_probs ref_model_quantization_bit",
-}  # fmt: skip
 
 PAIR_TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "ultra": ("preference", {}),
@@ -90,9 +87,10 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
         if fields["method"] in methods:
             job.move(theirs, field)
             if theirs in ("rpo_alpha", "cpo_alpha"):
-                job.say(theirs, "differs", f"{field}: the mean over a pair's tokens, not a batch's")
+                job.say(theirs, "differs", BY_PAIR)
         elif theirs in ADDED:
-            job.refuse_flag(theirs, f"method {fields['method']} cannot add this loss: it differs")
+            reason = f"method {fields['method']} cannot add this loss: it differs"
+            job.refuse_flags({reason: theirs})
         else:
             job.say(theirs, "not needed", f"{name} does not read it")
     if fields["method"] == "simpo":
@@ -102,16 +100,15 @@ def method(job: Translation, key: str, name: str, fields: Mapping[str, str]) -> 
             *([("sft_weight", ("cpo_alpha",), 1.0)] if key == "rl" else []),  # TRL's CPOConfig
         ):
             if not any(each in job.source for each in theirs):
-                job.set(field, value)
-                job.assumed.append(f"{field}={value}: the other toolkit's default")
+                job.assume(field, value)
     if "orpo_alpha" in job.source:
         job.say("rl_beta", "not needed", "orpo_alpha replaces it")
     job.refuse_flags(REFUSED)
-    job.say_all("not needed", NOT_NEEDED)
 
 
-def losses_of_dpo(job: Translation, names: Sequence[str]) -> None:
+def losses_of_dpo(job: Translation) -> None:
     """Translate `loss_type`, one or several, and `loss_weights`, whose names are TRL's."""
+    names = [text(each) for each in listed(job.get("loss_type", "sigmoid"))]
     if set(names) <= set(get_args(PairLoss)):
         job.set("loss_type", names[0] if len(names) == 1 else list(names))
         outcome = "differs" if "sft" in names else "translated"
@@ -156,6 +153,4 @@ def refuse_unpaired(at: str, values: Mapping[str, Any], chosen: str) -> None:
     if chosen in ("sft", "pretrain") and ranking:
         raise FinetuneError(f"{at}: a preference data set (ranking), which {chosen} cannot use")
     if chosen not in ("sft", "pretrain", "kto") and not ranking:
-        raise FinetuneError(
-            f"{at}: not a preference data set (ranking), which {chosen} learns from"
-        )
+        raise FinetuneError(f"{at}: not a preference data set (ranking), which {chosen} needs")

@@ -261,11 +261,7 @@ def _with_weights(
 
 
 def _proposal(
-    recipe: Recipe,
-    notes: list[str],
-    machine: hardware.Machine,
-    cpu: bool,
-    precision: Precision,
+    recipe: Recipe, notes: list[str], machine: hardware.Machine, cpu: bool, precision: Precision
 ) -> Proposal:
     several = machine.count > 1
     gpus = "" if cpu else f" --backend {recipe.backend} --gpu {machine.gpu.name}"

@@ -38,21 +38,6 @@ ADAPTER = {
     "target_modules": ("targets", "all-linear"), "modules_to_save": ("modules_to_save", []),
     "use_rslora": ("use_rslora", False), "use_dora": ("use_dora", False),
 }  # fmt: skip
-NOT_NEEDED = {
-    "prepared rows are cached by their content": "load_from_cache_file",
-    "rows are prepared once, in parallel": "dataset_num_proc lazy_tokenize",
-    "kernels of the same computation are chosen by kernels":
-        "use_liger_kernel experts_impl padding_free tuner_backend",
-    "the launcher starts the processes": "num_processes ddp_backend",
-    "its names are those of swift/self-cognition, which is not among the data":
-        "model_author model_name",
-    "see `finetune eval`":
-        "predict_with_generate eval_use_evalscope eval_dataset eval_dataset_args eval_limit",
-    "logits are computed where they are trained": "use_logits_to_keep",
-    "the hub of Hugging Face is used": "use_hf",
-    "answers are sampled by `finetune eval`": "max_new_tokens temperature top_p top_k",
-    "config.json has it": "model_type task_type check_model",
-}  # fmt: skip
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -75,10 +60,9 @@ def translate(job: Translation, folder: Path) -> None:
         job.set(field, value)
     if kind == "simpo":
         for field, value in (("beta", 2.0), ("gamma", 1.0), ("sft_weight", 1.0)):
-            job.set(field, value)
-            job.assumed.append(f"{field}={value}: the other toolkit's default")
-    for key in (PROGRAM, COMMAND, "rlhf_type", "task_type"):
-        job.say(key, "translated", f"method={job.fields['method']}")
+            job.assume(field, value)
+    keys = f"{PROGRAM} {COMMAND} rlhf_type task_type"
+    job.say(keys, "translated", f"method={job.fields['method']}")
     backends.translate(job, folder)
     tuned = text(job.get("tuner_type", job.get("train_type", "lora")))
     if tuned not in ("lora", "full"):
@@ -93,7 +77,7 @@ def translate(job: Translation, folder: Path) -> None:
     if "max_length" not in job.source:
         job.assumed.append("batch.max_length=4096: the other toolkit has no limit")
     micro = job.get("per_device_train_batch_size", 1)
-    if "gradient_accumulation_steps" not in job.source and isinstance(micro, int):
+    if "gradient_accumulation_steps" not in job.source:
         steps = math.ceil(16 / micro / job.processes)
         job.source["gradient_accumulation_steps"] = steps
         job.assumed.append("batch.rows=16: the other toolkit's default")
@@ -102,12 +86,9 @@ def translate(job: Translation, folder: Path) -> None:
     if cut in OVERLONG:
         outcome = "differs" if cut == "left" else "translated"
         job.say("truncation_strategy", outcome, f"batch.overlong={OVERLONG[cut]}")
-    for key, path, usual in (
-        ("weight_decay", "optim.weight_decay", 0.1), ("max_grad_norm", "optim.max_grad_norm", 1.0),
-    ):  # fmt: skip
-        job.move_or_assume(key, path, usual)
-    job.set("optim.betas", [0.9, 0.95])
-    job.assumed.append("optim.betas=[0.9, 0.95]: the other toolkit's default")
+    job.move_or_assume("weight_decay", "optim.weight_decay", 0.1)
+    job.move_or_assume("max_grad_norm", "optim.max_grad_norm", 1.0)
+    job.assume("optim.betas", [0.9, 0.95])
     job.held_out("split_dataset_ratio")
     job.set("model.activation_checkpointing", True)
     trainer.arguments(job, 1, "cosine")
@@ -116,30 +97,30 @@ def translate(job: Translation, folder: Path) -> None:
     if not any(each.endswith(".txt") for each in tokens):
         job.move("new_special_tokens", "model.add_tokens", listed)
     _method(job, kind)
-    for key in ("rpo_alpha", "cpo_alpha"):
-        job.say(key, "differs", "sft_weight: the mean over a pair's tokens, not a batch's")
+    job.say("rpo_alpha cpo_alpha", "differs", preference_methods.BY_PAIR)
     loss = text(job.get("loss_scale", "default")).removesuffix("ignore_empty_think").rstrip("+")
     loss = loss or "default"
     if loss == "default" and kind == "grpo":
         job.say("loss_scale", "not needed", "the loss is that of the method")
     elif loss in TRAINED and job.fields["method"] == "sft":
         job.set("train_on", TRAINED[loss])
-        told = "" if loss == job.get("loss_scale") else "; empty thoughts are trained"
-        job.say(
-            "loss_scale", "differs" if told else "translated", f"train_on={TRAINED[loss]}{told}"
-        )
+        told = f"train_on={TRAINED[loss]}"
+        job.say("loss_scale", "translated", told)
+        if loss != job.get("loss_scale"):
+            job.say("loss_scale", "differs", f"{told}; empty thoughts are trained")
     job.say("streaming", "differs", "rows are prepared before training; or stream=true in a source")
     for key in ("template", "agent_template"):
         own = f"{text(job.get(key))}: the tokenizer's own template, or model.chat_template"
         job.say(key, "differs", own)
-    if "enable_thinking" in job.source:
-        job.set("model.chat_template_kwargs", {"enable_thinking": job.source["enable_thinking"]})
-        job.say("enable_thinking", "translated", "model.chat_template_kwargs")
-    for reason, keys in NOT_NEEDED.items():
-        job.say_all(
-            "not needed", {reason: " ".join(k for k in keys.split() if k not in job.outcomes)}
-        )
+    job.move("enable_thinking", "model.chat_template_kwargs.enable_thinking")
     trainer.the_rest(job)
+    unused = {
+        "its names are those of swift/self-cognition, which is not among the data":
+            "model_author model_name",
+        "answers are sampled by `finetune eval`": "max_new_tokens temperature top_p top_k",
+    }  # fmt: skip
+    for reason, keys in unused.items():
+        job.say([key for key in keys.split() if key not in job.outcomes], "not needed", reason)
 
 
 def _method(job: Translation, kind: str) -> None:
@@ -148,22 +129,20 @@ def _method(job: Translation, kind: str) -> None:
         online_methods.translate(job, kind, GRPO)
         return
     if kind == "dpo":
-        preference_methods.losses_of_dpo(
-            job, [text(e) for e in listed(job.get("loss_type", "sigmoid"))]
-        )
+        preference_methods.losses_of_dpo(job)
     if kind in ("sft", "pt"):
-        job.move_all({"label_smoothing": "label_smoothing"})
+        job.move("label_smoothing", "label_smoothing")
         if job.get("enable_dft_loss"):
             job.set("token_weight", "dft")
         job.say("enable_dft_loss", "translated", "token_weight")
     elif kind == "seq_cls":
-        count = job.number("num_labels", 1)
+        count = job.get("num_labels", 1)
         problem = "regression" if count == 1 else "single_label_classification"
         job.set("problem_type", job.get("problem_type", problem))
         if job.fields["problem_type"] != "regression":
             job.set("labels", [str(number) for number in range(min(int(count), MOST_LABELS))])
-        for key in ("num_labels", "problem_type"):
-            job.say(key, "translated", f"problem_type={job.fields['problem_type']}, labels")
+        told = f"problem_type={job.fields['problem_type']}, labels"
+        job.say("num_labels problem_type", "translated", told)
         templated = job.get("use_chat_template", True)
         reason = "texts are classified as they are, conversations as the template renders them"
         job.say("use_chat_template", "differs" if templated else "translated", reason)
@@ -177,12 +156,11 @@ def _distillation(job: Translation) -> None:
     if "teacher_model" not in job.source:
         raise FinetuneError("teacher_model: none; a teacher runs here, not on a server: name it")
     job.move("teacher_model", "teacher.name", text)
-    beta = job.number("beta", 0.5)
+    beta = job.get("beta", 0.5)
     loss = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd")
-    job.set("loss_type", loss)
+    job.put("loss_type", loss, "beta")
     if loss == "jsd":
         job.set("beta", beta)
-    job.say("beta", "translated", f"loss_type={loss}")
     job.move_or_assume("temperature", "temperature", 0.9)
     job.move("sft_alpha", "ce_weight")
     if job.get("lmbda", 0.5) == 0 and not job.get("seq_kd"):
@@ -193,8 +171,7 @@ def _distillation(job: Translation) -> None:
 
 
 def _adapter(job: Translation, full: bool) -> None:
-    for key in ("tuner_type", "train_type"):
-        job.say(key, "translated", "adapter=null" if full else "adapter")
+    job.say("tuner_type train_type", "translated", "adapter=null" if full else "adapter")
     bits = {4: "nf4", 8: "int8"}.get(job.get("quant_bits"), "none")
     job.set("model.quantization", bits)
     usual = text(job.get("quant_method", "bnb")) == "bnb"
@@ -203,9 +180,7 @@ def _adapter(job: Translation, full: bool) -> None:
         job.say_all("translated", {f"model.quantization={bits}": kinds})
         job.say("bnb_4bit_compute_dtype", "not needed", "backends compute in bf16 by default")
     if full:
-        job.set("adapter", None)
-        for key in ADAPTER:
-            job.say(key, "not needed", "no adapter: all weights are trained")
+        job.no_adapter(*ADAPTER)
         return
     for key, (field, value) in ADAPTER.items():
         job.move_or_assume(key, f"adapter.{field}", value)

@@ -34,26 +34,6 @@ MOVED = {
     "run_val_every_n_steps": "evaluation.every", "loss.beta": "beta",
     "loss.label_smoothing": "label_smoothing",
 }  # fmt: skip
-NOT_NEEDED = {
-    "give --output to `finetune launch`": "output_dir",
-    "rows are always shuffled": "shuffle",
-    "metrics are in the run directory": "log_every_n_steps log_peak_memory_stats log_level "
-        "metric_logger.log_dir metric_logger._component_",
-    "the backend places the model":
-        "device low_cpu_ram custom_sharded_layers data_parallel_shard_dim "
-        "data_parallel_replicate_dim fsdp_reshard_after_forward tensor_parallel_plan._component_",
-    "give --resume to `finetune launch`": "resume_from_checkpoint",
-    "kernels.pointwise=auto compiles where it is faster": "compile",
-    "a checkpoint always holds what resuming needs": "save_adapter_weights_only",
-    "recomputation gives equal gradients": "ac_mode ac_option",
-    "the backend shards the model": "memory_efficient_fsdp_wrap",
-    "the update is the same, in another moment": "optimizer.fused optimizer_in_bwd",
-    "the epoch is saved at its end": "save_every_n_epochs save_every_n_steps",
-    "the tokenizer is in the folder of the model":
-        "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.vocab_path "
-        "tokenizer.merges_path tokenizer.special_tokens_path tokenizer.prompt_template",
-    "the loss is computed in chunks (kernels.head)": "loss.num_output_chunks",
-}  # fmt: skip
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -72,8 +52,7 @@ def translate(job: Translation, folder: Path) -> None:
         known = ", ".join(DATA)
         raise FinetuneError(f"dataset: {builder}: expected one of {known}; rewrite it as such")
     taught = "distill" if "teacher" in job.fields else "sft"
-    job.set("method", "dpo" if loss == "DPOLoss" else taught)
-    job.say("loss._component_", "translated", f"method={job.fields['method']}")
+    job.put("method", "dpo" if loss == "DPOLoss" else taught, "loss._component_")
     backends.translate(job, folder)
     job.move("checkpointer.checkpoint_dir", "model.name", text)
     if (reference := job.get("ref_checkpointer.checkpoint_dir")) != job.get(
@@ -81,49 +60,41 @@ def translate(job: Translation, folder: Path) -> None:
     ) and reference:
         job.set("reference", text(reference))
     read = ("checkpointer.", "profiler.", "ref_checkpointer.", "teacher_checkpointer.")
-    for key in [key for key in job.source if key.startswith(read)]:
-        job.say(key, *job.outcomes.get(key, ("not needed", "the model is read from its folder")))
+    rest = [key for key in job.source if key.startswith(read) and key not in job.outcomes]
+    job.say(rest, "not needed", "the model is read from its folder")
     _adapter(job)
     for key, path in (("dataset", "data"), ("dataset_val", "eval_data")):
         _data(job, key, path)
     trainer.batch(job, "batch_size", 1)
     schedule = _name(job, "lr_scheduler._component_")
-    job.set("optim.schedule", SCHEDULES.get(schedule, "constant"))
+    job.set("optim.schedule", "constant")
     job.set("optim.warmup", 0)
     if schedule in SCHEDULES:
-        job.say("lr_scheduler._component_", "translated", f"optim.schedule={SCHEDULES[schedule]}")
+        job.put("optim.schedule", SCHEDULES[schedule], "lr_scheduler._component_")
     name = _name(job, "optimizer._component_")
     if name in OPTIMIZERS:
-        job.set("optim.name", OPTIMIZERS[name])
-        job.say("optimizer._component_", "translated", f"optim.name={OPTIMIZERS[name]}")
+        job.put("optim.name", OPTIMIZERS[name], "optimizer._component_")
     job.set("optim.weight_decay", 0.01)  # the default of torch.optim.AdamW and bitsandbytes
-    job.set("optim.max_grad_norm", job.get("clip_grad_norm"))
-    job.say("clip_grad_norm", "translated", f"optim.max_grad_norm={job.get('clip_grad_norm')}")
+    job.put("optim.max_grad_norm", job.get("clip_grad_norm"), "clip_grad_norm")
     trainer.length(job, "epochs", 1)
-    limit = "max_steps_per_epoch"
-    if job.get(limit) and job.get("epochs", 1) == 1:
-        job.move(limit, "max_steps")
+    if job.get("epochs", 1) == 1:
+        job.move("max_steps_per_epoch", "max_steps")
     job.set("batch.max_length", 4096)
     if "tokenizer.max_seq_len" in job.source:
         job.set("batch.overlong", "truncate")
     else:
         job.assumed.append("batch.max_length=4096: the other toolkit has no limit")
     job.move_all(MOVED)
-    on, to_host = (
-        job.get("enable_activation_checkpointing"),
-        job.get("enable_activation_offloading"),
-    )
-    job.set("model.activation_checkpointing", "offload" if to_host else bool(on))
-    for key in ("enable_activation_checkpointing", "enable_activation_offloading"):
-        job.say(key, "translated", "model.activation_checkpointing")
+    on = bool(job.get("enable_activation_checkpointing"))
+    kept = "offload" if job.get("enable_activation_offloading") else on
+    keys = "enable_activation_checkpointing enable_activation_offloading"
+    job.put("model.activation_checkpointing", kept, keys)
     trainer.dtype(job)
     offload = job.get("fsdp_cpu_offload") or job.get("fsdp.cpu_offload")
-    if offload:
-        job.set("backend", "fsdp_full_shard_offload")
-    for key in ("fsdp_cpu_offload", "fsdp.cpu_offload"):
-        job.say(key, "translated", f"backend={job.fields['backend']}")
+    backend = "fsdp_full_shard_offload" if offload else job.fields["backend"]
+    job.put("backend", backend, "fsdp_cpu_offload fsdp.cpu_offload")
     job.say("tensor_parallel_dim", "differs", "changes no loss: a backend of `finetune list`")
-    job.say_all("not needed", NOT_NEEDED)
+    trainer.the_rest(job)
 
 
 KD_LOSSES = {
@@ -134,7 +105,7 @@ KD_LOSSES = {
 
 def _distillation(job: Translation) -> None:
     """Translate (1 - r) x cross-entropy + r x divergence, divided by r."""
-    loss, share = _name(job, "kd_loss._component_"), job.number("kd_ratio", 0.5)
+    loss, share = _name(job, "kd_loss._component_"), job.get("kd_ratio", 0.5)
     if loss not in KD_LOSSES or not share:
         raise FinetuneError(f"kd_loss: {loss}, kd_ratio {share}: expected a divergence with weight")
     job.set("loss_type", KD_LOSSES[loss])
@@ -142,8 +113,8 @@ def _distillation(job: Translation) -> None:
     job.set("ce_weight", round((1 - share) / share, 6))
     reason = f"ce_weight={job.fields['ce_weight']}: the loss is divided by kd_ratio"
     job.say("kd_ratio", "differs", f"{reason}, which AdamW does not see without clipping")
-    for key in [key for key in job.source if key.startswith(("kd_loss.", "teacher_model."))]:
-        job.say(key, "translated", f"method=distill, loss_type={KD_LOSSES[loss]}")
+    keys = [key for key in job.source if key.startswith(("kd_loss.", "teacher_model."))]
+    job.say(keys, "translated", f"method=distill, loss_type={KD_LOSSES[loss]}")
 
 
 def _filled(values: dict[str, Any]) -> dict[str, Any]:
@@ -180,9 +151,8 @@ def _adapter(job: Translation) -> None:
     targets = [RENAMED.get(each, each) for each in map(text, listed(attention))]
     targets += ["gate_proj", "up_proj", "down_proj"] if job.get("model.apply_lora_to_mlp") else []
     targets += ["lm_head"] if job.get("model.apply_lora_to_output") else []
-    job.set("adapter.targets", targets)
-    for key in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"):
-        job.say(f"model.{key}", "translated", f"adapter.targets={','.join(targets)}")
+    keys = "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"
+    job.put("adapter.targets", targets, keys)
 
 
 def _data(job: Translation, key: str, path: str) -> None:
@@ -210,7 +180,5 @@ def _data(job: Translation, key: str, path: str) -> None:
     outcome = "differs" if "alpaca" in name else "translated"
     reason = f"{path}, format={data['format']}: the model's own chat template renders it"
     job.say(f"{key}._component_", outcome, reason)
-    for inner in ("source data_files split column conversation_style conversation_column "
-        "train_on_input packed subset").split():  # fmt: skip
-        if inner != "subset":
-            job.say(f"{key}.{inner}", "translated", path)
+    read = "source data_files split column conversation_style conversation_column train_on_input"
+    job.say([f"{key}.{inner}" for inner in (*read.split(), "packed")], "translated", path)

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.data.read.first_rows import fit
 from finetune.data.read.sources import find_source
 from finetune.data.samples import READ_AS
+from finetune.importers.not_needed import reason_of
 from finetune.importers.translation import Outcome, Translation, listed, mapping, shown, text
 from finetune.methods import find_method
 from finetune.recipe import Data
@@ -29,41 +30,12 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt", "reduce_lr_on_plateau": "reduce_lr_on_plateau",
     "warmup_stable_decay": "warmup_stable_decay",
 }  # fmt: skip
-OTHER_TRACKERS = ("swanlab_", "use_swanlab", "use_wandb", "trackio_")
-"""Beginnings of keys of trackers."""
 OWN_TRACKERS = {
     "swanlab": "accelerate.tracking:SwanLabTracker",
     "comet_ml": "accelerate.tracking:CometMLTracker",
     "clearml": "accelerate.tracking:ClearMLTracker",
     "dvclive": "accelerate.tracking:DVCLiveTracker",
 }
-
-NOT_NEEDED = {
-    "give --output to `finetune train` or `finetune launch`": "output_dir",
-    "every step is recorded in metrics.jsonl": "logging_steps logging_strategy",
-    "metrics are in the run directory": "logging_dir",
-    "a run directory is never overwritten; name another with --output": "overwrite_output_dir",
-    "the rows of a step are always divided into micro-batches by length": "group_by_length",
-    "rows are prepared once and read from memory-mapped files":
-        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor",
-    "columns that a format does not read are counted by name": "remove_unused_columns",
-    "give --timeout MINUTES to `finetune train` or `finetune launch`": "ddp_timeout",
-    "every trained parameter must get a gradient": "ddp_find_unused_parameters",
-    "give --resume to `finetune train` or `finetune launch`": "resume_from_checkpoint",
-    "give --resume auto": "auto_resume_from_checkpoints",
-    "weights are always saved as safetensors": "save_safetensors",
-    "fp32 matrix products follow PyTorch's own setting": "tf32",
-    "loss.png is always drawn; --no-plot turns it off": "plot_loss",
-    "tokens are always recorded": "include_num_input_tokens_seen",
-    "tokens per second are always recorded": "include_tokens_per_second",
-    "a run is named by its directory": "run_name",
-    "the launcher sets it": "local_rank",
-    "the backend chooses the device": "use_cpu no_cuda",
-    "output for people": "disable_tqdm",
-    "every row is trained: a last batch that is not whole has fewer": "dataloader_drop_last",
-    "every step is recorded": "logging_first_step log_level",
-}  # fmt: skip
-"""What replaces keys of both toolkits that do not affect training, with the keys."""
 
 
 def formats(job: Translation) -> None:
@@ -85,6 +57,7 @@ def formats(job: Translation) -> None:
             source["columns"] = found.columns
 
 
+IN_BF16 = "backends train in bf16 by default"
 ATTENTION = ("flash_attention_2", "flex_attention", "sdpa", "eager")
 
 
@@ -92,8 +65,7 @@ def attention(job: Translation, key: str) -> None:
     """Translate the name of an attention implementation."""
     name = text(job.get(key)).replace("flash_attn", "flash_attention_2")
     if name in ATTENTION:
-        job.set("model.attention", name)
-        job.say(key, "translated", f"model.attention={name}")
+        job.put("model.attention", name, key)
     else:
         flash = "flash" in name
         job.set("model.attention", "flash_attention_2" if flash else "sdpa")
@@ -104,20 +76,17 @@ def dtype(job: Translation) -> None:
     """Translate the data type of the weights, which is a backend's."""
     for key in ("dtype", "torch_dtype"):
         usual = text(job.get(key)) in ("auto", "bfloat16", "bf16")
-        reason = "backends train in bf16 by default"
-        job.say(key, "translated" if usual else "differs", f"{reason}; others: --precision")
+        job.say(key, "translated" if usual else "differs", f"{IN_BF16}; others: --precision")
 
 
-def arguments(
-    job: Translation, micro: int = 8, scheduler: str = "linear", warmup: float = 0.0
-) -> None:
+def arguments(job: Translation, micro: int = 8, scheduler: str = "linear") -> None:
     """Translate the arguments of a Trainer; the values are another toolkit's defaults."""
     job.move("neftune_noise_alpha", "model.neftune_alpha")
     if job.fields.get("method", "sft") in ("sft", "pretrain"):
         job.move("label_smoothing_factor", "label_smoothing")
     batch(job, "per_device_train_batch_size", micro)
     length(job, "num_train_epochs", 3)
-    schedule(job, "lr_scheduler_type", scheduler, warmup)
+    schedule(job, "lr_scheduler_type", scheduler)
     evaluation_and_saving(job)
     without_evaluation(job)
     precision(job)
@@ -129,48 +98,43 @@ def batch(job: Translation, micro: str, default: int) -> None:
     """Translate the rows per step: micro-batch x accumulation x processes."""
     rows = job.get(micro, default)
     steps = job.get("gradient_accumulation_steps", 1)
-    job.set("batch.micro_rows", rows)
-    job.move(micro, "batch.micro_rows")
-    if isinstance(rows, int) and isinstance(steps, int):
-        whole = rows * steps * job.processes
-        reason = f"batch.rows={whole} ({rows} x {steps} x {job.processes} processes)"
-        job.set("batch.rows", whole)
-        job.say("gradient_accumulation_steps", "translated", reason)
-        job.assumed.append(
-            f"batch.rows={whole}: rows of a step over all processes, assumed to be "
-            f"{job.processes}; --processes sets another number"
-        )
+    job.put("batch.micro_rows", rows, micro)
+    if not isinstance(steps, int):  # a variable of a script that is set elsewhere
+        reason = f"{shown(steps)} is not a number; set batch.rows, the rows of a step"
+        job.say("gradient_accumulation_steps", "no counterpart", reason)
         return
-    reason = (
-        f"{shown(steps)} is not a number; set batch.rows, the rows of a step over all processes"
+    whole = rows * steps * job.processes
+    job.set("batch.rows", whole)
+    reason = f"batch.rows={whole} ({rows} x {steps} x {job.processes} processes)"
+    job.say("gradient_accumulation_steps", "translated", reason)
+    job.assumed.append(
+        f"batch.rows={whole}: rows of a step over all processes, assumed to be "
+        f"{job.processes}; --processes sets another number"
     )
-    job.say("gradient_accumulation_steps", "no counterpart", reason)
 
 
-def schedule(job: Translation, scheduler: str, usual: str, warmup: float) -> None:
+def schedule(job: Translation, scheduler: str, usual: str, warmup: float = 0.0) -> None:
     """Translate learning rate, schedule, warmup, and the optimizer with its constants."""
     job.move("learning_rate", "optim.lr")
     name = text(job.get(scheduler, usual))
-    job.set("optim.schedule", SCHEDULES.get(name, "cosine"))
-    if name in SCHEDULES:
-        job.say(scheduler, "translated", f"optim.schedule={SCHEDULES[name]}")
-    else:
+    job.put("optim.schedule", SCHEDULES.get(name, "cosine"), scheduler)
+    if name not in SCHEDULES:
         job.say(scheduler, "no counterpart", f"{name}: replaced by optim.schedule=cosine")
     if scheduler not in job.source:
         job.assumed.append(f"optim.schedule={usual}: the other toolkit's default")
-    if job.number("cosine_min_lr_ratio", 0) >= 1:
+    if job.get("cosine_min_lr_ratio", 0) >= 1:
         job.set("optim.schedule", "constant")
         job.source["cosine_min_lr_ratio"] = 0
     _warmup(job, warmup)
-    _end_of_schedule(job)
+    job.say("lr_scheduler_kwargs", "not needed", "the schedule has none")
+    if job.get("lr_scheduler_kwargs") and job.fields["optim"]["schedule"] != "constant":
+        job.move("lr_scheduler_kwargs", "optim.schedule_arguments")
     _optimizer(job, scheduler)
     job.move_all({"weight_decay": "optim.weight_decay", "adam_epsilon": "optim.eps"})
     job.move("max_grad_norm", "optim.max_grad_norm", lambda norm: norm or None)
     if {"adam_beta1", "adam_beta2"} & job.source.keys():
         betas = [job.get("adam_beta1", 0.9), job.get("adam_beta2", 0.999)]
-        job.set("optim.betas", betas)
-        for key in ("adam_beta1", "adam_beta2"):
-            job.say(key, "translated", f"optim.betas={betas}")
+        job.put("optim.betas", betas, "adam_beta1 adam_beta2")
 
 
 def _warmup(job: Translation, usual: float) -> None:
@@ -181,18 +145,9 @@ def _warmup(job: Translation, usual: float) -> None:
         return
     job.say("warmup_steps", "translated", "optim.warmup=0")
     if share is None and steps is None and usual:
-        job.assumed.append(f"optim.warmup={usual}: the other toolkit's default")
-        share = usual
-    job.set("optim.warmup", share or 0.0)
-    job.say("warmup_ratio", "translated", f"optim.warmup={shown(share)}")
-
-
-def _end_of_schedule(job: Translation) -> None:
-    key = "lr_scheduler_kwargs"
-    if mapping(job.get(key)) and job.fields["optim"]["schedule"] != "constant":
-        job.move(key, "optim.schedule_arguments")
+        job.assume("optim.warmup", usual)
     else:
-        job.say(key, "not needed", "the schedule has none")
+        job.put("optim.warmup", share or 0.0, "warmup_ratio")
 
 
 WIDE = "with exact moments, which need 6 more bytes of a trained weight, divided over the processes"
@@ -202,8 +157,7 @@ def _optimizer(job: Translation, scheduler: str) -> None:
     job.move("loraplus_lr_ratio", "optim.loraplus_lr_ratio")
     _groups(job)
     if job.get("use_muon"):
-        job.set("optim.name", "muon")
-        job.say("use_muon", "translated", "optim.name=muon")
+        job.put("optim.name", "muon", "use_muon")
         return
     key = "optimizer" if "optimizer" in job.source else "optim"
     name = text(job.get(key, "adamw_torch"))
@@ -221,8 +175,7 @@ def _optimizer(job: Translation, scheduler: str) -> None:
         if ours == "schedule_free_adamw":
             job.set("optim.schedule", "constant")
             job.say(scheduler, "differs", f"optim.schedule=constant: {name} needs none")
-        job.set("optim.name", ours)
-        job.say(key, "translated", f"optim.name={ours}")
+        job.put("optim.name", ours, key)
     elif name == "paged_adamw_32bit":
         job.say(key, "differs", f"{name}: replaced by optim.name=adamw, whose state is not paged")
     else:
@@ -239,8 +192,7 @@ def _groups(job: Translation) -> None:
         rates.append(("embed_tokens|lm_head", job.get("embedding_lr")))
     if rates:
         job.set("optim.groups", [{"match": match, "lr": lr} for match, lr in rates])
-        for key in ("lr_groups", "embedding_lr"):
-            job.say(key, "translated", "optim.groups")
+        job.say("lr_groups embedding_lr", "translated", "optim.groups")
 
 
 def length(job: Translation, epochs: str, usual: int) -> None:
@@ -264,33 +216,22 @@ def _steps(job: Translation) -> bool:
 
 def evaluation_and_saving(job: Translation) -> None:
     for key, path in (("eval_steps", "evaluation.every"), ("save_steps", "saving.every")):
-        if job.get(key) == 0:
-            job.say(key, "translated", f"{path}=null, once at the end")
-        else:
-            job.move(key, path)
-    at_the_end = "once, at the end of the run"
+        job.move(key, path, lambda steps: steps or None)
     for key, path in (
-        ("eval_strategy", "evaluation.every"),
-        ("evaluation_strategy", "evaluation.every"),
+        ("eval_strategy", "evaluation.every"), ("evaluation_strategy", "evaluation.every"),
         ("save_strategy", "saving.every"),
-    ):
+    ):  # fmt: skip
         word = text(job.get(key))
-        told: dict[str, tuple[Outcome, str]] = {
-            "steps": ("translated", f"{path} counts steps"),
-            "epoch": ("translated", f"{path}=1 epoch"),
-            **dict.fromkeys(("no", "false", "none"), ("differs", at_the_end)),
-        }
         if word == "epoch":
-            job.set(path, "1 epoch")
-        other = f"{word}: once, at the end; or set {path}"
-        job.say(key, *told.get(word, ("differs", other)))
+            job.put(path, "1 epoch", key)
+        elif word == "steps":
+            job.say(key, "translated", f"{path} counts steps")
+        else:
+            job.say(key, "differs", f"{word}: once, at the end of the run; or set {path}")
     job.move("save_total_limit", "saving.keep")
-    job.say("save_only_model", "not needed", "a checkpoint always holds what resuming needs")
-    job.say("load_best_model_at_end", "not needed", "an export uses the best checkpoint")
-    if text(job.get("metric_for_best_model", "loss")) in ("loss", "eval_loss"):
-        job.say("metric_for_best_model", "not needed", "the evaluation loss is used")
-    else:
-        job.say("metric_for_best_model", "differs", "the evaluation loss is used instead")
+    usual = text(job.get("metric_for_best_model", "loss")) in ("loss", "eval_loss")
+    outcome: Outcome = "not needed" if usual else "differs"
+    job.say("metric_for_best_model", outcome, "the evaluation loss is used")
     job.say("greater_is_better", "differs", "the evaluation loss is used: lower is better")
 
 
@@ -299,37 +240,33 @@ def without_evaluation(job: Translation) -> None:
     if job.fields.get("eval_rows") or job.fields.get("eval_data"):
         return
     job.fields.get("evaluation", {}).pop("every", None)
-    for key in ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch"):
-        job.say(key, "not needed", "no rows are held out")
+    keys = "eval_steps eval_strategy evaluation_strategy evals_per_epoch"
+    job.say(keys, "not needed", "no rows are held out")
 
 
 def precision(job: Translation) -> None:
     for key in ("bf16", "bfloat16", "pure_bf16"):
         if key in job.source:
             on = job.source[key] in (True, "auto", "full")
-            reason = "backends train in bf16 by default" if on else "give --precision fp32 for fp32"
+            reason = IN_BF16 if on else "give --precision fp32 for fp32"
             job.say(key, "translated" if on else "not needed", reason)
     for key in ("fp16", "float16"):
         if job.get(key):
             job.say(key, "differs", "bf16 instead, which needs no loss scaling")
         else:
-            job.say(key, "not needed", "backends train in bf16 by default")
+            job.say(key, "not needed", IN_BF16)
 
 
 def checkpointing(job: Translation) -> None:
     value, ours = job.get("gradient_checkpointing"), "model.activation_checkpointing"
     if job.get("activation_offloading"):
-        job.set(ours, "offload")
-        for key in ("gradient_checkpointing", "activation_offloading"):
-            job.say(key, "translated", f"{ours}=offload")
+        job.put(ours, "offload", "gradient_checkpointing activation_offloading")
     elif value in (True, False, "offload"):
         job.move("gradient_checkpointing", ours)
     elif value is not None:
         job.set(ours, True)
         job.say("gradient_checkpointing", "differs", f"{shown(value)}: replaced by {ours}=true")
-    if "activation_offloading" not in job.outcomes:
-        job.say("activation_offloading", "not needed", "it is off")
-    job.say("gradient_checkpointing_kwargs", "not needed", "recomputation gives equal gradients")
+    job.say_off("activation_offloading")
 
 
 def trackers(job: Translation) -> None:
@@ -339,12 +276,10 @@ def trackers(job: Translation) -> None:
     words = [OWN_TRACKERS.get(word, word) for word in words if word not in ("none", "false")]
     known = [word for word in words if word in TRACKERS or ":" in word]
     others = [word for word in words if word not in known]
-    job.set("trackers", known)
+    job.put("trackers", known, "report_to")
     if others:
         reason = f"{', '.join(others)}: supported trackers are {', '.join(TRACKERS)}"
         job.say("report_to", "differs", reason)
-    else:
-        job.say("report_to", "translated", f"trackers={known}")
 
 
 def the_rest(job: Translation) -> None:
@@ -352,19 +287,9 @@ def the_rest(job: Translation) -> None:
     name = text(job.get("hub_model_id"))
     if "/" in name and not name.startswith("<"):
         job.move("hub_model_id", "saving.push_to")
-    by_prefix = {
-        OTHER_TRACKERS: f"trackers are {', '.join(TRACKERS)}; none changes a loss",
-        ("ray_",): "`finetune launch` starts the processes",
-        ("fsdp_",): "FSDP2 wraps the layers of the model automatically",
-        ("wandb_", "mlflow_", "comet_"): "set the tracker's own environment variables",
-        ("push_to_hub", "hub_"): "saving.push_to names the repository; it is private",
-    }
-    reasons = {key: reason for reason, keys in NOT_NEEDED.items() for key in keys.split()}
-    for key in [key for key in job.source if key not in job.outcomes]:
-        own = next((text for starts, text in by_prefix.items() if key.startswith(starts)), None)
-        reason = reasons.get(key, own)
-        if reason is not None:
-            job.say(key, "not needed", reason)
+    for key in job.source:
+        if key not in job.outcomes and (reason := reason_of(key)):
+            job.say([key], "not needed", reason)
     if not mapping(job.get("accelerator_config")).get("split_batches"):
         job.say("accelerator_config", "not needed", "gradients are summed over a step exactly")
     left = [key for key in job.source if key not in job.outcomes]
@@ -372,7 +297,7 @@ def the_rest(job: Translation) -> None:
     for key in left:
         is_off = not job.source[key] and not usual.get(key, True)
         if is_off or (key in usual and job.source[key] == usual[key]):
-            job.say(key, "not needed", "it is off, or the default of transformers")
+            job.say([key], "not needed", "it is off, or the default of transformers")
 
 
 def _defaults() -> dict[str, Any]:
@@ -391,12 +316,10 @@ def token_loss(job: Translation) -> None:
         return
     job.move("label_smoothing_factor", "label_smoothing")
     for key, weight in {"use_dft_loss": "dft", "use_eaft_loss": "eaft", "use_eaft": "eaft"}.items():
-        if not job.get(key):
-            job.say(key, "not needed", "it is off")
-            continue
-        job.set("token_weight", weight)
-        job.say(key, "translated", f"token_weight={weight}")
-        job.move("eaft_alpha", "eaft_alpha")
+        if job.get(key):
+            job.put("token_weight", weight, key)
+            job.move("eaft_alpha", "eaft_alpha")
+        job.say_off(key)
     same = job.get("eaft_k", 20) == 20
     reason = "the entropy of the 20 likeliest tokens is used"
     job.say("eaft_k", "not needed" if same else "differs", reason)

@@ -5,9 +5,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from finetune.errors import FinetuneError
-
 Outcome = Literal["translated", "differs", "no counterpart", "not needed"]
+OF_ADAPTERS = ("use_peft", "use_rslora", "use_dora", "additional_target")
 
 
 @dataclasses.dataclass
@@ -28,17 +27,6 @@ class Translation:
     def get(self, key: str, default: Any = None) -> Any:
         return self.source.get(key, default)
 
-    def number(self, key: str, usual: float) -> Any:
-        """A number, or `usual` if the key is not given.
-
-        Raises:
-            FinetuneError: it is no number.
-        """
-        value = self.source.get(key, usual)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise FinetuneError(f"{key}: expected a number, got {shown(value)}")
-        return value
-
     @property
     def shards(self) -> bool:
         """Whether the backend shards the state of the optimizer."""
@@ -58,12 +46,20 @@ class Translation:
             place = place[section]
         place[last] = value
 
+    def put(self, path: str, value: Any, keys: str | list[str]) -> None:
+        """Set a field, to which keys are translated."""
+        self.set(path, value)
+        self.say(keys, "translated", f"{path}={shown(value)}")
+
+    def assume(self, path: str, value: Any) -> None:
+        """Set a field to the other toolkit's default."""
+        self.set(path, value)
+        self.assumed.append(f"{path}={shown(value)}: the other toolkit's default")
+
     def move(self, key: str, path: str, change: Callable[[Any], Any] | None = None) -> None:
         """Translate a key, if it is given, to a field with the same meaning."""
         if key in self.source:
-            value = self.source[key] if change is None else change(self.source[key])
-            self.set(path, value)
-            self.say(key, "translated", f"{path}={shown(value)}")
+            self.put(path, self.source[key] if change is None else change(self.source[key]), key)
 
     def move_all(self, paths: Mapping[str, str]) -> None:
         """Translate keys to fields with the same meaning and the same values."""
@@ -75,26 +71,25 @@ class Translation:
         if key in self.source:
             self.move(key, path)
         else:
-            self.set(path, usual)
-            self.assumed.append(f"{path}={shown(usual)}: the other toolkit's default")
+            self.assume(path, usual)
 
-    def say(self, key: str, outcome: Outcome, text: str) -> None:
-        """Record an outcome; a key that is not in the source is not recorded."""
-        if key in self.source or key.split(".")[0] in self.source:
-            self.outcomes[key] = (outcome, text)
+    def say(self, keys: str | list[str], outcome: Outcome, text: str) -> None:
+        """Record an outcome of keys, as a list or with spaces between; those not given are not."""
+        for key in keys.split() if isinstance(keys, str) else keys:
+            if key in self.source or key.split(".")[0] in self.source:
+                self.outcomes[key] = (outcome, text)
 
     def say_all(self, outcome: Outcome, keys: Mapping[str, str]) -> None:
-        """Record an outcome of several keys, which are listed by the reason."""
+        """Record an outcome of keys, which are listed by the reason."""
         for reason, named in keys.items():
-            for key in named.split():
-                self.say(key, outcome, reason)
+            self.say(named, outcome, reason)
 
     def say_values(self, at: str, values: Mapping[str, Any], read: Collection[str]) -> None:
         """Record the values of a source that are neither `read` nor have an outcome."""
         for key, value in values.items():
             if key not in read and f"{at}.{key}" not in self.outcomes:
                 reason = f"{shown(value)}: no field of a source corresponds to it"
-                self.say(f"{at}.{key}", "no counterpart", reason)
+                self.say([f"{at}.{key}"], "no counterpart", reason)
 
     def held_out(self, key: str) -> None:
         """Translate the rows that are held out: a number, or a fraction of the rows."""
@@ -114,22 +109,28 @@ class Translation:
         self.set(path, every)
         self.say(key, "translated", f"{path}={shown(every)} of the run")
 
-    def refuse_flag(self, key: str, text: str) -> None:
-        """Record a switch without a counterpart: not needed if off, no counterpart if on."""
-        off = self.get(key) in (False, "false", "none", "no", 0, "", [], {})
-        self.say(key, "not needed" if off else "no counterpart", text)
+    def say_off(self, keys: str) -> None:
+        """Record keys that have no outcome as switched off."""
+        self.say([k for k in keys.split() if k not in self.outcomes], "not needed", "it is off")
+
+    def no_adapter(self, *starts: str) -> None:
+        """Leave the adapter out; keys of one are those that begin so, or name it."""
+        self.set("adapter", None)
+        keys = [key for key in self.source if key.startswith(starts) or key in OF_ADAPTERS]
+        self.say(keys, "not needed", "no adapter: all weights are trained")
 
     def refuse_flags(self, keys: Mapping[str, str]) -> None:
-        """Record switches without a counterpart, which are listed by the reason."""
+        """Record switches without a counterpart, by the reason: not needed if they are off."""
         for reason, named in keys.items():
             for key in named.split():
-                self.refuse_flag(key, reason)
+                off = self.get(key) in (False, "false", "none", "no", 0, "", [], {})
+                self.say(key, "not needed" if off else "no counterpart", reason)
 
     def finish(self) -> None:
         """Record every key without an outcome as one without a counterpart."""
         for key in self.source:
             if not any(key in (said, said.split(".")[0]) for said in self.outcomes):
-                self.say(key, "no counterpart", "no recipe field corresponds to it")
+                self.say([key], "no counterpart", "no recipe field corresponds to it")
 
 
 def shown(value: Any) -> str:

@@ -45,18 +45,6 @@ ONLINE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """TRL's defaults of online methods."""
 OWN_LOSSES = {"cpo": "sigmoid", "kto": "kto", "orpo": "sigmoid"}
-NOT_NEEDED = {
-    "rows are prepared once, in parallel": "dataset_num_proc",
-    "the backend places the model": "device_map",
-    "the adapter is that of a causal model": "lora_task_type",
-    "log-probabilities of the reference are computed once": "precompute_ref_log_probs",
-    "the launcher starts the processes": "num_processes config_file accelerate_config",
-    "kernels of the same computation are chosen by kernels": "use_liger_kernel use_liger_loss",
-    "padding is never trained": "pad_to_multiple_of padding_free",
-    "it names the file that is read": "config",
-    "nothing is sampled": "generate_during_eval log_completions",
-    "columns that a format does not read are counted by name": "remove_unused_columns",
-}
 
 
 def translate(job: Translation, folder: Path) -> None:
@@ -73,9 +61,7 @@ def translate(job: Translation, folder: Path) -> None:
         )
     if COMMAND not in job.source:
         job.assumed.append("method=sft: for another, finetune import -- trl dpo --config FILE")
-    for key in (PROGRAM, COMMAND):
-        job.say(key, "translated", f"method={method}")
-    job.set("method", method)
+    job.put("method", method, f"{PROGRAM} {COMMAND}")
     backends.translate(job, folder)
     _model(job)
     if script.endswith("_vlm"):
@@ -94,7 +80,7 @@ def translate(job: Translation, folder: Path) -> None:
     if method in ONLINE:
         online_methods.translate(job, method, ONLINE[method])
     job.say("dataset_streaming", "differs", "all rows are prepared before the first step")
-    job.say_all("not needed", NOT_NEEDED)
+    job.say("config", "not needed", "it names the file that is read")
     trainer.the_rest(job)
 
 
@@ -114,9 +100,7 @@ def _model(job: Translation) -> None:
     trainer.attention(job, "attn_implementation")
     four, eight = job.get("load_in_4bit"), job.get("load_in_8bit")
     kind = "nf4" if four else "int8" if eight else "none"
-    job.set("model.quantization", kind)
-    for key in ("load_in_4bit", "load_in_8bit"):
-        job.say(key, "translated", f"model.quantization={kind}")
+    job.put("model.quantization", kind, "load_in_4bit load_in_8bit")
     for key, same in (("bnb_4bit_quant_type", "nf4"), ("use_bnb_nested_quant", True)):
         is_same = not four or job.get(key) == same
         job.say(key, "translated" if is_same else "differs", "NF4 with double quantization")
@@ -143,9 +127,8 @@ def _data(job: Translation, method: str) -> None:
     held = job.get("dataset_test_split", "test")
     if job.get("eval_strategy", "no") not in ("no", False) and len(sources) == 1:
         job.set("eval_data", [sources[0] | {"split": text(held)}])
-    reason = f"data, with format={name}"
-    for key in ("dataset_name", "dataset_config", "dataset_train_split", "datasets"):
-        job.say(key, "translated", reason)
+    keys = "dataset_name dataset_config dataset_train_split datasets"
+    job.say(keys, "translated", f"data, with format={name}")
     job.say("dataset_text_field", "translated", f"format={name}")
     evaluated = "eval_data" if "eval_data" in job.fields else "nothing is evaluated"
     job.say("dataset_test_split", "translated", evaluated)
@@ -156,38 +139,34 @@ def _loss(job: Translation, method: str) -> None:
     if method == "sft":
         completed = {each["format"] for each in job.fields["data"]} == {"prompt_completion"}
         only = job.get("assistant_only_loss") or job.get("completion_only_loss", completed)
-        job.set("train_on", "assistant" if only else "all")
-        for key in ("assistant_only_loss", "completion_only_loss"):
-            job.say(key, "translated", f"train_on={'assistant' if only else 'all'}")
+        keys = "assistant_only_loss completion_only_loss"
+        job.put("train_on", "assistant" if only else "all", keys)
         if not only:
             reason = "of a conversation or text; for prompt and completion set train_on=assistant"
             job.assumed.append(f"train_on=all: the other toolkit trains all tokens {reason}")
         if text(job.get("loss_type")) in ("nll", "chunked_nll", "dft"):
-            job.set("token_weight", "dft" if job.get("loss_type") == "dft" else "none")
-            job.say("loss_type", "translated", f"token_weight={job.fields['token_weight']}")
+            weight = "dft" if job.get("loss_type") == "dft" else "none"
+            job.put("token_weight", weight, "loss_type")
         job.move("packing", "batch.packing")
         kind = text(job.get("packing_strategy", "bfd"))
         outcome = "translated" if kind == "bfd" else "differs"
         job.say("packing_strategy", outcome, "documents are packed whole, best fit first")
         return
-    losses = [text(each) for each in listed(job.get("loss_type", "sigmoid"))]
     if method == "dpo":
-        preference_methods.losses_of_dpo(job, losses)
-    if losses == [OWN_LOSSES.get(method)]:
+        preference_methods.losses_of_dpo(job)
+    if job.get("loss_type") == OWN_LOSSES.get(method):
         job.say("loss_type", "translated", f"method={method}")
     fields = {"dpo": "beta label_smoothing rpo_alpha ld_alpha", "orpo": "beta", "reward": ""}
     fields |= {"kto": "beta desirable_weight undesirable_weight", "cpo": "beta cpo_alpha"}
     for key in fields[method].split():
         job.move(key, METHOD[key])
-    job.say("max_prompt_length", "differs", "batch.max_length bounds prompt and answer together")
-    job.say("max_completion_length", "differs", "batch.max_length bounds prompt and answer")
+    reason = "batch.max_length bounds prompt and answer together"
+    job.say("max_prompt_length max_completion_length", "differs", reason)
 
 
 def _adapter(job: Translation) -> None:
     if not job.get("use_peft"):
-        job.set("adapter", None)
-        for key in ("use_peft", "use_rslora", "use_dora", *(k for k in job.source if "lora_" in k)):
-            job.say(key, "not needed", "no adapter: all weights are trained")
+        job.no_adapter("lora_")
         return
     job.say("use_peft", "translated", "adapter")
     for key, usual in USUAL_ADAPTER.items():
@@ -196,5 +175,4 @@ def _adapter(job: Translation) -> None:
     if "lora_target_modules" in job.source:
         job.move("lora_target_modules", "adapter.targets")
     else:
-        job.set("adapter.targets", ["q_proj", "v_proj"])
-        job.assumed.append("adapter.targets=q_proj,v_proj: PEFT's default for most architectures")
+        job.assume("adapter.targets", ["q_proj", "v_proj"])  # PEFT's for most architectures

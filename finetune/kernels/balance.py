@@ -29,10 +29,7 @@ class Balance:
     """Process group that shares the tokens of a row, in their order; None for complete rows."""
 
     def sum(
-        self,
-        router_logits: tuple[torch.Tensor, ...],
-        documents: torch.Tensor,
-        number: int,
+        self, router_logits: tuple[torch.Tensor, ...], documents: torch.Tensor, number: int
     ) -> torch.Tensor:
         """Sum over documents of tokens x loss x coefficient, a scalar in fp32.
 

@@ -249,76 +249,18 @@ def _loading(recipe: Mapping[str, Any], kind: Kind, folder: Path) -> str:
 
     An adapter gets the stop tokens of its folder, because PEFT uses those of the base model.
     """
-    if kind == "gguf":
-        name = next((path.name for path in folder.glob("*.gguf")), "model.gguf")
-        asked = (
-            'print(model.create_chat_completion(messages=[{"role": "user", "content": "Hello!"}]))'
-        )
-        return f'from llama_cpp import Llama\n\nmodel = Llama("{name}")\n{asked}'
-    trusting = (recipe.get("model") or {}).get("trust_remote_code")
-    more = ", trust_remote_code=True" if trusting else ""
-    has_template = (folder / "chat_template.jinja").exists()
-    if is_scorer(read_object(folder / "config.json")):
-        return _scoring(kind, more, has_template)
-    auto = "AutoPeftModelForCausalLM" if kind == "adapter" else "AutoModelForCausalLM"
-    load = f'model = {auto}.from_pretrained(".", dtype="auto"{more})'
-    imports = f"from transformers import {auto}, AutoTokenizer"
-    arguments = "max_new_tokens=64"
-    if kind == "adapter":
-        imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer"
-        if (folder / "generation_config.json").exists():
-            imports += ", GenerationConfig"
-            load += '\nsettings = GenerationConfig.from_pretrained(".")  # where answers end'
-            arguments = "generation_config=settings, max_new_tokens=64"
-    if has_template:
-        prompt = (
-            'messages = [{"role": "user", "content": "Hello!"}]\n'
-            "inputs = tokenizer.apply_chat_template(\n"
-            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)'
-        )
-    else:
-        prompt = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
-    generate = (
-        f"output = model.generate(**inputs, {arguments})\n"
-        'answer = output[0, inputs["input_ids"].shape[1] :]\n'
-        "print(tokenizer.decode(answer, skip_special_tokens=True))"
+    weights = next((path.name for path in folder.glob("*.gguf")), "model.gguf")
+    scores, adapter = is_scorer(read_object(folder / "config.json")), kind == "adapter"
+    text = rendered(
+        "loading.py.jinja",
+        gguf=weights if kind == "gguf" else "",
+        adapter=adapter,
+        scores=scores,
+        settings=adapter and not scores and (folder / "generation_config.json").exists(),
+        trusting=bool((recipe.get("model") or {}).get("trust_remote_code")),
+        templated=(folder / "chat_template.jinja").exists(),
     )
-    tokenizer = 'tokenizer = AutoTokenizer.from_pretrained(".")'
-    return "\n".join([imports, "", tokenizer, load, prompt, generate])
-
-
-def _scoring(kind: Kind, more: str, has_template: bool) -> str:
-    """Python code that loads the current folder and scores a text."""
-    auto, library = "AutoModelForSequenceClassification", "transformers"
-    imports = {"transformers": {"AutoTokenizer"}, "peft": set[str]()}
-    settings: list[str] = []
-    if kind == "adapter":  # PEFT 0.21 reads the base's config.json, which has other labels
-        auto, library = "AutoPeftModelForSequenceClassification", "peft"
-        imports["transformers"].add("AutoConfig")
-        settings = [
-            'config = AutoConfig.from_pretrained(".")',
-            'names = ("id2label", "label2id", "pad_token_id")',
-            "settings = {name: getattr(config, name) for name in names}",
-        ]
-        more = f", **settings{more}"
-    imports[library].add(auto)
-    text = 'inputs = tokenizer("A text to judge", return_tensors="pt")'
-    if has_template:
-        text = (
-            'messages = [{"role": "user", "content": "Hello!"}]\n'
-            "inputs = tokenizer.apply_chat_template(\n"
-            '    messages, return_tensors="pt", return_dict=True\n)'
-        )
-    return "\n".join([
-        *(f"from {name} import {', '.join(sorted(n))}" for name, n in imports.items() if n),
-        "",
-        'tokenizer = AutoTokenizer.from_pretrained(".")',
-        *settings,
-        f'model = {auto}.from_pretrained(".", dtype="auto"{more})',
-        text,
-        "scores = model(**inputs).logits[0]  # one for each name",
-        "print(dict(zip(model.config.id2label.values(), scores.tolist())))",
-    ])  # fmt: skip
+    return text.strip()
 
 
 def is_scorer(config: Mapping[str, Any]) -> bool:

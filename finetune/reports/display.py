@@ -257,8 +257,7 @@ def start_table(run: Run, start: Start) -> Table:
     if start.groups is not None:
         readers = f"{start.groups} group{'s' * (start.groups > 1)} of processes"
     table.add_row(
-        "batch",
-        f"{start.rows_per_step} {_unit_of_rows(start)} = {start.shares} x {readers}",
+        "batch", f"{start.rows_per_step} {_unit_of_rows(start)} = {start.shares} x {readers}"
     )
     if start.padding:
         table.add_row("", escape(start.padding))

@@ -28,6 +28,7 @@ from finetune.methods import find_method
 from finetune.models.model import load_chat_of, load_tokenizer
 from finetune.recipe import Data, Kind, Recipe
 from finetune.reports.tables import rendered
+from finetune.runs.run import write_whole
 
 BROKEN = "\ufffd"
 """Decoded text of an incomplete character."""
@@ -208,11 +209,7 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _document(
-    recipe: Recipe,
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    name: str,
+    recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase, number: int, name: str
 ) -> Document:
     documents = prepared.train.documents
     ids, trained = (each.tolist() for each in documents.document(number))
@@ -348,15 +345,7 @@ def visible(text: str) -> str:
 
 
 def write_page(inspection: Inspection, title: str, path: Path) -> None:
-    """Write a self-contained HTML page.
-
-    Raises:
-        FinetuneError: the file cannot be written.
-    """
+    """Write a self-contained HTML page."""
     summary = {name: describe(counts) for name, counts in inspection.counts.items()}
     about = {"title": title, "inspection": inspection, "summary": summary}
-    text = rendered("inspection.html.jinja", **about)
-    try:
-        path.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise FinetuneError(f"--html {path}: cannot be written ({error.strerror})") from None
+    write_whole(path, rendered("inspection.html.jinja", **about))

@@ -24,13 +24,7 @@ from finetune.runs import units
 from finetune.runs.environment import public
 from finetune.runs.metrics import Evaluated, History, Trained, read_history
 from finetune.runs.run import Run, of_record, read_object, write_whole
-from finetune.runs.summary import (
-    exact_answers,
-    read_samples,
-    throughput,
-    title,
-    verdict,
-)
+from finetune.runs.summary import exact_answers, read_samples, throughput, title, verdict
 
 SHOWN_SAMPLES = 50
 """Maximum generations on the page; the file has all of them."""

@@ -11,11 +11,7 @@ from finetune.reports.drawings import Drawings
 from finetune.reports.tables import Cell, Table, rendered
 from finetune.runs.run import write_whole
 
-WORDS = {
-    "safe": "fits",
-    "tight": "fits, but tightly: a longer row may not",
-    "no": "does not fit",
-}
+WORDS = {"safe": "fits", "tight": "fits, but tightly: a longer row may not", "no": "does not fit"}
 
 
 def write(prediction: Prediction, path: Path) -> None:

@@ -20,18 +20,9 @@ from finetune.version import __version__
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Experiment trackers."""
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "bitsandbytes",
-    "deepspeed",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    *TRACKERS,
-)
+    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "datasets",
+    "tokenizers", "safetensors", "numpy", *TRACKERS,
+)  # fmt: skip
 """Packages whose version can affect a result or its record."""
 
 _SECRET_NAME = re.compile(r"(token(?![a-z])|secret|passw|api_?key|credential)", re.IGNORECASE)

@@ -5,7 +5,9 @@ refused.
 """
 
 import hashlib
+import itertools
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -61,9 +63,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     with reading(f"{path}: cannot be read"):
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict):
-        raise FinetuneError(f"{path}: expected keys and values, got {type(manifest).__name__}")
-    found = manifest.get("format")
+    found = manifest.get("format") if isinstance(manifest, dict) else None
     if found is None:
         raise FinetuneError(f"{path}: no format: it is not a checkpoint's manifest")
     if found not in READ or isinstance(found, bool):
@@ -114,7 +114,7 @@ def _shape_problems(manifest: dict[str, Any]) -> list[str]:
     problems = [
         f"files: {name!r} is outside the checkpoint's folder"
         for name in known.files
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
     ]
     if known.progress.get("step") != known.step:
         problems.append(f"step: got {known.step}, progress has {known.progress.get('step')}")
@@ -141,7 +141,7 @@ def differing(folder: Path, files: dict[str, Any]) -> list[str]:
     problems: list[str] = []
     for name, known in files.items():
         path = folder / name
-        if not _is_file(path):
+        if not os.path.isfile(path):
             problems.append(f"{path}: missing, though the manifest lists it")
         elif path.stat().st_size != known["bytes"]:
             size = path.stat().st_size
@@ -149,13 +149,6 @@ def differing(folder: Path, files: dict[str, Any]) -> list[str]:
         elif sha256(path) != known["sha256"]:
             problems.append(f"{path}: damaged, its sha256 does not match the manifest")
     return problems
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # an invalid file name
-        return False
 
 
 def newest_intact(
@@ -183,9 +176,5 @@ def newest_intact(
 def set_aside(run: Run, step: int) -> Path:
     """Rename a damaged checkpoint so that it is no longer used; returns the new folder."""
     folder = run.checkpoint(step)
-    aside = folder.with_name(f"damaged-{folder.name}")
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = folder.with_name(f"damaged-{folder.name}-{number}")
-    return folder.rename(aside)
+    names = (f"damaged-{folder.name}{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
+    return folder.rename(next(p for n in names if not (p := folder.with_name(n)).exists()))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TextIO
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
 
 from finetune.errors import FinetuneError, TrainingFailure
 from finetune.runs.run import Run, replacing
@@ -279,19 +280,8 @@ def _line(record: Record) -> str:
     fields = {"kind": record.kind, **dataclasses.asdict(record)}
     if not fields.get("metrics", True):  # leave out an empty `metrics`
         del fields["metrics"]
-    return json.dumps(_finite(fields), allow_nan=False) + "\n"
-
-
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """Replace numbers that are not finite by None, also in nested dicts."""
-    return {
-        name: _finite(value)
-        if isinstance(value, dict)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for name, value in fields.items()
-    }
+    finite = from_json(to_json(fields, inf_nan_mode="null"))
+    return json.dumps(finite) + "\n"
 
 
 def _is_until(step: int, line: bytes) -> bool:

@@ -1,34 +1,4 @@
-"""Name and read the files of a run directory.
-
-RUN/
-  recipe.json        the resolved recipe, with its method
-  plan.json          the plan, derived before anything was loaded
-  environment.json   library versions, devices, command
-  realised.json      what Accelerate built: engine, precision, elements held per rank
-  starting_adapter.json   folder, SHA-256 and base of the adapter that training started from, if any
-  data.json          counts: rows, tokens, trained tokens, dropped, truncated
-  reference.npz      log-probabilities of a method's reference, one per sequence
-  values.npz         what a method computes for each sequence before the first step
-  bad_rows.jsonl     rows dropped by `on_bad_row=drop`, each with its file, row and problem
-  rollouts/          completions of a sampling that several steps train on
-  completions.jsonl  some completions of each sampling, with their rewards
-  metrics.jsonl      one JSON object per line: kind "start", "train", "eval", "save", "end"
-  proof.json         a proof of the recipe, if added with `finetune report --proof`
-  samples.json       generations before and after training, if requested
-  eval/NAME/         results of `finetune eval`: results.json, samples.jsonl, index.html
-  checkpoints/step-00000010/   see `finetune.checkpoints.checkpoint`; manifest.json is written last
-  flight_records/    rank-00000.json, ...: the last collectives, dumped by torch when one failed;
-                     waiting.json: the ranks that others wait for
-  run.lock           locked by the process that trains
-  job/log.txt        the output of a launch that no terminal shows
-  job.json           the job of a scheduler that trains it; job/ has its recipe
-  attempts.jsonl     each start of the job and its end
-  best.json          {"step": ..., "loss": ...} of the best evaluation
-  final/             the result: PEFT adapter or complete model, tokenizer, model card (README.md)
-  profile/           trace of one step per rank by torch's profiler, and a breakdown of its time
-  loss.png
-  report.html
-"""
+"""Name and read the files of a run directory."""
 
 import contextlib
 import dataclasses
@@ -76,31 +46,27 @@ class Run:
     def __post_init__(self) -> None:
         refuse_scheme(self.root)
 
-    recipe = File("recipe.json", "the recipe with every field.")
+    recipe = File("recipe.json", "the resolved recipe with every field, and its method.")
     plan = File("plan.json", "the plan, derived before anything was loaded.")
     environment = File("environment.json", "library versions, devices, command.")
-    realised = File("realised.json", "what Accelerate built.")
+    realised = File("realised.json", "what Accelerate built: engine, precision, elements per rank.")
     data = File("data.json", "counts of rows and tokens.")
-    bad_rows = File("bad_rows.jsonl", "rows dropped by `on_bad_row=drop`.")
+    bad_rows = File("bad_rows.jsonl", "rows dropped by `on_bad_row=drop`, with their problems.")
     reference = File(
-        "reference.npz", "log-probabilities of the reference, read by a resumed run (`DPO`)."
+        "reference.npz", "log-probabilities of the reference, one per sequence (`DPO`)."
     )
     values = File("values.npz", "what a method computed for each document before the first step.")
     rollouts = File("rollouts/", "completions that several steps train on, read by a resumed run.")
-    completions = File(
-        "completions.jsonl", "some completions of each sampling, with their rewards."
-    )
-    metrics = File("metrics.jsonl", "one JSON object per line.")
+    completions = File("completions.jsonl", "some completions of each sampling, with rewards.")
+    metrics = File("metrics.jsonl", 'one JSON object per line, of kind "start", "train", ...')
     job = File("job.json", "the job of a scheduler that trains it.")
     attempts = File("attempts.jsonl", "each start of that job and its end.")
     samples = File("samples.json", "answers before and after training.")
     evaluations = File("eval/", "one folder per evaluation by `finetune eval`.")
     proof = File("proof.json", "a proof of the recipe, if one was added.")
-    initial_adapter = File(
-        "initial_adapter/", "the adapter at step 0, if it was not initialized to zero."
-    )
+    initial_adapter = File("initial_adapter/", "the adapter at step 0, if it was not all zeros.")
     starting_adapter = File("starting_adapter.json", "the adapter that training started from.")
-    checkpoints = File("checkpoints/", "one folder per saved step.")
+    checkpoints = File("checkpoints/", "one folder per saved step; manifest.json is written last.")
     flight_records = File("flight_records/", "the last collectives, dumped by torch if one failed.")
     lock = File("run.lock", "locked by the process that trains.")
     log = File("job/log.txt", "the output of a launch that no terminal shows.")

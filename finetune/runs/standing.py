@@ -1,5 +1,6 @@
 """Which directories are runs, and which process trains in one."""
 
+import contextlib
 import fcntl
 from pathlib import Path
 
@@ -21,16 +22,11 @@ def holder_of(lock: Path) -> str | None:
 
     The lock is taken for a moment and shared; a training that starts waits ten seconds for it.
     """
-    try:
-        with lock.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip() or "another process"
-            except OSError:  # a file system without locks
-                return None
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), lock.open() as file:  # there is none, or no locks there
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "another process"
     return None
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from finetune.errors import FinetuneError, did_you_mean
 from finetune.serving.bodies import Body, Chat, Completion
 from finetune.serving.guard import Guard, policy
 from finetune.serving.models import Served
-from finetune.serving.problem import Json, about_field, problem
-from finetune.serving.reply import BrokenModel, Reply
+from finetune.serving.problem import Json, explained, problem
+from finetune.serving.reply import Reply
 from finetune.serving.requests import ChatRequest, Fetch, TextRequest, prompt_of
 from finetune.serving.scheduler import Scheduler
 
@@ -138,26 +137,8 @@ def build_app(
     app.state.answers = answers
     app.add_middleware(Guard, key=key, local=local)
 
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(request: Request, error: StarletteHTTPException) -> Response:
-        text = str(error.detail)
-        if error.status_code in (404, 405) and text == HTTPStatus(error.status_code).phrase:
-            text = f"{request.method} {request.url.path}: this route does not exist"
-        elif error.status_code == 400 and error.__cause__ is not None:  # raised by FastAPI
-            text = f"the body cannot be read as JSON: {error.__cause__}"
-        return problem(error.status_code, text, error.headers)
-
-    @app.exception_handler(FinetuneError)
-    async def unusable(request: Request, error: FinetuneError) -> Response:
-        return problem(400, str(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return problem(400, "\n".join(map(about_field, error.errors())))
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return _problem(error)
+    for kind in (StarletteHTTPException, FinetuneError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _refused)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -202,13 +183,14 @@ async def _answer(answers: Answers, request: Request, body: Body) -> Response:
         prompt.add_done_callback(answers.leave)  # what a thread has begun is completed
         raise
     if body.asked.stream:
-        return StreamingResponse(_events(reply, pieces, body), media_type="text/event-stream")
+        events = _events(request, reply, pieces, body)
+        return StreamingResponse(events, media_type="text/event-stream")
     answer = asyncio.wrap_future(reply.answer)
     try:
         await _wait(request, answer)
         return Json(body.response(answer.result()))
-    except (BrokenModel, RuntimeError, MemoryError) as error:  # the last two if out of memory
-        return _problem(error)
+    except (RuntimeError, MemoryError) as error:  # out of memory
+        return await _refused(request, error)
     finally:
         reply.cancelled.set()
 
@@ -230,7 +212,7 @@ async def _stays(request: Request) -> None:
         raise HTTPException(499, "the client has disconnected")
 
 
-async def _events(reply: Reply, pieces: Pieces, body: Body) -> AsyncIterator[str]:
+async def _events(request: Request, reply: Reply, pieces: Pieces, body: Body) -> AsyncIterator[str]:
     """Server-sent events of an answer, which is cancelled if the client disconnects."""
     try:
         for event in body.opening():
@@ -241,17 +223,14 @@ async def _events(reply: Reply, pieces: Pieces, body: Body) -> AsyncIterator[str
             for event in body.closing(reply.answer.result()):
                 yield _event(event)
         except Exception as error:  # the status is already sent: report in an event
-            yield _event(json.loads(bytes(_problem(error).body)))
+            yield _event(json.loads(bytes((await _refused(request, error)).body)))
         yield "data: [DONE]\n\n"
     finally:
         reply.cancelled.set()
 
 
-def _problem(error: Exception) -> Json:
-    if isinstance(error, HTTPException):
-        return problem(error.status_code, error.detail)
-    text = str(error) if isinstance(error, BrokenModel) else f"{type(error).__name__}: {error}"
-    return problem(500, text)
+async def _refused(request: Request, error: Exception) -> Response:
+    return problem(*explained(request, error), getattr(error, "headers", None))
 
 
 def _event(value: Mapping[str, Any]) -> str:

@@ -5,12 +5,12 @@ import base64
 import hashlib
 import re
 import secrets
-from typing import Any
+import time
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from finetune.serving.problem import problem
@@ -26,38 +26,34 @@ HEADER_SECONDS = 20.0
 
 
 class Guard:
-    """An ASGI middleware that checks the headers, and then reads the body completely."""
+    """An ASGI middleware that checks the headers, and limits size and time of the body."""
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool) -> None:
         """See `build_app` for the arguments."""
         self.app, self.key, self.local = app, key, local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal: Response | None = None
-        if scope["type"] == "http":
-            refusal = self._refusal(scope, Headers(scope=scope))
-            if refusal is None and scope["method"] == "POST":
-                body = await _read(receive)
-                if body is None:
-                    return
-                if isinstance(body, Response):
-                    refusal = body
-                else:
-                    receive = _replayed(body, receive)
-        await (self.app if refusal is None else refusal)(scope, receive, send)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            self._check(scope, Headers(scope=scope))
+            await self.app(scope, limited(receive, LARGEST_BODY, BODY_SECONDS), send)
+        except HTTPException as error:
+            refusal = problem(error.status_code, error.detail, error.headers)
+            await refusal(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
         if self.local and without_port(host) not in LOCAL:
-            return problem(400, f"host: got '{host}', expected one of {', '.join(LOCAL)}")
+            raise HTTPException(400, f"host: got '{host}', expected one of {', '.join(LOCAL)}")
         given = headers.get("authorization", "").removeprefix("Bearer ")
         right = self.key is None or secrets.compare_digest(given.encode(), self.key.encode())
         if scope["path"].startswith("/v1") and not right:
-            return problem(401, "send the server's key as 'Authorization: Bearer KEY'")
+            raise HTTPException(401, "send the server's key as 'Authorization: Bearer KEY'")
         kind = headers.get("content-type", "")
         if scope["method"] == "POST" and kind.partition(";")[0].strip().lower() != JSON:
-            return problem(415, f"content-type: got '{kind}', expected {JSON}")
-        return None
+            raise HTTPException(415, f"content-type: got '{kind}', expected {JSON}")
 
 
 def without_port(host: str) -> str | None:
@@ -68,40 +64,28 @@ def without_port(host: str) -> str | None:
         return None
 
 
-async def _read(receive: Receive) -> bytes | Response | None:
-    """The body, a refusal of it, or None if the client has disconnected."""
-    parts, size = list[bytes](), 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > LARGEST_BODY:
-                    return problem(413, f"the request has more than {LARGEST_BODY:,} bytes")
-                if not message.get("more_body"):
-                    return b"".join(parts)
-    except TimeoutError:
-        text = (
-            f"{size:,} bytes of the body arrived within {BODY_SECONDS:g} seconds, and not its end"
-        )
-        return problem(408, text, {"Connection": "close"})
+def limited(receive: Receive, most: int, seconds: float | None = None) -> Receive:
+    """Receive a body of at most `most` bytes, within some seconds if given.
 
+    Otherwise status 413 or 408 is raised where it is read.
+    """
+    size, is_whole, until = 0, False, None if seconds is None else time.monotonic() + seconds
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Receive a body that has been read."""
-    given = False
+    async def received() -> Message:
+        nonlocal size, is_whole
+        left = None if until is None or is_whole else until - time.monotonic()
+        try:
+            message = await asyncio.wait_for(receive(), left)
+        except TimeoutError:
+            text = f"{size:,} bytes of the body arrived within {seconds:g} seconds, not its end"
+            raise HTTPException(408, text, {"Connection": "close"}) from None
+        size += len(message.get("body", b""))
+        is_whole = not message.get("more_body")
+        if size > most:
+            raise HTTPException(413, f"the request has more than {most:,} bytes")
+        return message
 
-    async def again() -> Any:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+    return received
 
 
 def policy(page: str) -> str:

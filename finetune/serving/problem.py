@@ -2,9 +2,15 @@
 
 import json
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from finetune.errors import FinetuneError, first_line, of_a_file
 
 LONGEST = 80
 """Maximum number of characters of a value that is quoted."""
@@ -22,6 +28,26 @@ def problem(status: int, text: str, headers: Mapping[str, str] | None = None) ->
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": text, "type": kind, "param": None, "code": None}
     return Json({"error": error}, status, headers)
+
+
+def explained(request: Request, error: Exception) -> tuple[int, str]:
+    """The status and the text of the answer to a request that an error ended."""
+    match error:
+        case HTTPException():
+            status, text = error.status_code, str(error.detail)
+            if status in (404, 405) and text == HTTPStatus(status).phrase:
+                text = f"{request.method} {request.url.path}: there is no such page or route"
+            elif status == 400 and error.__cause__ is not None:  # raised by FastAPI
+                text = f"the body cannot be read as JSON: {error.__cause__}"
+            return status, text
+        case FinetuneError():
+            return 400, str(error)
+        case RequestValidationError():
+            return 400, "\n".join(map(about_field, error.errors()))
+        case OSError() if (text := of_a_file(error)) is not None:
+            return 507, text
+        case _:
+            return 500, f"{type(error).__name__}: {first_line(error)}"
 
 
 def about_field(error: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 
 import torch
+from starlette.exceptions import HTTPException
 
 from finetune.data.chat.tokens import Row as PromptRow
 from finetune.errors import FinetuneError
@@ -46,10 +47,6 @@ UNLIKELY = -9999.0
 """Log-probability of impossible tokens in OpenAI's API, as JSON has no infinity."""
 WITHOUT_LIMIT = 512
 """Maximum tokens of an answer if neither the request nor the model has a limit."""
-
-
-class BrokenModel(Exception):
-    """The model computes no usable logits."""
 
 
 def room(served: Served, ids: list[int], most: int | None) -> int:
@@ -116,10 +113,11 @@ class Reply(Row):
     def _check(self, logits: torch.Tensor) -> None:
         largest = logits.max().item()  # NaN if there is one
         if not math.isfinite(largest):
-            raise BrokenModel(
+            raise HTTPException(
+                500,
                 f"model {self.served.name}: the largest logit of token {len(self.ids)} is "
                 f"{largest}, expected a number; its weights are damaged, or too large for its "
-                "precision"
+                "precision",
             )
 
     def finish(self) -> None:

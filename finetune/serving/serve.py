@@ -1,7 +1,8 @@
 """Run the HTTP server until it is interrupted."""
 
+import contextlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +40,47 @@ def serve(
             the model cannot be loaded.
     """
     check_host(host, key)
-    try:
-        import uvicorn
-
+    with needing_extra("finetune serve"):
         from finetune.serving.app import build_app
-        from finetune.serving.guard import TimedConnection
-    except ImportError as error:
-        raise FinetuneError(f"finetune serve needs {error.name}: {install('serve')}") from None
     from finetune.serving.models import open_models
     from finetune.serving.requests import download
 
     with listening(host, port) as taken:
-        models = open_models(path, name, adapters)
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{taken.getsockname()[1]}"
+        models, url = open_models(path, name, adapters), address_of(host, taken)
         fetch = download if web_images else None
         app = build_app(models, rows=rows, queue=queue, key=key, local=host in LOCAL, fetch=fetch)
         print(f"serving {', '.join(models)} at {url}/v1, chat page at {url}/", flush=True)
         print(f"up to {rows} answers at once; Ctrl-C ends it", flush=True)
-        config = uvicorn.Config(
-            app, http=TimedConnection, log_level="warning", timeout_graceful_shutdown=5
-        )
+        answer(app, taken, app.state.answers.end, timeout_graceful_shutdown=5)
 
-        class Server(uvicorn.Server):
-            async def shutdown(self, sockets: Any = None) -> None:
-                app.state.answers.end()  # or streams would be cut after the timeout
-                await super().shutdown(sockets)
 
-        Server(config).run(sockets=[taken])
+@contextlib.contextmanager
+def needing_extra(command: str) -> Iterator[None]:
+    """Import what only the extra `serve` brings."""
+    try:
+        yield
+    except ImportError as error:
+        raise FinetuneError(f"{command} needs {error.name}: {install('serve')}") from None
+
+
+def answer(app: Any, taken: socket.socket, end: Callable[[], None], **settings: Any) -> None:
+    """Answer requests until interrupted; `end` is called first, as streams would be cut."""
+    import uvicorn
+
+    from finetune.serving.guard import TimedConnection
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            end()
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(app, http=TimedConnection, log_level="warning", **settings)
+    Server(config).run(sockets=[taken])
+
+
+def address_of(host: str, taken: socket.socket) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{taken.getsockname()[1]}"
 
 
 def check_host(host: str, key: str | None) -> None:

@@ -91,14 +91,6 @@ def follows(value: Any, schema: Any) -> bool:
     return bool(kind(schema).is_valid(value))
 
 
-def _not_json(asked: Asked, settings: Settings) -> str | None:
-    return "its answer is not JSON" if parsed(asked.expected) is NOTHING else None
-
-
-def _objects(asked: Sequence[Asked], settings: Settings) -> bool:
-    return all(isinstance(parsed(each.expected), dict | list) for each in asked)
-
-
 # Tool calls.
 
 
@@ -161,10 +153,7 @@ def _tools(rows: Sequence[Row], settings: Settings) -> list[Measure]:
         predicted, wanted = calls_in(given[0]), _reference(asked)
         names.append([name for name, _ in predicted] == [name for name, _ in wanted])
         arguments.append(predicted == wanted)
-    return [
-        of_scores("tools", arguments, binary=True),
-        of_scores("tool_names", names, binary=True),
-    ]
+    return [of_scores("tools", arguments, binary=True), of_scores("tool_names", names, binary=True)]
 
 
 def _no_tools(asked: Asked, settings: Settings) -> str | None:
@@ -172,21 +161,17 @@ def _no_tools(asked: Asked, settings: Settings) -> str | None:
     return None if tools or asked.calls else "it has no tools"
 
 
-def _any_call(asked: Sequence[Asked], settings: Settings) -> bool:
-    return any(each.calls for each in asked)
-
-
 JSON = Metric(
     "valid JSON, follows the schema, accuracy by field",
     ("json", "json_fields"),
-    _not_json,
-    _objects,
+    lambda row, _: "its answer is not JSON" if parsed(row.expected) is NOTHING else None,
+    lambda rows, _: all(isinstance(parsed(each.expected), dict | list) for each in rows),
     _json,
 )
 TOOLS = Metric(
     "the right functions, with equal arguments",
     ("tools", "tool_names"),
     _no_tools,
-    _any_call,
+    lambda rows, _: any(each.calls for each in rows),
     _tools,
 )

@@ -56,10 +56,6 @@ def _number(rows: Sequence[Row], settings: Settings) -> list[Measure]:
     return [of_scores("number", right, binary=True)]
 
 
-def _no_number(asked: Asked, settings: Settings) -> str | None:
-    return None if last_number(asked.expected) is not None else "its answer has no number"
-
-
 def _solutions(asked: Sequence[Asked], settings: Settings) -> bool:
     """Whether every reference ends with a number and has more than one word."""
     return all(
@@ -113,10 +109,6 @@ def token_f1(answer: str, expected: str) -> float:
     return 2 * shared / (len(predicted) + len(wanted))
 
 
-def _f1(rows: Sequence[Row], settings: Settings) -> list[Measure]:
-    return [of_scores("f1", [token_f1(first(given), asked.expected) for asked, given in rows])]
-
-
 def _short(asked: Sequence[Asked], settings: Settings) -> bool:
     if all(each.expected.startswith(("{", "[")) for each in asked):
         return False  # JSON
@@ -131,9 +123,16 @@ EXACT = Metric(
     _exact,
 )
 NUMBER = Metric(
-    "the last number equals the reference's", ("number",), _no_number, _solutions, _number
+    "the last number equals the reference's",
+    ("number",),
+    lambda row, _: "its answer has no number" if last_number(row.expected) is None else None,
+    _solutions,
+    _number,
 )
 LABELS = Metric(
     "macro F1 of labels, confusion table", ("macro_f1",), needs_words, _few_labels, _labels
 )
-F1 = Metric("shared words", ("f1",), needs_words, _short, _f1)
+F1 = Metric(
+    "shared words", ("f1",), needs_words, _short,
+    lambda rows, _: [of_scores("f1", [token_f1(first(given), a.expected) for a, given in rows])],
+)  # fmt: skip

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     from finetune.kernels.cpu.compiler import COMPILERS, LANGUAGES
     from finetune.kernels.cpu.native import reason_against as reason_against_chains
     from finetune.kernels.cpu.noise import draw
-    from finetune.kernels.cpu.pool import (
-        handed_out,
-        keep_sizes,
-        use_pool,
-    )
+    from finetune.kernels.cpu.pool import handed_out, keep_sizes, use_pool
     from finetune.kernels.cpu.pool import settle as settle_pool
     from finetune.kernels.cpu.tiled_adapters import products as adapter_products
     from finetune.kernels.cpu.tiled_adapters import reason_against as reason_against_adapter_tiles

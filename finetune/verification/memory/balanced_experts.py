@@ -13,11 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
-from transformers.distributed.expert_parallel import (
-    AllToAllEP,
-    AutoEP,
-    EPImplementationInterface,
-)
+from transformers.distributed.expert_parallel import AllToAllEP, AutoEP, EPImplementationInterface
 
 
 def register() -> None:
@@ -37,10 +33,7 @@ class _Balanced(AllToAllEP):
     """transformers' exchange of tokens, of which every process of the group gets an equal share."""
 
     def _dispatch_tokens(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> Any:
         # `Shard(0)` of a tensor parallel group: the first process has the largest slice.
         tokens = math.ceil(hidden_states.shape[0] / self.tp_mesh.size())

@@ -69,11 +69,7 @@ def layers_at(plan: Plan, stage: int, layers: int) -> int:
 
 
 def compare(
-    traced: Traced,
-    workload: Workload | None,
-    plan: Plan,
-    stage: int,
-    notes: Sequence[str],
+    traced: Traced, workload: Workload | None, plan: Plan, stage: int, notes: Sequence[str]
 ) -> Verification:
     """Put formulas beside the trace of a stage; without a workload there is only the trace."""
     here = None if workload is None else memory.at_stage(workload, stage)

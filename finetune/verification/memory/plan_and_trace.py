@@ -24,6 +24,7 @@ LAYERS = (2, 4, 6)
 FORWARD_LAST, LOSS = "forward: last layer", "forward: loss"
 HEAD = ("forward: head", LOSS, "backward: loss and head")
 """Moments of head and loss."""
+OF_A_ROW = "component unit predicted traced difference agrees"
 RESIDENT = ("weights", "adapters", "optimizer")
 UNITS = "units"
 
@@ -200,15 +201,7 @@ class Verification:
             "how": self.how,
             "notes": list(self.notes),
             "components": [
-                {
-                    "component": row.component,
-                    "unit": row.unit,
-                    "predicted": row.predicted,
-                    "traced": row.traced,
-                    "difference": row.difference,
-                    "agrees": row.agrees,
-                }
-                for row in self.rows
+                {key: getattr(row, key) for key in OF_A_ROW.split()} for row in self.rows
             ],
             "moments": [
                 {"name": name, "predicted": self.predicted_moments.get(name), "traced": total}

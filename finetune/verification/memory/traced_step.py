@@ -122,7 +122,8 @@ def _rehearse(
         forward: trace only a forward pass, for what layers save.
     """
     count = str(plan.processes)
-    environment = {key: value for key, value in os.environ.items() if not _is_launch_variable(key)}
+    of_a_launch = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", *OF_A_LAUNCH)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(of_a_launch)}
     # Fake tensors are on the CPU; with a visible GPU, Accelerate would place some of them there.
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if plan.processes > 1:
@@ -148,7 +149,3 @@ def _rehearse(
         last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
         raise FinetuneError(f"--verify: the model cannot be traced: {last}")
     return result["ranks"]
-
-
-def _is_launch_variable(key: str) -> bool:
-    return key.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")) or key in OF_A_LAUNCH

@@ -56,7 +56,7 @@ def _dequantised(weight: torch.Tensor, shape: Sequence[int], blocksize: int) -> 
 
 SCRATCH: dict[str, Callable[[Sequence[Any]], int]] = {
     # bitsandbytes 0.50 on CUDA expands the complete weight except for the smallest products.
-    "bitsandbytes::gemm_4bit": lambda given: _dequantised(given[1], given[2], given[4]),
+    "bitsandbytes::gemm_4bit": lambda given: _dequantised(given[1], given[2], given[4])
 }
 """Temporary bytes of an operator's kernel, computed from its positional arguments."""
 

@@ -26,20 +26,15 @@ OPTIONAL = {
 
 def describe_system() -> str:
     """Versions, devices, usable and missing packages, as text for a bug report."""
+    known = list(_optional())
     sections = {
         "versions": list(_versions()),
         "devices": list(_devices()),
-        "works here": [f"backends: {', '.join(backend.names())}", *_usable()],
-        "missing": list(_missing()),
+        "works here": [f"backends: {', '.join(backend.names())}", *(w for w, has in known if has)],
+        "missing": [words for words, has in known if not has] or ["nothing"],
     }
-    return "\n".join(
-        line for title, lines in sections.items() for line in _section(title, lines or ["nothing"])
-    )
-
-
-def _section(title: str, lines: list[str]) -> Iterator[str]:
-    yield title
-    yield from (f"  {line}" for line in lines)
+    lines = [(title, *(f"  {line}" for line in lines)) for title, lines in sections.items()]
+    return "\n".join(line for section in lines for line in section)
 
 
 def _versions() -> Iterator[str]:
@@ -68,24 +63,12 @@ def _devices() -> Iterator[str]:
         )
 
 
-def _usable() -> Iterator[str]:
+def _optional() -> Iterator[tuple[str, bool]]:
+    """Optional packages and compilers with what they bring, and whether they are there."""
     for name, brings in OPTIONAL.items():
-        if importlib.util.find_spec(name) is not None:
-            yield f"{name}: {brings}"
-    for language, command in _compilers():
-        if command is not None:
-            yield f"{language} compiler {command}: kernels for this processor"
-
-
-def _missing() -> Iterator[str]:
-    for name, brings in OPTIONAL.items():
-        if importlib.util.find_spec(name) is None:
-            yield f"{name}: {brings}"
-    for language, command in _compilers():
-        if command is None:
-            yield f"{language} compiler: kernels for this processor"
-
-
-def _compilers() -> Iterator[tuple[str, str | None]]:
+        yield f"{name}: {brings}", importlib.util.find_spec(name) is not None
     for suffix, names in COMPILERS.items():
-        yield LANGUAGES[suffix], next(filter(None, map(shutil.which, names)), None)
+        command = next(filter(None, map(shutil.which, names)), None)
+        named = f" {command}" if command else ""
+        what = f"{LANGUAGES[suffix]} compiler{named}: kernels for this processor"
+        yield what, command is not None

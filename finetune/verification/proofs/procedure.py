@@ -106,11 +106,8 @@ def _claim(request: Request) -> None:
         )
     if there:
         shutil.rmtree(output)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / MARKER).touch()
-    except OSError as error:
-        raise FinetuneError(f"{output}: cannot be written ({error.strerror})") from None
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARKER).touch()
 
 
 # Checks ------------------------------------------------------------------------------------------

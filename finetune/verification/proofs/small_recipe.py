@@ -157,11 +157,7 @@ def _tokenizer(
 
 
 def _model(
-    recipe: Recipe,
-    shape: Shape,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    notes: list[str],
+    recipe: Recipe, shape: Shape, tokenizer: PreTrainedTokenizerBase, folder: Path, notes: list[str]
 ) -> Model:
     model = recipe.model
     if shape.whole:
