@@ -11,7 +11,7 @@ from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.moments import Moment, Timeline
 from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding.gathered import Gathered
-from finetune.planner.estimate.sharding.resident import cast_weights, loading, state
+from finetune.planner.estimate.sharding.resident import cast_weights, copied, loading, state
 from finetune.planner.estimate.sharding.zero import Gradients
 from finetune.planner.estimate.tower_memory import with_tower
 from finetune.planner.estimate.workload import Workload
@@ -26,7 +26,8 @@ def timeline(workload: Workload) -> Timeline:
     axes = workload.layout.axes
     here = stage_workload.here(workload) if axes.any else workload
     found = pipeline_memory.timeline(workload) if axes.pipeline > 1 else _Step(here).timeline()
-    moments = (*_reference_pass(here), *_sampling(workload, here), *found.moments)
+    before = (*_reference_pass(here), *_sampling(workload, here))
+    moments = (*before, *found.moments, *_saving(here))
     return Timeline(tuple(with_tower(here, moments)))
 
 
@@ -46,6 +47,18 @@ def _sampling(workload: Workload, here: Workload) -> list[Moment]:
         return []
     parts = {"units": found.units + found.weights, "activations": found.cache, "loss": found.logits}
     return [Moment("sampling", {**state(here), **parts})]
+
+
+def _saving(here: Workload) -> list[Moment]:
+    """Saving between two steps, with the copy from which a checkpoint is written.
+
+    The copy is in host memory, which is counted only without an accelerator.
+    """
+    if not here.cpu:
+        return []
+    buckets = Gradients(here)
+    standing = buckets.standing * (buckets.accumulates and not buckets.leave)
+    return [Moment("saving", {**state(here), "gradients": standing, "copy": copied(here)})]
 
 
 def by_stage(workload: Workload) -> list[Timeline]:

@@ -62,7 +62,6 @@ def workload_of(plan: Plan, shape: Architecture, row_tokens: int | None = None) 
         quantization=recipe.model.quantization,
         checkpointing=recipe.model.checkpointing,
         activations_on_host=recipe.model.activation_checkpointing == "offload",
-        state_copied=recipe.saving.background and recipe.saving.every is not None,
         attention=kinds.get(recipe.model.attention, "flash"),
         loss=LOSSES_OF_HEADS[next(k.value for k in plan.kernels if k.option == "head")],
         taught=recipe.teaches,
