@@ -255,11 +255,9 @@ def synchronises_each(recipe: Recipe) -> bool:
 
 
 def plan(
-    recipe: Recipe,
-    backend: Backend | str | None = None,
-    processes: int | None = None,
+    recipe: Recipe, backend: Backend | str | None = None, processes: int | None = None,
     precision: backends.Precision | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Derive the plan of a recipe on a backend.
 
     Raises:

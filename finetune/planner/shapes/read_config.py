@@ -161,11 +161,8 @@ def _gpt2(kind: str, fields: _Fields) -> Architecture:
 
 
 READERS: dict[Shape, Callable[[str, _Fields], Architecture]] = {
-    "llama": _llama,
-    "phi3": _phi3,
-    "gpt_neox": _gpt_neox,
-    "gpt2": _gpt2,
-}
+    "llama": _llama, "phi3": _phi3, "gpt_neox": _gpt_neox, "gpt2": _gpt2,
+}  # fmt: skip
 """Readers of configs whose parameters are all known, checked against transformers 5.23."""
 
 
