@@ -10,7 +10,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +182,14 @@ def rows_of(kind: str, each: Draw) -> Iterator[dict[str, Any]]:
 
 
 def measure(
-    folder: Path, earlier: Path, count: int = COUNT, seed: int = 0, minutes: float = math.inf
-) -> Result:
+    folder: Path, earlier: Path, publish: Callable[[Result], object], count: int = COUNT,
+    seed: int = 0, minutes: float = math.inf,
+) -> Result:  # fmt: skip
     """Train `count` draws for three steps each, and compare the peak of the second step.
 
     Args:
         earlier: results of draws that were measured at this commit, which are kept.
+        publish: writes the results so far.
         minutes: begin no training after so long.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,6 +222,7 @@ def measure(
         values[each.name] = {"number": number, **found, "moment": moment, "error": error}
         shown = "none" if error is None else f"{error:+.1%}"
         print(f"{number} {shown} {each.name}: {found}", flush=True)
+        publish(result(values, seed))
     return result(values, seed)
 
 
