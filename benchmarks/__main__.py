@@ -119,7 +119,8 @@ def measure(
         case "merge_8b":
             return merge.measure(scratch / part, arguments.repeats, None, merge.SHAPE_8B)
         case "peaks":
-            return peaks.measure(scratch / part, minutes=left)
+            earlier = arguments.to / "peaks.json"
+            return peaks.measure(scratch / part, earlier, publish, minutes=left)
         case "saving":
             few = ("single", "ddp", "fsdp_full_shard", "zero3")
             return saving.measure(scratch, chosen or few, max(30, arguments.steps), arguments.gpu)

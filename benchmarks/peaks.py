@@ -10,7 +10,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.recipe import Recipe
 from finetune.runs import units
+from finetune.runs.environment import environment
 from finetune.runs.run import Run, write_json
 
 BOUND = 0.05
@@ -180,20 +181,27 @@ def rows_of(kind: str, each: Draw) -> Iterator[dict[str, Any]]:
         }[kind]
 
 
-def measure(folder: Path, count: int = COUNT, seed: int = 0, minutes: float = math.inf) -> Result:
+def measure(
+    folder: Path, earlier: Path, publish: Callable[[Result], object], count: int = COUNT,
+    seed: int = 0, minutes: float = math.inf,
+) -> Result:  # fmt: skip
     """Train `count` draws for three steps each, and compare the peak of the second step.
 
     Args:
+        earlier: results of draws that were measured at this commit, which are kept.
+        publish: writes the results so far.
         minutes: begin no training after so long.
     """
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(list(corpus(seed=0, rows=200)), TOKENIZER, folder / "tokenizer")
-    values: dict[str, Any] = {}
+    values = kept(earlier)
     python = Warm(TRAINING).python if available() else sys.executable
     until = time.monotonic() + 60 * minutes
     for number, each, recipe in drawn(folder, seed, count):
         if time.monotonic() > until:
             break
+        if each.name in values:
+            continue
         path, run = folder / f"{number}.json", Run(folder / f"run-{number}")
         write_json(path, catalog.to_fields(recipe))
         words = ["train"] if each.backend == "single" else ["launch"]
@@ -214,7 +222,14 @@ def measure(folder: Path, count: int = COUNT, seed: int = 0, minutes: float = ma
         values[each.name] = {"number": number, **found, "moment": moment, "error": error}
         shown = "none" if error is None else f"{error:+.1%}"
         print(f"{number} {shown} {each.name}: {found}", flush=True)
+        publish(result(values, seed))
     return result(values, seed)
+
+
+def kept(earlier: Path) -> dict[str, dict[str, Any]]:
+    """Draws of earlier results that were measured at this commit."""
+    found = json.loads(earlier.read_text()) if earlier.is_file() else {}
+    return found["results"] if found.get("commit") == environment()["commit"] else {}
 
 
 def result(values: dict[str, Any], seed: int) -> Result:

@@ -313,19 +313,21 @@ def measured_workload(inputs: Inputs) -> Workload:
         scheme = "fsdp"
     elif layout.engine == "deepspeed":
         scheme = "deepspeed"
-    # torchtune uses torchao's NF4, which always quantizes its scales too.
+    # torchtune uses torchao's NF4, which always quantizes its scales too; PEFT's commands do so.
     names: dict[str, Any] = {"nf4": "nf4_single", "nf4-dq": "nf4", "none": "none"}
-    if inputs["stack"] == "torchtune":
+    if inputs["stack"] in ("torchtune", "peft"):
         names["nf4"] = "nf4"
     recompute: Any = inputs.get("ac", "full" if inputs.get("ckpt", adapted) else "none")
     adapter = None
     if adapted:
-        # litgpt has a dropout of 5 % on adapter inputs by default; the other tables have none.
+        # litgpt has a dropout of 5 % on adapter inputs by default, and PEFT's commands have 10 %;
+        # the other tables have none.
         width, rank = 4 if trainer else 2, inputs.get("r", 8)
         targets = targets_of(inputs)
         if litgpt:
             shape, targets = fused(shape), ("qkv_proj",) if "q_proj" in targets else targets
-        adapter = lora(shape, rank, targets, width, dropout=litgpt)
+        dropped = litgpt or inputs["stack"] == "peft"
+        adapter = lora(shape, rank, targets, width, dropout=dropped)
     return Workload(
         shape,
         inputs["b"],

@@ -54,10 +54,10 @@ MIXTRAL = {"model": "mixtral-8x7b", "gpus": 8, "strategy": "fsdp_full"}
 @pytest.mark.parametrize(
     ("expected", "tolerance", "within", "error"),
     [
-        ("63G", {}, True, 0),
-        ("65G", {}, False, 2 / 65),
-        ("65G", {"rel": 0.05}, True, 2 / 65),
-        ("31.5G", {"rel": 0.05}, False, 1),
+        ("65G", {}, True, 0),
+        ("67G", {}, False, 2 / 67),
+        ("67G", {"rel": 0.05}, True, 2 / 67),
+        ("32.5G", {"rel": 0.05}, False, 1),
         ("62", {"rel": 0.05}, False, 1),
         ("OOM", {"rel": 0.05}, False, 1),
     ],
@@ -72,7 +72,7 @@ def test_a_size_is_a_number_of_gigabytes_and_held_to_its_tolerance(
 
 def test_nine_of_ten_measured_peaks_are_within_their_own_tolerance(measured):
     """Within 10 %, as all must be, and yet not within what the case allows."""
-    case = {"category": "measured_peak", "expected": {"accum1": "65G"}, "inputs": MIXTRAL}
+    case = {"category": "measured_peak", "expected": {"accum1": "67G"}, "inputs": MIXTRAL}
     for tolerance, status in (({"rel": 0.05}, 0), ({"rel": 0.01}, 1)):
         assert measured(case | {"tolerance": tolerance})[0] == status
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import run_command, slow, warm_python, write_recipe
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune as ft
@@ -19,6 +20,8 @@ from benchmarks.job import DEEP, write_adapter_job
 from benchmarks.memory import recipe_of, write_base
 from finetune import catalog
 from finetune.kernels.cpu import reason_against_attention_tiles
+from finetune.planner.estimate.predict import model_source, workload_of
+from finetune.planner.estimate.sharding.resident import copied
 from finetune.quickstart.records import corpus
 from finetune.quickstart.tokenizer import train_tokenizer
 from finetune.runs.run import Run
@@ -71,6 +74,36 @@ def test_ddp_holds_a_gradient_once_where_no_micro_batch_came_before(tiny, tmp_pa
     run = run_of("ddp", model={"name": str(folder)}, batch=batch, max_steps=2, saving={})
     (counted,) = run.read_metrics("memory")
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_fsdp_counts_the_gradient_of_a_tied_head_until_its_unit_is_reduced(
+    tiny, tmp_path, run_of, precision
+):
+    """Of 16,384 tied rows, whose gradients are the larger part of a peak of short rows."""
+    folder = tmp_path / "tied"
+    shutil.copytree(tiny.model, folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.update({"hidden_size": 256, "vocab_size": 16_384, "tie_word_embeddings": True})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    batch = {"rows": 2, "micro_rows": 1}
+    words = ("fsdp_full_shard", "--precision", precision)
+    run = run_of(*words, model={"name": str(folder)}, batch=batch, max_steps=2, saving={})
+    (counted,) = run.read_metrics("memory")
+    assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.02)
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4}])
+@pytest.mark.parametrize("backend", ["single", *map(slow, ("ddp", "fsdp_full_shard", "zero2"))])
+def test_saving_copies_as_many_bytes_as_planned(run_of, backend, adapter):
+    run = run_of(backend, adapter=adapter)
+    plan = ft.plan(catalog.load(run.recipe), backend, 1 if backend == "single" else 2, "fp32")
+    folder, written = run.checkpoint(run.steps()[-1]) / "state", 0
+    for path in folder.glob("*.safetensors"):
+        written += sum(values.nbytes for values in load_file(path).values())
+    planned = copied(workload_of(plan, model_source(plan.recipe).shape)) * plan.processes
+    assert written == pytest.approx(planned, rel=0.01)
 
 
 LLAMA: dict[str, Any] = {

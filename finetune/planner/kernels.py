@@ -136,11 +136,9 @@ def against_one_call(
         sinks: Whether the scores of each query include a sink.
     """
     reasons = {
-        "fp32 has none": precision == "fp32",
-        "it does not drop weights": dropped,
-        "it does not cap scores": capped and device == "cuda",
-        "it has no sinks": sinks,
-    }
+        "fp32 has none": precision == "fp32", "it does not drop weights": dropped,
+        "it does not cap scores": capped and device == "cuda", "it has no sinks": sinks,
+    }  # fmt: skip
     return [reason for reason, holds in reasons.items() if holds]
 
 

@@ -41,17 +41,11 @@ NO_ADAPTER = Adapter({}, 0)
 
 
 def lora(
-    shape: Architecture,
-    rank: int,
-    targets: str | tuple[str, ...] = "all-linear",
-    width: int = 4,
-    dropout: bool = False,
-    dora: bool = False,
-    excluded: str | tuple[str, ...] = (),
-    only_layers: tuple[int, ...] = (),
-    rank_pattern: Mapping[str, int] | None = None,
+    shape: Architecture, rank: int, targets: str | tuple[str, ...] = "all-linear", width: int = 4,
+    dropout: bool = False, dora: bool = False, excluded: str | tuple[str, ...] = (),
+    only_layers: tuple[int, ...] = (), rank_pattern: Mapping[str, int] | None = None,
     saved: Iterable[str] = (),
-) -> Adapter:
+) -> Adapter:  # fmt: skip
     """The adapter with these settings; `saved` are the names of `modules_to_save`."""
     chosen = adapted(shape, targets, excluded, only_layers)
     patterns = rank_pattern or {}
@@ -81,11 +75,9 @@ def lora(
 
 
 def adapted(
-    shape: Architecture,
-    targets: str | Iterable[str],
-    excluded: str | Iterable[str] = (),
+    shape: Architecture, targets: str | Iterable[str], excluded: str | Iterable[str] = (),
     only_layers: Iterable[int] = (),
-) -> list[tuple[int, Matrix]]:
+) -> list[tuple[int, Matrix]]:  # fmt: skip
     """Layer and matrix of every adapter, selected in the same way as in PEFT 0.21.
 
     A string is `all-linear` or a regular expression for the complete path; names match the end of

@@ -38,14 +38,9 @@ def ring(processes: int) -> float:
 
 
 def volume(
-    layout: Layout,
-    weight_bytes: float,
-    trained_weight_bytes: float,
-    gradient_bytes: float,
-    accumulation: int = 1,
-    synchronise_each: bool = False,
-    kept_bytes: float = 0.0,
-) -> Volume:
+    layout: Layout, weight_bytes: float, trained_weight_bytes: float, gradient_bytes: float,
+    accumulation: int = 1, synchronise_each: bool = False, kept_bytes: float = 0.0,
+) -> Volume:  # fmt: skip
     """Bytes sent per process and optimizer step.
 
     Args:

@@ -60,23 +60,12 @@ class Forecast:
     @property
     def peak_memory(self) -> int:
         """Bytes of one process at the peak of the largest micro-batch."""
-        return round(memory.timeline(self.training).peak.total)
-
-    @property
-    def training(self) -> Workload:
-        """The workload without sampling, whose memory a run measures separately."""
-        return dataclasses.replace(self.workload, sampled=None)
+        return round(memory.timeline(self.workload).training.peak.total)
 
     def peaks(
-        self,
-        rows: int,
-        length: int,
-        padded: bool,
-        labelled: int,
-        longest: int,
-        repeated: float = 1.0,
-        images: int = 0,
-    ) -> list[Moment]:
+        self, rows: int, length: int, padded: bool, labelled: int, longest: int,
+        repeated: float = 1.0, images: int = 0,
+    ) -> list[Moment]:  # fmt: skip
         """The peak of each stage for micro-batches with `rows` rows of `length` tokens.
 
         `longest` is the length of the longest document in tokens; 0 if rows are padded. `repeated`
@@ -85,11 +74,11 @@ class Forecast:
         """
         scored = longest if self.workload.scored else 0
         workload = dataclasses.replace(
-            self.training, rows=rows, scored=scored, repeated=max(1.0, repeated),
+            self.workload, rows=rows, scored=scored, repeated=max(1.0, repeated),
             image_bytes=images,
         )  # fmt: skip
         workload = _with_length(workload, length, padded, labelled)
-        return [found.peak for found in memory.by_stage(workload)]
+        return [found.training.peak for found in memory.by_stage(workload)]
 
     def of_ranks(self, peaks: list[Moment]) -> list[int]:
         """Peak bytes of each process, by rank; stages are the outermost axis."""
@@ -98,7 +87,7 @@ class Forecast:
 
     def summary(self) -> dict[str, Any]:
         """Bytes and seconds for `plan.json`, with the same names as the measured values."""
-        timeline = memory.timeline(self.training)
+        timeline = memory.timeline(self.workload).training
         found: dict[str, Any] = {
             "peak_memory": round(timeline.peak.total),
             "moment": timeline.peak.name,
@@ -117,11 +106,9 @@ class Forecast:
             found |= {
                 "step_seconds": times.step,
                 "tokens_per_second": times.tokens_per_second * self.facts.repeated,
-                "seconds": times.step * self.steps,
-                "machine": self.machine.gpu.name,
-                "flops_per_second": self.machine.gpu.flops,
-                "reached": times.reached,
-            }
+                "seconds": times.step * self.steps, "machine": self.machine.gpu.name,
+                "flops_per_second": self.machine.gpu.flops, "reached": times.reached,
+            }  # fmt: skip
         if self.judges:
             found["reward_models"] = {each.name: round(each.memory) for each in self.judges}
         return found if self.sampling is None else found | self.sampling.summary()
@@ -133,11 +120,8 @@ def forecast(plan: Plan, steps: int, facts: Facts, machine: Machine | None) -> F
         workload = workload_of(plan, model_source(plan.recipe).shape)
     except FinetuneError:
         return None
-    # Steps are measured, so a reference model that runs only before the first step is left out.
-    held = workload.reference_shape if workload.reference_stays else None
     workload = dataclasses.replace(
         workload,
-        reference_shape=held,
         cpu=facts.cpu,
         chained=facts.chained,
         apart=facts.apart,

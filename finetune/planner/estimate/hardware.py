@@ -367,14 +367,9 @@ def _from_properties(name: str, reported: float) -> GPU:
 
 
 def machine(
-    name: str | GPU,
-    count: int = 1,
-    nodes: int = 1,
-    link: str | None = None,
-    network: str | None = None,
-    host_memory: float | None = None,
-    price: float | None = None,
-) -> Machine:
+    name: str | GPU, count: int = 1, nodes: int = 1, link: str | None = None,
+    network: str | None = None, host_memory: float | None = None, price: float | None = None,
+) -> Machine:  # fmt: skip
     """A machine with the given parts.
 
     Args:

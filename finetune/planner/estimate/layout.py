@@ -12,14 +12,10 @@ from finetune.planner.mesh import mesh_of
 Device = Literal["none", "cpu", "nvme"]
 
 NAMES: dict[tuple[Engine, Shard], str] = {
-    ("single", "none"): "single",
-    ("ddp", "none"): "ddp",
-    ("deepspeed", "optimizer"): "zero1",
-    ("deepspeed", "grads"): "zero2",
-    ("deepspeed", "params"): "zero3",
-    ("fsdp", "grads"): "fsdp_shard_grad_op",
-    ("fsdp", "params"): "fsdp_full_shard",
-}
+    ("single", "none"): "single", ("ddp", "none"): "ddp", ("deepspeed", "optimizer"): "zero1",
+    ("deepspeed", "grads"): "zero2", ("deepspeed", "params"): "zero3",
+    ("fsdp", "grads"): "fsdp_shard_grad_op", ("fsdp", "params"): "fsdp_full_shard",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from finetune.planner.estimate.autograd.traces import traces
 from finetune.planner.estimate.moments import Moment, Timeline
 from finetune.planner.estimate.sampling_cost import sampling
 from finetune.planner.estimate.sharding.gathered import Gathered
-from finetune.planner.estimate.sharding.resident import cast_weights, loading, state
+from finetune.planner.estimate.sharding.resident import cast_weights, copied, loading, state
 from finetune.planner.estimate.sharding.zero import Gradients
 from finetune.planner.estimate.tower_memory import with_tower
 from finetune.planner.estimate.workload import Workload
@@ -26,7 +26,8 @@ def timeline(workload: Workload) -> Timeline:
     axes = workload.layout.axes
     here = stage_workload.here(workload) if axes.any else workload
     found = pipeline_memory.timeline(workload) if axes.pipeline > 1 else _Step(here).timeline()
-    moments = (*_reference_pass(here), *_sampling(workload, here), *found.moments)
+    before = (*_reference_pass(here), *_sampling(workload, here))
+    moments = (*before, *found.moments, *_saving(here))
     return Timeline(tuple(with_tower(here, moments)))
 
 
@@ -46,6 +47,18 @@ def _sampling(workload: Workload, here: Workload) -> list[Moment]:
         return []
     parts = {"units": found.units + found.weights, "activations": found.cache, "loss": found.logits}
     return [Moment("sampling", {**state(here), **parts})]
+
+
+def _saving(here: Workload) -> list[Moment]:
+    """Saving between two steps, with the copy from which a checkpoint is written.
+
+    The copy is in host memory, which is counted only without an accelerator.
+    """
+    if not here.cpu:
+        return []
+    buckets = Gradients(here)
+    standing = buckets.standing * (buckets.accumulates and not buckets.leave)
+    return [Moment("saving", {**state(here), "gradients": standing, "copy": copied(here)})]
 
 
 def by_stage(workload: Workload) -> list[Timeline]:
@@ -94,12 +107,15 @@ class _Step:
         self.standing = 0.0
         if self.deepspeed:
             self.whole, self.standing = self.buckets.reduced, self.buckets.standing
+        once = workload.accumulation == 1 or workload.synchronise_each
+        self.reduces = self.fsdp and once
+        """Whether FSDP reduces the gradients of every micro-batch."""
         self.loss = workload.loss.retained * workload.tokens * shape.vocab
         self.trained_experts = workload.divided_experts if adapter is None else 0.0
         """Trained elements of a layer's experts if they are a separate unit, reduced first."""
-        # Gradient of a head in FSDP's root unit, which is reduced last; of any other head during
-        # the backward pass of the layers.
-        in_root = self.fsdp and workload.root_unit and workload.trains("head")
+        # Gradient of a head in FSDP's root unit, or in one with the embedding, which is reduced
+        # last; of any other head during the backward pass of the layers.
+        in_root = self.fsdp and (workload.root_unit or workload.tied) and workload.trains("head")
         self.unreduced_head = float(shape.head_weights * workload.compute) if in_root else 0.0
         kept = workload.trains("head") and not (self.immediate or self.unreduced_head)
         self.head_gradient = float(shape.head_weights) * width if kept else 0.0
@@ -156,10 +172,11 @@ class _Step:
             ),
             self._loss_and_head(kept),
         ]
-        names = {0: "backward: last layer", 1: "backward: last layer but one"}
-        for index in sorted({0, 1, self.layers - 1} & set(range(self.layers))):
-            first = index == self.layers - 1
-            moments.append(self._layer("backward: first layer" if first else names[index], index))
+        last = self.layers - 1
+        names = {last - 1: "backward: first layer but one"} if self.fsdp else {}  # it prefetches
+        names |= {1: "backward: last layer but one", 0: "backward: last layer"}
+        names |= {last: "backward: first layer"}
+        moments += [self._layer(names[at], at) for at in sorted(names) if 0 <= at <= last]
         moments.append(self._embedding())
         teacher = self._teacher()
         moments += [] if teacher is None else [teacher]
@@ -208,7 +225,7 @@ class _Step:
         reduced = 0.0
         # Gradients of the previous unit, until their reduce-scatter has ended; those of earlier
         # micro-batches already have that data type.
-        if self.fsdp and (workload.accumulation == 1 or workload.synchronise_each):
+        if self.reduces:
             # The head is a unit of its own unless it is tied or in the root unit.
             alone = workload.trains("head") and not (workload.root_unit or workload.tied)
             head = float(workload.shape.head_weights) if alone else 0.0
@@ -217,15 +234,10 @@ class _Step:
 
         def moment(activations: float, units: float, reduction: float) -> Moment:
             return self.moment(
-                name,
-                gradients=self.early + index * self.layer_gradient,
-                waiting=self.waiting,
-                activations=activations,
-                loss=self.loss,
-                units=units,
-                reduction=reduction + self.unreduced_head,
-                **self._buckets(),
-            )
+                name, gradients=self.early + index * self.layer_gradient, waiting=self.waiting,
+                activations=activations, loss=self.loss, units=units,
+                reduction=reduction + self.unreduced_head, **self._buckets(),
+            )  # fmt: skip
 
         units = self.gathered.backward(index)
         moments = [moment(below + transient, units, reduced)]
@@ -271,35 +283,39 @@ class _Step:
         return self.moment("forward: teacher", activations=inside, units=gathered)
 
     def _embedding(self) -> Moment:
-        """One unsharded table, added to the gradient of a tied head or an earlier micro-batch."""
+        """One unsharded table, added to the gradient of a tied head or an earlier micro-batch.
+
+        FSDP reduces the last layer while it arrives, and then its own unit, whose weights it frees.
+        """
         workload, shape = self.workload, self.workload.shape
-        table = shape.embedding * workload.trained_width if workload.trains("embedding") else 0.0
-        extra = 2.0 * table if workload.tied else table * (workload.accumulation > 1)
-        if self.fsdp or workload.layout.share("grads") > 1:
-            extra = (2.0 if workload.tied else 1.0) * table
-        reduced = (
-            float(workload.reduce_width) * self.trained_outer
-            if self.fsdp and workload.root_unit
-            else 0.0
-        )
+        elements = float(shape.embedding) if workload.trains("embedding") else 0.0
+
+        def moment(gradients: float, reduction: float, units: float) -> Moment:
+            return self.moment(
+                "backward: embedding",
+                gradients=gradients,
+                waiting=self.waiting,
+                activations=workload.tokens * shape.hidden * float(workload.residual),
+                loss=self.loss,
+                units=units,
+                reduction=reduction + (shape.ways - 1) * table,  # split only when it is reduced
+                **self._buckets(),
+            )
+
         units = self.gathered.at_embedding()
-        once = workload.accumulation == 1
-        if table and self.gathered.apart and (once or workload.synchronise_each):
-            # Freed before its gradient is reduced, into a new shard if there are earlier ones.
-            units, again = 0.0, 0 if once else 1 / workload.layout.group
-            extra += shape.embedding * workload.reduce_width * (1 + again)
-        if shape.ways > 1:  # the gradient of a table that tensor parallelism splits is not divided
-            extra += (shape.ways - 1) * table
-        return self.moment(
-            "backward: embedding",
-            gradients=self.early if self.deepspeed and self.immediate else self.whole,
-            waiting=self.waiting,
-            activations=workload.tokens * shape.hidden * float(workload.residual),
-            loss=self.loss,
-            units=units,
-            reduction=extra + reduced,
-            **self._buckets(),
-        )
+        if self.reduces:
+            table, layers = elements * workload.compute, self.layers * self.layer_gradient
+            held = self.unreduced_head + table + workload.reduce_width * self.trained_layer
+            arrives = moment(layers + self.head_gradient, held, units)
+            # A new shard beside those of earlier micro-batches.
+            again = (workload.accumulation > 1) / workload.layout.group
+            unit = elements if self.gathered.apart else self.trained_outer
+            reduced = unit * (workload.compute + workload.reduce_width * (1 + again))
+            return max(arrives, moment(self.whole, reduced, 0.0), key=lambda each: each.total)
+        table = elements * workload.trained_width
+        copies = 1 if self.fsdp or workload.layout.share("grads") > 1 else workload.accumulation > 1
+        whole = self.early if self.deepspeed and self.immediate else self.whole
+        return moment(whole, (2.0 if workload.tied else copies) * table, units)
 
     def _update(self) -> float:
         workload = self.workload

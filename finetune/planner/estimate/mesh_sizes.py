@@ -1,6 +1,7 @@
 """Enumerate backends that divide a model, with the axis sizes worth predicting."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -25,17 +26,13 @@ def candidates(shape: Architecture, machine: Machine, precision: Precision) -> I
     processes, and experts stay within a node. The remaining processes are data parallel, with
     FSDP2.
     """
-    known = {name: backends.load(name) for name in backends.names()}
-    for name, sizes in _expert_divisions(shape, machine):
-        found, _ = backends.divided(known[name], machine.count, sizes)
-        yield dataclasses.replace(found, precision=precision)
-    for name, sizes in _sizes(shape, machine):
-        inner, count = math.prod(sizes.values()), machine.count
-        named = name if inner == count else f"{name}_fsdp"
-        if count % inner or named not in known:
-            continue
-        found, _ = backends.divided(known[named], count, sizes)
-        yield dataclasses.replace(found, precision=precision)
+    known, load, count = backends.names(), functools.cache(backends.load), machine.count
+    for name, sizes in (*_expert_divisions(shape, machine), *_sizes(shape, machine)):
+        inner = math.prod(sizes.values())
+        named = name if "experts" in sizes or inner == count else f"{name}_fsdp"
+        if named in known and ("experts" in sizes or not count % inner):
+            found, _ = backends.divided(load(named), count, sizes)
+            yield dataclasses.replace(found, precision=precision)
 
 
 def _expert_divisions(

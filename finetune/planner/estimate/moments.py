@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
+OUTSIDE = ("loading", "reference pass", "sampling", "saving")
+"""Moments outside of the passes and the update of a step."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
@@ -21,6 +24,11 @@ class Timeline:
     """The moments of a step in order."""
 
     moments: tuple[Moment, ...]
+
+    @property
+    def training(self) -> "Timeline":
+        """The moments whose memory a run measures in its second step."""
+        return Timeline(tuple(each for each in self.moments if each.name not in OUTSIDE))
 
     @property
     def peak(self) -> Moment:

@@ -14,17 +14,10 @@ from finetune.recipe import Recipe
 
 
 def described(
-    gpu: str | None = None,
-    count: int = 1,
-    nodes: int = 1,
-    link: str | None = None,
-    network: str | None = None,
-    host_ram: float | None = None,
-    gpu_memory: float | None = None,
-    tflops: float | None = None,
-    bandwidth: float | None = None,
-    price: float | None = None,
-) -> hardware.Machine | None:
+    gpu: str | None = None, count: int = 1, nodes: int = 1, link: str | None = None,
+    network: str | None = None, host_ram: float | None = None, gpu_memory: float | None = None,
+    tflops: float | None = None, bandwidth: float | None = None, price: float | None = None,
+) -> hardware.Machine | None:  # fmt: skip
     """The machine that the arguments describe; None if they describe no GPU.
 
     Args:
@@ -137,16 +130,10 @@ def plan(
 
 
 def plan(
-    recipe: Recipe,
-    backend: backends.Backend | str | None = None,
-    processes: int | None = None,
-    precision: backends.Precision | None = None,
-    *,
-    gpus: int | None = None,
-    rows: int | None = None,
-    row_tokens: int | None = None,
-    **machine: Unpack[MachineWords],
-) -> Plan | Prediction:
+    recipe: Recipe, backend: backends.Backend | str | None = None, processes: int | None = None,
+    precision: backends.Precision | None = None, *, gpus: int | None = None,
+    rows: int | None = None, row_tokens: int | None = None, **machine: Unpack[MachineWords],
+) -> Plan | Prediction:  # fmt: skip
     """Derive the plan of a recipe on a backend, and predict memory and time if a GPU is given.
 
     Args:

@@ -50,44 +50,30 @@ def workload_of(plan: Plan, shape: Architecture, row_tokens: int | None = None) 
     # The formulas of a type may be those of another one, for whose classes there are kernels.
     known = shape.tower is None or bool(family_of(shape.kind).classes)
     return Workload(
-        shape=shape,
-        rows=recipe.most_micro_rows * recipe.documents_per_row,
-        length=recipe.batch.max_length,
-        documents=recipe.documents_per_row,
-        scheme=advice.scheme_of(place, backend.precision),
-        fp16=backend.precision == "fp16",
-        layout=place,
-        adapter=_adapter(recipe, shape),
-        share=share(shape, recipe.model.trainable),
-        quantization=recipe.model.quantization,
-        checkpointing=recipe.model.checkpointing,
+        shape=shape, rows=recipe.most_micro_rows * recipe.documents_per_row,
+        length=recipe.batch.max_length, documents=recipe.documents_per_row,
+        scheme=advice.scheme_of(place, backend.precision), fp16=backend.precision == "fp16",
+        layout=place, adapter=_adapter(recipe, shape), share=share(shape, recipe.model.trainable),
+        quantization=recipe.model.quantization, checkpointing=recipe.model.checkpointing,
         activations_on_host=recipe.model.activation_checkpointing == "offload",
-        state_copied=recipe.saving.background and recipe.saving.every is not None,
         attention=kinds.get(recipe.model.attention, "flash"),
         loss=LOSSES_OF_HEADS[next(k.value for k in plan.kernels if k.option == "head")],
-        taught=recipe.teaches,
-        teacher_shape=_shape_of(recipe, recipe.taught_by),
+        taught=recipe.teaches, teacher_shape=_shape_of(recipe, recipe.taught_by),
         teacher_quantization=recipe.taught_by.quantization if recipe.taught_by else "none",
         reference_shape=_shape_of(recipe, second_model(recipe)),
-        reference_stays=recipe.needs_second_model,
-        update=recipe.optim.name,
-        state=measured(recipe.optim),
-        ema=recipe.optim.ema_decay is not None,
+        reference_stays=recipe.needs_second_model, update=recipe.optim.name,
+        state=measured(recipe.optim), ema=recipe.optim.ema_decay is not None,
         accumulation=max(1, math.ceil(plan.accumulation * fewer)),
-        mean_length=1.0 if batch.packing else mean / fewer,
-        padded=not plan.padding.free,
-        document=mean * batch.max_length,
-        root_unit=place.axes.any,
-        synchronise_each=synchronises_each(recipe),
-        ahead=recipe.passes_before_step,
+        mean_length=1.0 if batch.packing else mean / fewer, padded=not plan.padding.free,
+        document=mean * batch.max_length, root_unit=place.axes.any,
+        synchronise_each=synchronises_each(recipe), ahead=recipe.passes_before_step,
         sampled=None if recipe.sampled is None or recipe.sampled.elsewhere else recipe.sampled,
-        wide_gradients=True,
-        fused_norms=known and Choice("norm", "fused") in plan.kernels,
+        wide_gradients=True, fused_norms=known and Choice("norm", "fused") in plan.kernels,
         fused_activations=known and Choice("activation", "fused") in plan.kernels,
         fused_rotations=known and Choice("rotary", "fused") in plan.kernels,
         grouped_adapters=Choice("lora", "grouped") in plan.kernels,
         compiled=recipe.kernels.blocks == "compiled",
-    )
+    )  # fmt: skip
 
 
 def _shape_of(recipe: Recipe, model: Model | None) -> Architecture | None:
@@ -274,12 +260,9 @@ class Prediction:
 
 
 def predict(
-    plan: Plan,
-    machine: hardware.Machine,
-    rows: int | None = None,
-    row_tokens: int | None = None,
+    plan: Plan, machine: hardware.Machine, rows: int | None = None, row_tokens: int | None = None,
     workload: Workload | None = None,
-) -> Prediction:
+) -> Prediction:  # fmt: skip
     """Predict memory, communication and time of a plan on a machine.
 
     Args:
@@ -305,20 +288,8 @@ def predict(
     on_disk = workload.layout.device == "nvme"
     disk = Swapped(workload).disk * machine.per_node if on_disk else 0.0
     return Prediction(
-        plan,
-        machine,
-        source,
-        workload,
-        timeline,
-        totals.of(timeline, workload, machine),
-        option.usable,
-        option.status,
-        option.host,
-        disk,
-        option.moved,
-        option.times,
-        steps_of(plan, rows, row_tokens),
-        None if plan.recipe.batch.packing else rows,
-        held_out_rows(plan.recipe, rows),
-        tuple(stages),
-    )
+        plan, machine, source, workload, timeline, totals.of(timeline, workload, machine),
+        option.usable, option.status, option.host, disk, option.moved, option.times,
+        steps_of(plan, rows, row_tokens), None if plan.recipe.batch.packing else rows,
+        held_out_rows(plan.recipe, rows), tuple(stages),
+    )  # fmt: skip

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Iterator
 
 from finetune.planner.estimate.adapter_sizes import NO_ADAPTER, lora
 from finetune.planner.estimate.autograd.traces import traces
-from finetune.planner.estimate.moments import Moment
+from finetune.planner.estimate.moments import OUTSIDE, Moment
 from finetune.planner.estimate.workload import Workload
 
-BEFORE = ("loading", "reference pass", "sampling")
-"""Moments before the tower's pass."""
 AFTER = ("backward: tower", "gradients reduced", "optimizer step")
 """Moments after its backward pass."""
 
@@ -71,7 +69,7 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
         "forward: tower", state, activations=passing, gradients=earlier + several * of_language
     )
     for each in found:
-        more = {} if each.name in BEFORE else {"activations": kept, "gradients": earlier}
+        more = {} if each.name in OUTSIDE else {"activations": kept, "gradients": earlier}
         if each.name in AFTER:
             more = {"gradients": gradients}
         yield moment(each.name, dict(each.parts), **more)

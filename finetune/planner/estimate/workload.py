@@ -87,8 +87,6 @@ class Workload:
     """Each tensor is updated as soon as its gradient exists, so gradients are freed one by one."""
     activations_on_host: bool = False
     """Activations that layers keep for the backward pass are stored in host memory."""
-    state_copied: bool = False
-    """Background saving keeps a copy of the trained state in host memory, as it does on a GPU."""
     reduce_width: int = 4
     """Bytes per gradient element in FSDP's reductions."""
     inputs_kept: bool = False

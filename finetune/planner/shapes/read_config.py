@@ -55,60 +55,49 @@ class _Fields:
         return names.get(str(name), "silu")
 
 
-def _attention(h: int, q: int, k: int, bias: bool, out_bias: bool) -> list[Matrix]:
-    return [
-        Matrix("self_attn.q_proj", h, q, bias),
-        Matrix("self_attn.k_proj", h, k, bias),
-        Matrix("self_attn.v_proj", h, k, bias),
-        Matrix("self_attn.o_proj", q, h, out_bias),
-    ]
-
-
-def _gated(h: int, f: int, bias: bool) -> list[Matrix]:
-    return [
-        Matrix("mlp.gate_proj", h, f, bias),
-        Matrix("mlp.up_proj", h, f, bias),
-        Matrix("mlp.down_proj", f, h, bias),
-    ]
+def _decoder(
+    fields: _Fields, tied: bool = False, activation: str = "silu", context: int = 2048
+) -> dict[str, Any]:
+    """What the formulas read alike of every decoder; the arguments are defaults of its type."""
+    h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    return {
+        "layers": fields.size("num_hidden_layers"), "hidden": h, "heads": heads, "kv_heads": heads,
+        "head_dim": h // heads, "width": fields.size("intermediate_size"),
+        "vocab": fields.size("vocab_size"), "tied": fields.flag("tie_word_embeddings", tied),
+        "activation": fields.activation(activation),
+        "context": fields.size("max_position_embeddings", context),
+    }  # fmt: skip
 
 
 def _llama(kind: str, fields: _Fields) -> Architecture:
     """Llama, and families that differ from it in biases, norms or the activation."""
     family = family_of(kind)
     gemma = family.gemma
-    h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    made = _decoder(fields, gemma, "gelu_pytorch_tanh" if gemma else "silu")
+    h, heads, width = made["hidden"], made["heads"], made["width"]
     # transformers: Llama defaults to as many key heads as heads; other classes have other defaults
     kv = fields.size("num_key_value_heads", heads if kind == "llama" else None)
     implied = h // heads if not (gemma or kind == "qwen3") else None
     if implied is not None and fields.values.get("head_dim") is None and h % heads:
         fields.problems.append(f"hidden_size: {h} does not divide into {heads} heads")
     head_dim = fields.size("head_dim", implied)
-    bias = family.qkv_bias or fields.flag("attention_bias", False)
-    out_bias = not family.qkv_bias and fields.flag("attention_bias", False)
-    width = fields.size("intermediate_size")
+    stated = fields.flag("attention_bias", False)
+    bias, out_bias = family.qkv_bias or stated, stated and not family.qkv_bias
+    q, k, inner = heads * head_dim, kv * head_dim, fields.flag("mlp_bias", False)
     experts = _experts(kind, fields, width)
-    mlp = [] if experts else _gated(h, width, fields.flag("mlp_bias", False))
-    return Architecture(
-        kind=kind,
-        layers=fields.size("num_hidden_layers"),
-        hidden=h,
-        heads=heads,
-        kv_heads=kv,
-        head_dim=head_dim,
-        width=width,
-        vocab=fields.size("vocab_size"),
-        tied=fields.flag("tie_word_embeddings", gemma),
-        matrices=(*_attention(h, heads * head_dim, kv * head_dim, bias, out_bias), *mlp),
-        experts=experts,
-        activation=fields.activation("gelu_pytorch_tanh" if gemma else "silu"),
-        norm="gemma" if gemma or family.norms_after else "rms",  # both cast to 16 bits last
-        norms=family.norms,
-        qk_norm=family.qk_norm,
-        norms_after=family.norms_after,
-        capped_scores=caps_scores(fields.values),
-        capped_logits=family.capped and fields.capped("final_logit_softcapping"),
-        context=fields.size("max_position_embeddings", 2048),
-    )
+    matrices = [Matrix("self_attn.q_proj", h, q, bias), Matrix("self_attn.k_proj", h, k, bias)]
+    matrices += [Matrix("self_attn.v_proj", h, k, bias), Matrix("self_attn.o_proj", q, h, out_bias)]
+    if experts is None:
+        matrices += [Matrix(f"mlp.{name}_proj", h, width, inner) for name in ("gate", "up")]
+        matrices.append(Matrix("mlp.down_proj", width, h, inner))
+    made |= {
+        "kv_heads": kv, "head_dim": head_dim, "matrices": tuple(matrices), "experts": experts,
+        "norm": "gemma" if gemma or family.norms_after else "rms",  # both cast to 16 bits last
+        "norms": family.norms, "qk_norm": family.qk_norm, "norms_after": family.norms_after,
+        "capped_scores": caps_scores(fields.values),
+        "capped_logits": family.capped and fields.capped("final_logit_softcapping"),
+    }  # fmt: skip
+    return Architecture(kind, **made)
 
 
 def _experts(kind: str, fields: _Fields, width: int) -> Experts | None:
@@ -130,97 +119,50 @@ def _experts(kind: str, fields: _Fields, width: int) -> Experts | None:
 
 def _phi3(kind: str, fields: _Fields) -> Architecture:
     """Phi-3: Llama with fused q, k, v and with fused gate and up matrices."""
-    h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv, f = fields.size("num_key_value_heads", heads), fields.size("intermediate_size")
-    head_dim = fields.size("head_dim", h // heads)
+    made = _decoder(fields, context=4096)
+    h, heads, f = made["hidden"], made["heads"], made["width"]
+    kv, head_dim = fields.size("num_key_value_heads", heads), fields.size("head_dim", h // heads)
     matrices = (
         Matrix("self_attn.qkv_proj", h, (heads + 2 * kv) * head_dim),
         Matrix("self_attn.o_proj", heads * head_dim, h),
-        Matrix("mlp.gate_up_proj", h, 2 * f),
-        Matrix("mlp.down_proj", f, h),
-    )
-    return Architecture(
-        kind=kind,
-        layers=fields.size("num_hidden_layers"),
-        hidden=h,
-        heads=heads,
-        kv_heads=kv,
-        head_dim=head_dim,
-        width=f,
-        vocab=fields.size("vocab_size"),
-        tied=fields.flag("tie_word_embeddings", False),
-        matrices=matrices,
-        activation=fields.activation("silu"),
-        context=fields.size("max_position_embeddings", 4096),
-    )
+        Matrix("mlp.gate_up_proj", h, 2 * f), Matrix("mlp.down_proj", f, h),
+    )  # fmt: skip
+    made |= {"kv_heads": kv, "head_dim": head_dim, "matrices": matrices}
+    return Architecture(kind, **made)
 
 
 def _gpt_neox(kind: str, fields: _Fields) -> Architecture:
-    h, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    f, bias = fields.size("intermediate_size"), fields.flag("attention_bias", True)
+    made, bias = _decoder(fields, activation="gelu"), fields.flag("attention_bias", True)
+    h, f = made["hidden"], made["width"]
     matrices = (
-        Matrix("attention.query_key_value", h, 3 * h, bias),
-        Matrix("attention.dense", h, h, bias),
-        Matrix("mlp.dense_h_to_4h", h, f, True),
-        Matrix("mlp.dense_4h_to_h", f, h, True),
-    )
-    return Architecture(
-        kind=kind,
-        layers=fields.size("num_hidden_layers"),
-        hidden=h,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=h // heads,
-        width=f,
-        vocab=fields.size("vocab_size"),
-        tied=fields.flag("tie_word_embeddings", False),
-        matrices=matrices,
-        gated=False,
-        activation=fields.activation("gelu"),
-        norm="layer",
-        context=fields.size("max_position_embeddings", 2048),
-        prefix="gpt_neox.layers",
-        table="embed_in",
-        head="embed_out",
-    )
+        Matrix("attention.query_key_value", h, 3 * h, bias), Matrix("attention.dense", h, h, bias),
+        Matrix("mlp.dense_h_to_4h", h, f, True), Matrix("mlp.dense_4h_to_h", f, h, True),
+    )  # fmt: skip
+    made |= {"matrices": matrices, "gated": False, "norm": "layer"}
+    return Architecture(kind, **made, prefix="gpt_neox.layers", table="embed_in", head="embed_out")
 
 
 def _gpt2(kind: str, fields: _Fields) -> Architecture:
-    h, heads = fields.size("n_embd", 768), fields.size("n_head", 12)
-    f, positions = fields.size("n_inner", 4 * h), fields.size("n_positions", 1024)
+    h, positions = fields.size("n_embd", 768), fields.size("n_positions", 1024)
+    named = {
+        "hidden_size": h, "intermediate_size": fields.size("n_inner", 4 * h),
+        "num_hidden_layers": fields.size("n_layer", 12), "max_position_embeddings": positions,
+        "num_attention_heads": fields.size("n_head", 12),
+        "vocab_size": fields.size("vocab_size", 50257), "hidden_act": "gelu_new",
+    }  # fmt: skip
+    made = _decoder(_Fields({**fields.values, **named}, fields.problems), tied=True)
+    f = made["width"]
     matrices = (
-        Matrix("attn.c_attn", h, 3 * h, True),
-        Matrix("attn.c_proj", h, h, True),
-        Matrix("mlp.c_fc", h, f, True),
-        Matrix("mlp.c_proj", f, h, True),
-    )
-    return Architecture(
-        kind=kind,
-        layers=fields.size("n_layer", 12),
-        hidden=h,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=h // heads,
-        width=f,
-        vocab=fields.size("vocab_size", 50257),
-        tied=fields.flag("tie_word_embeddings", True),
-        matrices=matrices,
-        gated=False,
-        activation="gelu_new",
-        norm="layer",
-        positions=positions,
-        context=positions,
-        prefix="transformer.h",
-        table="wte",
-    )
+        Matrix("attn.c_attn", h, 3 * h, True), Matrix("attn.c_proj", h, h, True),
+        Matrix("mlp.c_fc", h, f, True), Matrix("mlp.c_proj", f, h, True),
+    )  # fmt: skip
+    made |= {"matrices": matrices, "gated": False, "norm": "layer", "positions": positions}
+    return Architecture(kind, **made, prefix="transformer.h", table="wte")
 
 
 READERS: dict[Shape, Callable[[str, _Fields], Architecture]] = {
-    "llama": _llama,
-    "phi3": _phi3,
-    "gpt_neox": _gpt_neox,
-    "gpt2": _gpt2,
-}
+    "llama": _llama, "phi3": _phi3, "gpt_neox": _gpt_neox, "gpt2": _gpt2,
+}  # fmt: skip
 """Readers of configs whose parameters are all known, checked against transformers 5.23."""
 
 

@@ -95,8 +95,9 @@ class Step:
     def _watch(self, index: int, layer: nn.Module) -> None:
         """Begin a moment when the forward or the backward pass enters this layer."""
         last = self.count - 1
-        names = {last: "last layer", last - 1: "last layer but one", 0: "first layer"}
-        # Layers in between hold less than the last but one and get no moment.
+        names = {1: "first layer but one"} if self.plan.traits.shards_all else {}
+        names |= {last - 1: "last layer but one", last: "last layer", 0: "first layer"}
+        # Layers in between hold less than these and get no moment.
         name = f"backward: {names[index]}" if index in names else ""
 
         def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:

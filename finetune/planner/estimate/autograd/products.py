@@ -81,14 +81,9 @@ class Products:
         return self.tape.run(held, (), forward=2 * width * weights)
 
     def _decomposed(
-        self,
-        matrix: Matrix,
-        given: Value,
-        output: Value,
-        high: Value,
-        norm: Value,
+        self, matrix: Matrix, given: Value, output: Value, high: Value, norm: Value,
         held: list[Value],
-    ) -> Value:
+    ) -> Value:  # fmt: skip
         """DoRA: the base and adapter products, scaled by magnitude / norm, added to the output.
 
         The magnitudes are in fp32, and so are their products. With dropout, the base product is
@@ -149,9 +144,6 @@ class Products:
             for side in (m.inputs, m.outputs)
         ]
         return tape.run_many(
-            sizes,
-            (rows, *parameters),
-            (rows, narrow),
-            forward=max(forward),
+            sizes, (rows, *parameters), (rows, narrow), forward=max(forward),
             backward=narrow.size + downs + max(expanded),
-        )
+        )  # fmt: skip

@@ -67,16 +67,10 @@ class Tape:
         self.marked = len(self.nodes)
 
     def run(
-        self,
-        size: float,
-        inputs: Iterable[Value],
-        keeps: Iterable[Value] = (),
-        forward: float = 0.0,
-        backward: float = 0.0,
-        passes: bool = False,
-        holds: Iterable[Value] = (),
-        keeps_result: bool = False,
-    ) -> Value:
+        self, size: float, inputs: Iterable[Value], keeps: Iterable[Value] = (),
+        forward: float = 0.0, backward: float = 0.0, passes: bool = False,
+        holds: Iterable[Value] = (), keeps_result: bool = False,
+    ) -> Value:  # fmt: skip
         """Record an operation; returns its output, which needs a gradient if an input does."""
         taken = tuple(inputs)
         output = Value(size, any(value.grad for value in taken))
@@ -91,13 +85,9 @@ class Tape:
         return views[0], views[1]
 
     def run_many(
-        self,
-        sizes: Iterable[float],
-        inputs: Iterable[Value],
-        keeps: Iterable[Value],
-        forward: float,
-        backward: float,
-    ) -> tuple[Value, ...]:
+        self, sizes: Iterable[float], inputs: Iterable[Value], keeps: Iterable[Value],
+        forward: float, backward: float,
+    ) -> tuple[Value, ...]:  # fmt: skip
         """Record an operation with several outputs; its backward waits for all their gradients."""
         taken = tuple(inputs)
         grad = any(value.grad for value in taken)
@@ -199,13 +189,9 @@ def _forward(
 
 
 def _backward(
-    tape: Tape,
-    memory: _Memory,
-    needed: set[Node],
-    result: Value,
-    peaks: dict[Node, float],
+    tape: Tape, memory: _Memory, needed: set[Node], result: Value, peaks: dict[Node, float],
     accumulated: bool,
-) -> float:
+) -> float:  # fmt: skip
     """Run the tape in reverse on `memory`; returns the bytes of the gradients of parameters.
 
     The peak during each operation is written to `peaks`.

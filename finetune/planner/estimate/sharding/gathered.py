@@ -106,8 +106,8 @@ class Gathered:
     def backward(self, index: int) -> float:
         """Weights gathered during the backward pass of a layer: its own, and the prefetched next.
 
-        At the first layer, the next unit is the embedding. Units that stayed gathered are freed
-        layer by layer.
+        At the first layer, the next unit is the embedding, if it is not gathered with the head.
+        Units that stayed gathered are freed layer by layer.
         """
         workload = self.workload
         layout = workload.layout
@@ -122,7 +122,7 @@ class Gathered:
         outer = workload.outer_bytes if layout.traits.shards_all and workload.root_unit else 0.0
         if apart and self.one_table:
             outer = self.table  # one unit with the head, which stays from forward to backward
-        last = index == self.layers - 1 and workload.root_unit
+        last = index == self.layers - 1 and self.fsdp and not self.apart
         ahead = workload.unit_bytes + (self.ahead if self.layers > 1 and not last else 0.0)
         if layout.traits.shards_all:
             return outer + ahead

@@ -97,7 +97,7 @@ def loading_on_host(workload: Workload) -> float:
 
 def host(workload: Workload) -> tuple[float, float]:
     """Bytes of host memory per process while loading, and then while training."""
-    if workload.cpu:  # weights are counted in training
+    if workload.cpu:  # weights and copies are counted in training
         return 0.0, offloaded(workload)
     return loading_on_host(workload), offloaded(workload) + copied(workload)
 
@@ -108,10 +108,8 @@ def copied(workload: Workload) -> float:
     It has fp32 weights and moments. Processes with equal state copy a share each, except in a mesh,
     where this is an upper bound.
     """
-    if not workload.state_copied:
-        return 0.0
     layout = workload.layout
-    each = workload.moments + (0.0 if layout.traits.masters else 4.0)
+    each = workload.moments + (0.0 if workload.scheme == "deepspeed" else 4.0)
     return each * workload.sharded / (layout.group if layout.axes.any else layout.processes)
 
 
