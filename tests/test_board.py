@@ -309,11 +309,11 @@ def test_a_run_is_saved_stopped_and_resumed_by_its_buttons(
     tiny: Tiny, train: Train, tmp_path: Path, session_cache: Path
 ):
     root = tmp_path / "runs"
-    steps = 600  # more than it makes while `finetune stop` starts
-    rarely = {"every": 200}
+    steps = 120  # more than it makes while `finetune stop` starts
+    rarely = {"every": steps}
     fields = tiny.fields(saving=rarely, evaluation=rarely, max_steps=steps)
     write_recipe(root / ".board" / "recipes" / "mine.yaml", fields)
-    with boarding(root, session_cache) as board:
+    with boarding(root, session_cache, warm=True) as board:
         board.do("/start", **{"from": "file:mine", "output": "run"})
         run = Run(root / "run")
         board.wait(lambda: Watch(run).read().step >= 2)

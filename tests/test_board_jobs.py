@@ -82,13 +82,7 @@ def test_the_code_of_the_page_makes_an_adapter_that_plain_peft_loads(
 
 
 @pytest.mark.slow
-def test_a_job_is_paused_resumed_and_cancelled(tiny: Tiny, tmp_path: Path, session_cache: Path):
-    with boarding(tmp_path / "runs", session_cache) as board:
-        client = openai.OpenAI(base_url=f"{board.url}/v1", api_key=board.token, max_retries=0)
-        pause_resume_and_cancel(board, client, tiny)
-
-
-def pause_resume_and_cancel(board: Board, client: openai.OpenAI, tiny: Tiny) -> None:
+def test_a_job_is_paused_resumed_and_cancelled(board: Board, client: openai.OpenAI, tiny: Tiny):
     file = client.files.create(file=tiny.data.open("rb"), purpose="fine-tune")
     parameters: Any = {"n_epochs": 500, "batch_size": 4, "saving.every": 2}
     job = client.fine_tuning.jobs.create(

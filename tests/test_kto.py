@@ -91,6 +91,20 @@ def test_packs_train_as_their_answers_do(tiny, data, tmp_path):
     assert_equal(steps_of(packed), steps_of(alone))
 
 
+def test_the_kl_is_over_the_answers_of_both_processes(tiny, data, run_of):
+    """Held out are three answers, so that one process has two of them and the other one."""
+    given = fields(tiny, data, eval_rows=3, batch={"micro_rows": 1}, max_steps=2)
+    one, two = (run_of(each, fields=given) for each in ("single", "ddp"))
+    for kind in ("train", "eval"):
+        mine, theirs = (
+            [(each["loss"], each["metrics"]["kl"]) for each in run.read_metrics(kind)]
+            for run in (two, one)
+        )
+        for found, wanted in zip(mine, theirs, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-4)
+    assert steps_of(one)[-1]["kl"] > 0.1
+
+
 def test_a_resumed_run_uses_its_own_reference_numbers(tiny, data, tmp_path, monkeypatch):
     given = fields(tiny, data, saving={"every": 1}, eval_rows=4, evaluation={"every": 1})
     run = train(tmp_path / "run", given)

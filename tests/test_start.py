@@ -2,9 +2,11 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -156,18 +158,20 @@ def test_an_operator_that_lean_headers_cannot_build_is_built_with_all(tmp_path, 
     if not Path("/usr/include/libaio.h").exists():
         pytest.skip("libaio-dev is not installed")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    built: list[tuple[list[str], list[str]]] = []
+    built: list[dict[str, Any]] = []
 
-    def load(*, extra_cflags: list[str], extra_include_paths: list[str]) -> None:
-        built.append((extra_cflags, extra_include_paths))
-        if "-g0" in extra_cflags:
+    def load(**options: Any) -> None:
+        built.append(options)
+        if "-g0" in options["extra_cflags"]:
             raise RuntimeError("no such header")
 
     monkeypatch.setattr(cpp_extension, "load", load)
+    asked = {
+        "name": "async_io", "sources": ["/a.cpp", "/b.cpp"], "extra_cflags": ["-O0"],
+        "extra_include_paths": ["/aio"],
+    }  # fmt: skip
     monkeypatch.setattr(
-        op_builder.AsyncIOBuilder,
-        "load",
-        lambda *_, **__: cpp_extension.load(extra_cflags=["-O0"], extra_include_paths=["/aio"]),
+        op_builder.AsyncIOBuilder, "load", lambda *_, **__: cpp_extension.load(**asked)
     )
     locks = [tmp_path / name / "lock" for name in ("async_io", "pin_memory")]
     for _ in range(2):
@@ -178,9 +182,13 @@ def test_an_operator_that_lean_headers_cannot_build_is_built_with_all(tmp_path, 
         require_async_io(lambda _: None)
         assert not any(lock.exists() for lock in locks)
     lean, whole, again = built
-    assert lean == (["-O0", "-g0"], [str(tmp_path / "finetune-headers"), "/aio"])
-    assert (tmp_path / "finetune-headers" / "torch" / "extension.h").is_file()
-    assert whole == again == (["-O0"], ["/aio"])
+    folder = tmp_path / "finetune-headers"
+    one = folder / "async_io.cpp"
+    added = {"extra_cflags": ["-O0", "-g0"], "extra_include_paths": [str(folder), "/aio"]}
+    assert lean == asked | added | {"sources": [str(one)]}
+    assert re.findall(r'#include "(.*)"', one.read_text()) == asked["sources"]
+    assert (folder / "torch" / "extension.h").is_file()
+    assert whole == again == asked
 
 
 def test_compiled_code_is_cached_unless_the_user_sets_a_folder(tmp_path, monkeypatch):

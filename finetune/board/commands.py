@@ -62,7 +62,7 @@ def resume_words(run: Run) -> list[str]:
     """The launch of a run on as many processes of the same backend as before."""
     plan: dict[str, Any] = read_object(run.plan)
     words = ["launch", shown(run.recipe), "--output", shown(run.root), "--resume", "auto"]
-    if plan.get("backend"):
+    if plan.get("backend", "launched") != "launched":  # of Accelerate's flags, without a name
         words += ["--backend", str(plan["backend"])]
     if plan.get("precision"):
         words += ["--precision", str(plan["precision"])]
