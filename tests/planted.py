@@ -93,7 +93,7 @@ FAULTS = [
     Fault("narrow-codes-swapped", "training/narrow_adamw.py", "(codes & 15, codes >> 4)",
           "(codes >> 4, codes & 15)", "optim"),
     Fault("muon-scaled-by-the-short-side", "distributed/muon.py",
-          "math.sqrt(max(parameter.shape[-2:]))", "math.sqrt(min(parameter.shape[-2:]))", "optim"),
+          "math.sqrt(max(part.shape[-2:]))", "math.sqrt(min(part.shape[-2:]))", "optim"),
     Fault("muon-without-nesterov", "distributed/muon.py", "gradient.lerp(moment, momentum).to",
           "moment.to", "optim"),
     Fault("last-group-wins", "training/optim.py", "                break\n        decay =",

@@ -489,7 +489,13 @@ def test_steps_on_four_processes_are_those_of_one_bit_for_bit(tmp_path: Path) ->
     assert together(SHARDED, 4, tmp_path).output.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("backend", ["fsdp_full_shard", slow("ddp")])
+ENGINES = "zero1", "zero2_offload", "zero3", "ddp", "tp", "pp"
+
+
+@pytest.mark.parametrize(
+    "backend",
+    slow_but(("fsdp_full_shard", "zero2"), ("fsdp_full_shard", "zero2", *ENGINES, "zero3_offload")),
+)
 def test_muon_on_two_processes_is_that_of_one(backend: str, run_of: Train) -> None:
     """20 steps; weights differ by less than a ten-thousandth of their movement."""
     sections = {"optim": {"name": "muon", "lr": 1e-3}, "max_steps": 20}
@@ -578,11 +584,11 @@ def test_an_optimizer_shards_and_resumes_on_one_process(
     goes_on(one, two, tmp_path)
 
 
-ELEMENTS = {name: OPTIMIZERS[name] for name in ("free", "average", "sgd", "lion", "adamax")}
+ELEMENTS = {name: OPTIMIZERS[name] for name in ("free", "average", "sgd", "lion", "adamax", "muon")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["zero1", "zero2_offload", "zero3", "ddp", "tp", "pp"])
+@pytest.mark.parametrize("backend", ENGINES)
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_any_state_of_elements_is_saved_by_every_engine(
     name: str, backend: str, tiny: Tiny, runs_of: Runs, tmp_path: Path
@@ -596,9 +602,9 @@ def test_any_state_of_elements_is_saved_by_every_engine(
 
 
 ROWS = {
-    "pp": ("adamw_8bit", "muon", "adafactor"),
-    "tp": ("adamw_4bit", "adamw_8bit", "muon"),
-    "ddp": ("adamw_4bit", "adamw_8bit", "muon", "adafactor"),
+    "pp": ("adamw_8bit", "adafactor"),
+    "tp": ("adamw_4bit", "adamw_8bit"),
+    "ddp": ("adamw_4bit", "adamw_8bit", "adafactor"),
 }
 
 
@@ -624,6 +630,23 @@ def test_state_of_rows_is_saved_where_a_model_is_divided_or_copied(
 
     one = runs_of("single", recipes(dict.fromkeys(sum(ROWS.values(), ()))))[name]
     goes_on(one, runs_of(backend, recipes(ROWS[backend]))[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fsdp_full_shard", "zero2"), slow("zero2", "ddp"), slow("zero3", "zero1")],
+)
+def test_muon_goes_on_where_matrices_are_cut_otherwise(
+    before: str, after: str, tiny: Tiny, runs_of: Runs, finetune: Finetune, tmp_path: Path
+) -> None:
+    """Its momentum is read as elements; an average of the weights is, too."""
+    recipes = {"muon": tiny.fields(optim=OPTIMIZERS["muon"] | {"ema_decay": 0.6}, **HALVES)}
+    one, first = (runs_of(each, recipes)["muon"] for each in ("single", before))
+    cut = cut_off(first, tmp_path / "cut", 3)
+    words = ("--backend", after, "--processes", "2", "--precision", "fp32", "--resume")
+    finetune("launch", cut.recipe, *words, "--output", cut.root).passed()
+    assert apart(one, cut) < 1e-5
+    assert apart(one, cut, "eval") < 1e-5
 
 
 def test_a_cut_inside_of_a_block_is_refused_before_a_step(

@@ -17,6 +17,7 @@ from finetune.distributed import deepspeed_nvme as nvme
 from finetune.distributed.base import Engine
 from finetune.distributed.device import on_cpu
 from finetune.distributed.fragments import Fragment, scalar_state
+from finetune.distributed.muon import Joined, Muon, Part, parts_of_flat
 from finetune.distributed.plan_differences import Compare
 from finetune.distributed.reader import Reader
 from finetune.distributed.workarounds import without_deepspeed
@@ -118,8 +119,14 @@ class DeepSpeed(Engine):
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self._fit_buckets(model)
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        groups = [group["params"] for each in optimizers for group in each.param_groups]
+        muons = [each for each in optimizers if isinstance(each, Muon)]
         with without_values():
-            super().wrap(model, optimizers)
+            # Also a Muon alone: DeepSpeed 0.19 takes any class of this name for its own.
+            super().wrap(model, [Joined(optimizers)] if muons else optimizers)
+        for each in muons:
+            for part in self._matrices(groups):
+                each.flat.setdefault(id(part.parameter), []).append(part)
         adapter = self.plan.recipe.adapter
         if self.plan.backend.shard == "params" and adapter is not None and adapter.reads_layers:
             self._gather_with_layers()
@@ -140,6 +147,27 @@ class DeepSpeed(Engine):
             width = model.config.get_text_config().hidden_size
             zero["stage3_prefetch_bucket_size"] = int(0.9 * width * width)
             zero["stage3_param_persistence_threshold"] = 10 * width  # norms stay gathered
+
+    def _matrices(self, groups: list[list[nn.Parameter]]) -> Iterator[Part]:
+        """The matrices in the flat partitions of the groups of an optimizer."""
+        zero = self._engine.optimizer
+        if self.plan.backend.shard == "params":
+            for flat, inside in zip(
+                zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True
+            ):
+                begin = 0
+                for parameter in inside:
+                    size = parameter.ds_tensor.ds_numel
+                    if len(parameter.ds_shape) > 1:
+                        yield from parts_of_flat(flat, parameter.ds_shape, 0, size, begin)
+                    begin += size
+            return
+        for group, inside in zip(self._base.param_groups, groups, strict=True):
+            (flat,), start = group["params"], 0
+            for parameter in inside:
+                if parameter.dim() > 1:
+                    yield from parts_of_flat(flat, parameter.shape, start, flat.numel())
+                start += parameter.numel()
 
     def _gather_with_layers(self) -> None:
         """Let ZeRO-3 gather all weights of an adapted layer for the layer, not for their module."""

@@ -9,12 +9,11 @@ from finetune.recipe import Recipe
 CUT = {
     "paged_adamw_8bit": "quantizes its moments in blocks of complete tensors",
     "adafactor": "has moments of complete rows and columns",
-    "muon": "orthogonalizes complete matrices",
     "adamw_8bit": "stores its moments in blocks of rows",
     "adamw_4bit": "stores its moments in blocks of rows",
 }
-"""Optimizers for which it matters where a tensor is cut. All but the first know how FSDP2 cuts, and
-all but the first two how tensor parallelism does."""
+"""Optimizers with state that is cut into more than elements. All but the first know how FSDP2 cuts,
+and all but the first two how tensor parallelism does."""
 
 
 def optimizer(request: Request) -> Iterator[str]:
