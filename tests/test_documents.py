@@ -5,7 +5,9 @@ import contextlib
 import functools
 import inspect
 import io
+import json
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -403,16 +405,35 @@ def test_recipes_of_the_reference_and_of_the_data_page_are_recipes(tmp_path):
     (code,) = python_blocks("docs/images.md")
     recipe = run_python(code)["recipe"]
     assert (recipe.model.reads, recipe.model.quantization) == (("image",), "nf4")
-    (code,) = python_blocks("docs/data.md")
+    code, _ = python_blocks("docs/data.md")
     recipe: Recipe = run_python(f"from finetune import SFT, Data\nrecipe = (SFT(){code})")["recipe"]
     assert [data.format for data in recipe.data] == ["messages", "alpaca", "question_answer"]
     assert (recipe.data[1].first, recipe.data[2].repeat) == (5000, 3)
 
 
+@pytest.mark.slow
+def test_rows_that_are_nearly_alike_are_left_out_as_the_data_page_says(tmp_path):
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", tmp_path / "p"]
+    if subprocess.run([*install, "datasketch==2.0.0", "scipy"], capture_output=True).returncode:
+        pytest.skip("datasketch cannot be installed here")
+    drawn, words = random.Random(0), [f"{n:b}" for n in range(500)]
+    asked = [" ".join(drawn.choices(words, k=60)) for _ in range(20)]
+    nearly = [text + " please" for text in asked[:5]]
+    rows = [{"question": text, "answer": "Yes"} for text in (*asked, *nearly, *asked[:2])]
+    written(tmp_path / "data.jsonl", rows)
+    _, code = python_blocks("docs/data.md")
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "p")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "7 of 27 rows dropped\n", done.stderr
+    kept = (tmp_path / "different.jsonl").read_text().splitlines()
+    assert [json.loads(row) for row in kept] == rows[:20]
+
+
 def test_no_block_of_python_is_left_out():
     counts = {path.name: len(python_blocks(str(path))) for path in DOCUMENTS}
     assert {name: n for name, n in counts.items() if n} == {
-        "README.md": 1, "board.md": 1, "clusters.md": 1, "data.md": 1, "extending.md": 9,
+        "README.md": 1, "board.md": 1, "clusters.md": 1, "data.md": 2, "extending.md": 9,
         "images.md": 1, "online.md": 1, "recipes.md": 1,
     }  # fmt: skip
 

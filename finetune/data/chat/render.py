@@ -44,7 +44,6 @@ TrainOn = Literal["assistant", "completion", "all"]
 
 HEADER = 6
 """Minimum length of a header, in characters, that is unlikely to occur in a text by chance."""
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -372,7 +371,7 @@ class Chat:
                     texts |= {part.prompt: None, part.prompt + part.completion: None}
                 case Text():
                     texts[part.text] = None
-        sound = [text for text in texts if not HALF_CHARACTER.search(text)]
+        sound = [text for text in texts if not _half_character(text)]
         if sound:
             for text, tokens in zip(sound, self._tokenised(sound), strict=True):
                 self._tokens_ahead[text] = tokens
@@ -401,10 +400,9 @@ class Chat:
         ahead = self._tokens_ahead.get(text)
         if ahead is not None:
             return ahead
-        half = HALF_CHARACTER.search(text)
-        if half is not None:
+        if half := _half_character(text):
             raise FinetuneError(
-                f"the text contains an unpaired surrogate ({half[0]!r}), which tokenizers cannot "
+                f"the text contains an unpaired surrogate ({half!r}), which tokenizers cannot "
                 "encode; the text may have been cut inside a character"
             )
         return self._tokenised([text])[0]
@@ -416,6 +414,15 @@ class Chat:
         )  # fmt: skip
         assert found.encodings is not None  # it is a fast tokenizer
         return list(map(Tokens, found["input_ids"], found.encodings))
+
+
+def _half_character(text: str) -> str:
+    """The first unpaired surrogate of a text; empty if there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return ""
 
 
 def load_chat(

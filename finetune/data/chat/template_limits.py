@@ -7,6 +7,7 @@ in one that only encodes rows.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import os
@@ -15,7 +16,6 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -38,7 +38,7 @@ TOO_LARGE = (
     f"takes too much memory for this conversation, more than {BYTES >> 30} GiB or what is free"
 )
 
-STATM = Path("/proc/self/statm")
+STATM = "/proc/self/statm"
 """Memory statistics of this process; the first number is its size in pages. Linux only."""
 
 T = TypeVar("T")
@@ -61,6 +61,9 @@ def within_limits(function: Callable[..., T], *arguments: Any) -> T:
 
 def evaluate_here() -> None:
     """Evaluate templates in this process from now on, which must only encode rows."""
+    signal.signal(signal.SIGVTALRM, _stop)
+    with contextlib.suppress(FileNotFoundError):
+        _templates(os.getpid()).statm = os.open(STATM, os.O_RDONLY)
     _templates(os.getpid()).are_here = True
 
 
@@ -75,6 +78,8 @@ class _Templates:
 
     def __init__(self) -> None:
         self.are_here = False
+        self.statm: int | None = None
+        """File of this process's memory statistics, where there is one."""
         self._lock = threading.RLock()
         self._link: Connection | None = None
         self._id = 0
@@ -153,7 +158,6 @@ def _serve(link: Connection) -> NoReturn:
 
 def _limited(function: Callable[..., T], *arguments: Any) -> T:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGVTALRM, _stop)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (_most(soft), hard))
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
@@ -170,15 +174,15 @@ def _limited(function: Callable[..., T], *arguments: Any) -> T:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _most(soft: int) -> int:
     """Limit of the address space for a conversation, in bytes."""
-    if not STATM.exists():
+    statm = _templates(os.getpid()).statm
+    if statm is None:
         return soft
-    most = int(STATM.read_bytes().split()[0]) * resource.getpagesize() + BYTES
+    most = int(os.pread(statm, 100, 0).split()[0]) * resource.getpagesize() + BYTES
     return most if soft == resource.RLIM_INFINITY else min(most, soft)
 
 

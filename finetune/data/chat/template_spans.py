@@ -163,7 +163,8 @@ class _Notes:
     begun: dict[Any, tuple[int, int]] = field(default_factory=dict)
     """Message of each loop's current iteration, and the start of its text."""
 
-    def __call__(self, mark: Any, item: Any = None, *lists: Any) -> None:
+    def __mod__(self, noted: tuple[Any, ...]) -> None:
+        mark, item, *lists = noted
         if mark == "<":
             self.generations.append((self.length, self.length))
             return
@@ -233,12 +234,11 @@ def _is_generation(block: nodes.CallBlock) -> bool:
 
 
 def _call(line: int, *arguments: nodes.Expr) -> nodes.ExprStmt:
-    function = nodes.Name(TURN, "load")
-    call = nodes.Call(function, list(arguments), [], None, None)
-    statement = nodes.ExprStmt(call)
-    for node in (statement, call, function, *arguments):
-        node.set_lineno(line)
-    return statement
+    """A call as `notes % arguments`, because the sandbox checks each call and takes its time."""
+    item = () if arguments[1:] else (nodes.Const(None),)
+    noted = nodes.Tuple([*arguments, *item], "load")
+    statement = nodes.ExprStmt(nodes.Mod(nodes.Name(TURN, "load"), noted))
+    return statement.set_lineno(line, override=True)
 
 
 def _taken_by(loop: nodes.For) -> list[str]:

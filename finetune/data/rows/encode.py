@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeGuard
 
@@ -168,7 +169,7 @@ class Encoder:
         tally.note("empty_turns", place, any(True in said for said in given))
         for name in self._markup(sample):
             tally.note(name, place)
-        batch = dataclasses.replace(self.recipe.batch, max_length=self.recipe.encoded_length)
+        batch = self._batch
         characters = sum(len(text) for _, text in texts)
         if characters > HUGE and batch.overlong in ("error", "drop"):
             least = int(characters * fewest_tokens(self.chat.tokenizer))
@@ -185,6 +186,11 @@ class Encoder:
             (row, example.numbers, example.beside, images_of(example, row))
             for row in fit(example, batch, tally, place)
         ]
+
+    @cached_property
+    def _batch(self) -> Batch:
+        """The recipe's batch, with the maximum length of a document of the data."""
+        return dataclasses.replace(self.recipe.batch, max_length=self.recipe.encoded_length)
 
     def _markup(self, sample: Sample) -> Iterator[str]:
         """Yield the tally names for special tokens in the text of prompts and of answers."""
