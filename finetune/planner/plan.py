@@ -128,16 +128,25 @@ class Plan:
         """The plan as plain values, for `plan.json`."""
         backend = self.backend
         return {
-            "backend": backend.name, "engine": backend.engine, "shard": backend.shard,
-            "offload": backend.offload, "device": backend.device, "precision": backend.precision,
-            "processes": self.processes, "mesh": self.mesh.summary(),
-            "rows_per_step": self.recipe.batch.rows, "micro_rows": self.recipe.batch.micro_rows,
-            "micro_tokens": self.recipe.batch.micro_tokens, "packing": self.recipe.batch.packing,
-            "padding": self.prompts.line(self.padding), "accumulation": self.accumulation,
-            "lr": self.lr, **self._order_summary(),
+            "backend": backend.name,
+            "engine": backend.engine,
+            "shard": backend.shard,
+            "offload": backend.offload,
+            "device": backend.device,
+            "precision": backend.precision,
+            "processes": self.processes,
+            "mesh": self.mesh.summary(),
+            "rows_per_step": self.recipe.batch.rows,
+            "micro_rows": self.recipe.batch.micro_rows,
+            "micro_tokens": self.recipe.batch.micro_tokens,
+            "packing": self.recipe.batch.packing,
+            "padding": self.prompts.line(self.padding),
+            "accumulation": self.accumulation,
+            "lr": self.lr,
+            **self._order_summary(),
             "kernels": {choice.option: choice.value for choice in self.kernels},
             "notes": self.notes(),
-        }  # fmt: skip
+        }
 
     def _order_summary(self) -> dict[str, object]:
         """The order of micro-batches in a pipeline, and the exchange of keys and values."""

@@ -41,11 +41,17 @@ NO_ADAPTER = Adapter({}, 0)
 
 
 def lora(
-    shape: Architecture, rank: int, targets: str | tuple[str, ...] = "all-linear", width: int = 4,
-    dropout: bool = False, dora: bool = False, excluded: str | tuple[str, ...] = (),
-    only_layers: tuple[int, ...] = (), rank_pattern: Mapping[str, int] | None = None,
+    shape: Architecture,
+    rank: int,
+    targets: str | tuple[str, ...] = "all-linear",
+    width: int = 4,
+    dropout: bool = False,
+    dora: bool = False,
+    excluded: str | tuple[str, ...] = (),
+    only_layers: tuple[int, ...] = (),
+    rank_pattern: Mapping[str, int] | None = None,
     saved: Iterable[str] = (),
-) -> Adapter:  # fmt: skip
+) -> Adapter:
     """The adapter with these settings; `saved` are the names of `modules_to_save`."""
     chosen = adapted(shape, targets, excluded, only_layers)
     patterns = rank_pattern or {}

@@ -194,10 +194,14 @@ def on(
 
 
 def options(
-    workload: Workload, machine: Machine, precision: str = "bf16",
-    recompute: Iterable[Checkpointing] = ("none", "full"), rows_per_step: int | None = None,
-    micro_rows: Iterable[int] | None = None, divided: Iterable[Workload] = (),
-) -> list[Option]:  # fmt: skip
+    workload: Workload,
+    machine: Machine,
+    precision: str = "bf16",
+    recompute: Iterable[Checkpointing] = ("none", "full"),
+    rows_per_step: int | None = None,
+    micro_rows: Iterable[int] | None = None,
+    divided: Iterable[Workload] = (),
+) -> list[Option]:
     """Every layout x checkpointing x micro-batch; offload only if nothing else fits.
 
     Args:

@@ -38,9 +38,14 @@ def ring(processes: int) -> float:
 
 
 def volume(
-    layout: Layout, weight_bytes: float, trained_weight_bytes: float, gradient_bytes: float,
-    accumulation: int = 1, synchronise_each: bool = False, kept_bytes: float = 0.0,
-) -> Volume:  # fmt: skip
+    layout: Layout,
+    weight_bytes: float,
+    trained_weight_bytes: float,
+    gradient_bytes: float,
+    accumulation: int = 1,
+    synchronise_each: bool = False,
+    kept_bytes: float = 0.0,
+) -> Volume:
     """Bytes sent per process and optimizer step.
 
     Args:

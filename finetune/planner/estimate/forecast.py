@@ -63,9 +63,15 @@ class Forecast:
         return round(memory.timeline(self.workload).training.peak.total)
 
     def peaks(
-        self, rows: int, length: int, padded: bool, labelled: int, longest: int,
-        repeated: float = 1.0, images: int = 0,
-    ) -> list[Moment]:  # fmt: skip
+        self,
+        rows: int,
+        length: int,
+        padded: bool,
+        labelled: int,
+        longest: int,
+        repeated: float = 1.0,
+        images: int = 0,
+    ) -> list[Moment]:
         """The peak of each stage for micro-batches with `rows` rows of `length` tokens.
 
         `longest` is the length of the longest document in tokens; 0 if rows are padded. `repeated`

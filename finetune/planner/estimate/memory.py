@@ -234,10 +234,15 @@ class _Step:
 
         def moment(activations: float, units: float, reduction: float) -> Moment:
             return self.moment(
-                name, gradients=self.early + index * self.layer_gradient, waiting=self.waiting,
-                activations=activations, loss=self.loss, units=units,
-                reduction=reduction + self.unreduced_head, **self._buckets(),
-            )  # fmt: skip
+                name,
+                gradients=self.early + index * self.layer_gradient,
+                waiting=self.waiting,
+                activations=activations,
+                loss=self.loss,
+                units=units,
+                reduction=reduction + self.unreduced_head,
+                **self._buckets(),
+            )
 
         units = self.gathered.backward(index)
         moments = [moment(below + transient, units, reduced)]

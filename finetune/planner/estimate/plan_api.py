@@ -14,10 +14,17 @@ from finetune.recipe import Recipe
 
 
 def described(
-    gpu: str | None = None, count: int = 1, nodes: int = 1, link: str | None = None,
-    network: str | None = None, host_ram: float | None = None, gpu_memory: float | None = None,
-    tflops: float | None = None, bandwidth: float | None = None, price: float | None = None,
-) -> hardware.Machine | None:  # fmt: skip
+    gpu: str | None = None,
+    count: int = 1,
+    nodes: int = 1,
+    link: str | None = None,
+    network: str | None = None,
+    host_ram: float | None = None,
+    gpu_memory: float | None = None,
+    tflops: float | None = None,
+    bandwidth: float | None = None,
+    price: float | None = None,
+) -> hardware.Machine | None:
     """The machine that the arguments describe; None if they describe no GPU.
 
     Args:

@@ -25,10 +25,15 @@ def _row(line: str) -> tuple[str, dict[str, Any]]:
     name, kind, *numbers = line.split()
     h, layers, heads, kv, width, vocab = (int(number) for number in numbers[:6])
     config: dict[str, Any] = {
-        "model_type": kind, "hidden_size": h, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": width,
-        "vocab_size": vocab, "tie_word_embeddings": "tied" in numbers[6:],
-    }  # fmt: skip
+        "model_type": kind,
+        "hidden_size": h,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": width,
+        "vocab_size": vocab,
+        "tie_word_embeddings": "tied" in numbers[6:],
+    }
     if kind == "gpt2":  # its config uses different names
         config |= {"n_embd": h, "n_layer": layers, "n_head": heads, "n_inner": width}
     for word in numbers[6:]:

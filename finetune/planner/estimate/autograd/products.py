@@ -81,9 +81,14 @@ class Products:
         return self.tape.run(held, (), forward=2 * width * weights)
 
     def _decomposed(
-        self, matrix: Matrix, given: Value, output: Value, high: Value, norm: Value,
+        self,
+        matrix: Matrix,
+        given: Value,
+        output: Value,
+        high: Value,
+        norm: Value,
         held: list[Value],
-    ) -> Value:  # fmt: skip
+    ) -> Value:
         """DoRA: the base and adapter products, scaled by magnitude / norm, added to the output.
 
         The magnitudes are in fp32, and so are their products. With dropout, the base product is

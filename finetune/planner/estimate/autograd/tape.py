@@ -67,10 +67,16 @@ class Tape:
         self.marked = len(self.nodes)
 
     def run(
-        self, size: float, inputs: Iterable[Value], keeps: Iterable[Value] = (),
-        forward: float = 0.0, backward: float = 0.0, passes: bool = False,
-        holds: Iterable[Value] = (), keeps_result: bool = False,
-    ) -> Value:  # fmt: skip
+        self,
+        size: float,
+        inputs: Iterable[Value],
+        keeps: Iterable[Value] = (),
+        forward: float = 0.0,
+        backward: float = 0.0,
+        passes: bool = False,
+        holds: Iterable[Value] = (),
+        keeps_result: bool = False,
+    ) -> Value:
         """Record an operation; returns its output, which needs a gradient if an input does."""
         taken = tuple(inputs)
         output = Value(size, any(value.grad for value in taken))
