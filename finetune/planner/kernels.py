@@ -136,9 +136,11 @@ def against_one_call(
         sinks: Whether the scores of each query include a sink.
     """
     reasons = {
-        "fp32 has none": precision == "fp32", "it does not drop weights": dropped,
-        "it does not cap scores": capped and device == "cuda", "it has no sinks": sinks,
-    }  # fmt: skip
+        "fp32 has none": precision == "fp32",
+        "it does not drop weights": dropped,
+        "it does not cap scores": capped and device == "cuda",
+        "it has no sinks": sinks,
+    }
     return [reason for reason, holds in reasons.items() if holds]
 
 

@@ -92,6 +92,10 @@ def mesh_of(backend: Backend, processes: int) -> Mesh:
     data = max(1, processes // axes.processes)
     shard = 1 if backend.shard == "none" else backend.shard_size or data
     return Mesh(
-        pipeline=axes.pipeline, replicate=max(1, data // shard), shard=shard, sequence=axes.parts,
-        tensor=axes.tensor, experts=axes.experts,
-    )  # fmt: skip
+        pipeline=axes.pipeline,
+        replicate=max(1, data // shard),
+        shard=shard,
+        sequence=axes.parts,
+        tensor=axes.tensor,
+        experts=axes.experts,
+    )

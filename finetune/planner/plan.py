@@ -264,9 +264,11 @@ def synchronises_each(recipe: Recipe) -> bool:
 
 
 def plan(
-    recipe: Recipe, backend: Backend | str | None = None, processes: int | None = None,
+    recipe: Recipe,
+    backend: Backend | str | None = None,
+    processes: int | None = None,
     precision: backends.Precision | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Derive the plan of a recipe on a backend.
 
     Raises:

@@ -81,9 +81,11 @@ def lora(
 
 
 def adapted(
-    shape: Architecture, targets: str | Iterable[str], excluded: str | Iterable[str] = (),
+    shape: Architecture,
+    targets: str | Iterable[str],
+    excluded: str | Iterable[str] = (),
     only_layers: Iterable[int] = (),
-) -> list[tuple[int, Matrix]]:  # fmt: skip
+) -> list[tuple[int, Matrix]]:
     """Layer and matrix of every adapter, selected in the same way as in PEFT 0.21.
 
     A string is `all-linear` or a regular expression for the complete path; names match the end of

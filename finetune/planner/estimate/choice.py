@@ -27,9 +27,13 @@ def on(machine: hardware.Machine, name: str, shard_size: int | None = None) -> b
 
 
 def candidates(
-    recipe: Recipe, machine: hardware.Machine, precision: backends.Precision = "bf16",
-    divided: bool = True, cpu: bool = False, row_tokens: int | None = None,
-) -> list[advice.Option]:  # fmt: skip
+    recipe: Recipe,
+    machine: hardware.Machine,
+    precision: backends.Precision = "bf16",
+    divided: bool = True,
+    cpu: bool = False,
+    row_tokens: int | None = None,
+) -> list[advice.Option]:
     """Every layout, micro-batch and recomputation for a recipe.
 
     Args:
@@ -47,10 +51,13 @@ def candidates(
     if cpu:
         base = dataclasses.replace(base, cpu=True, chained=recipe.kernels.pointwise != "eager")
     found = advice.options(
-        base, machine, precision, rows_per_step=recipe.batch.rows,
+        base,
+        machine,
+        precision,
+        rows_per_step=recipe.batch.rows,
         micro_rows=[rows for rows in SIZES if recipe.batch.rows % rows == 0],
         divided=_divisions(recipe, base, machine, precision, row_tokens) if divided else (),
-    )  # fmt: skip
+    )
     if not found:
         raise FinetuneError(_too_few_rows(recipe, machine))
     return found
@@ -105,9 +112,12 @@ def chosen(recipe: Recipe, option: advice.Option) -> tuple[Recipe, list[str]]:
 
 
 def _divisions(
-    recipe: Recipe, workload: Workload, machine: hardware.Machine, precision: backends.Precision,
+    recipe: Recipe,
+    workload: Workload,
+    machine: hardware.Machine,
+    precision: backends.Precision,
     row_tokens: int | None,
-) -> Iterator[Workload]:  # fmt: skip
+) -> Iterator[Workload]:
     """Workloads of the recipe under every layout that divides its model and the rules allow."""
     alone, made = _one_process(recipe), dict[str, Workload]()
     for backend in mesh_sizes.candidates(workload.shape, machine, precision):

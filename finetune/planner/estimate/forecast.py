@@ -112,9 +112,11 @@ class Forecast:
             found |= {
                 "step_seconds": times.step,
                 "tokens_per_second": times.tokens_per_second * self.facts.repeated,
-                "seconds": times.step * self.steps, "machine": self.machine.gpu.name,
-                "flops_per_second": self.machine.gpu.flops, "reached": times.reached,
-            }  # fmt: skip
+                "seconds": times.step * self.steps,
+                "machine": self.machine.gpu.name,
+                "flops_per_second": self.machine.gpu.flops,
+                "reached": times.reached,
+            }
         if self.judges:
             found["reward_models"] = {each.name: round(each.memory) for each in self.judges}
         return found if self.sampling is None else found | self.sampling.summary()

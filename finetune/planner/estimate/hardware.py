@@ -367,9 +367,14 @@ def _from_properties(name: str, reported: float) -> GPU:
 
 
 def machine(
-    name: str | GPU, count: int = 1, nodes: int = 1, link: str | None = None,
-    network: str | None = None, host_memory: float | None = None, price: float | None = None,
-) -> Machine:  # fmt: skip
+    name: str | GPU,
+    count: int = 1,
+    nodes: int = 1,
+    link: str | None = None,
+    network: str | None = None,
+    host_memory: float | None = None,
+    price: float | None = None,
+) -> Machine:
     """A machine with the given parts.
 
     Args:

@@ -12,10 +12,14 @@ from finetune.planner.mesh import mesh_of
 Device = Literal["none", "cpu", "nvme"]
 
 NAMES: dict[tuple[Engine, Shard], str] = {
-    ("single", "none"): "single", ("ddp", "none"): "ddp", ("deepspeed", "optimizer"): "zero1",
-    ("deepspeed", "grads"): "zero2", ("deepspeed", "params"): "zero3",
-    ("fsdp", "grads"): "fsdp_shard_grad_op", ("fsdp", "params"): "fsdp_full_shard",
-}  # fmt: skip
+    ("single", "none"): "single",
+    ("ddp", "none"): "ddp",
+    ("deepspeed", "optimizer"): "zero1",
+    ("deepspeed", "grads"): "zero2",
+    ("deepspeed", "params"): "zero3",
+    ("fsdp", "grads"): "fsdp_shard_grad_op",
+    ("fsdp", "params"): "fsdp_full_shard",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,10 +173,11 @@ class _Stage:
             # The next unit is prefetched if it is not gathered yet.
             ahead = self.sharded and index + 1 < layers and self.open[task.part] < index + 2
             self._note(
-                name, units=self.workload.unit_bytes * ahead,
+                name,
+                units=self.workload.unit_bytes * ahead,
                 activations=below + transient + output - (received if index < layers - 1 else 0.0),
                 gradients=early,
-            )  # fmt: skip
+            )
         if task.part == self.first and self.table:
             early = 0.0 if again else layers * self.layer_gradient
             made = self.table

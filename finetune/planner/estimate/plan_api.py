@@ -137,10 +137,16 @@ def plan(
 
 
 def plan(
-    recipe: Recipe, backend: backends.Backend | str | None = None, processes: int | None = None,
-    precision: backends.Precision | None = None, *, gpus: int | None = None,
-    rows: int | None = None, row_tokens: int | None = None, **machine: Unpack[MachineWords],
-) -> Plan | Prediction:  # fmt: skip
+    recipe: Recipe,
+    backend: backends.Backend | str | None = None,
+    processes: int | None = None,
+    precision: backends.Precision | None = None,
+    *,
+    gpus: int | None = None,
+    rows: int | None = None,
+    row_tokens: int | None = None,
+    **machine: Unpack[MachineWords],
+) -> Plan | Prediction:
     """Derive the plan of a recipe on a backend, and predict memory and time if a GPU is given.
 
     Args:

@@ -273,9 +273,12 @@ class Prediction:
 
 
 def predict(
-    plan: Plan, machine: hardware.Machine, rows: int | None = None, row_tokens: int | None = None,
+    plan: Plan,
+    machine: hardware.Machine,
+    rows: int | None = None,
+    row_tokens: int | None = None,
     workload: Workload | None = None,
-) -> Prediction:  # fmt: skip
+) -> Prediction:
     """Predict memory, communication and time of a plan on a machine.
 
     Args:

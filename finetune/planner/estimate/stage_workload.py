@@ -21,12 +21,14 @@ def here(workload: Workload) -> Workload:
     found = _part(workload, workload.shape)
     teacher, reference = workload.teacher_shape, workload.reference_shape
     return dataclasses.replace(
-        workload, shape=found, length=math.ceil(workload.length / workload.layout.axes.parts),
+        workload,
+        shape=found,
+        length=math.ceil(workload.length / workload.layout.axes.parts),
         share=None if workload.share is None else _share(workload, workload.share),
         adapter=None if workload.adapter is None else _adapter(workload, found),
         teacher_shape=None if teacher is None else _part(workload, teacher),
         reference_shape=None if reference is None else _part(workload, reference),
-    )  # fmt: skip
+    )
 
 
 def _part(workload: Workload, shape: Architecture) -> Architecture:
@@ -84,9 +86,11 @@ def _adapter(workload: Workload, found: Architecture) -> Adapter:
     )
     parameters = round(inside * found.layers * sum(mine.values()))
     return dataclasses.replace(
-        given, parameters=parameters + round(given.whole * share), whole=round(given.whole * share),
+        given,
+        parameters=parameters + round(given.whole * share),
+        whole=round(given.whole * share),
         rows={rows: round(inside * found.layers * count) for rows, count in mine.items()},
-    )  # fmt: skip
+    )
 
 
 def _by_rows(adapter: Adapter, shape: Architecture) -> dict[int, int]:

@@ -54,6 +54,9 @@ def of(timeline: Timeline, workload: Workload, machine: Machine | None = None) -
     limit = machine.gpu.memory if machine is not None and fits else math.inf
     least, usual, most = (allocated * ratio for ratio in _ratios(workload))
     return Totals(
-        allocated, min(usual, limit - outside), min(usual + outside, limit), least + outside,
+        allocated,
+        min(usual, limit - outside),
+        min(usual + outside, limit),
+        least + outside,
         min(most + outside, limit),
-    )  # fmt: skip
+    )

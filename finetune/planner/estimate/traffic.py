@@ -189,9 +189,12 @@ def sent(workload: Workload) -> dict[str, float]:
     """Bytes that a process sends per step, by axis."""
     axes, found = workload.layout.axes, dict[str, float]()
     sizes = {
-        "tensor": axes.tensor, "sequence": axes.parts, "experts": axes.experts,
-        "shard": workload.layout.group, "replicate": workload.layout.replicas,
-    }  # fmt: skip
+        "tensor": axes.tensor,
+        "sequence": axes.parts,
+        "experts": axes.experts,
+        "shard": workload.layout.group,
+        "replicate": workload.layout.replicas,
+    }
     for axis, kinds in payloads(workload).items():
         size = sizes.get(axis, 2)
         ways = {"all-reduce": 2 * ring(size), "send": 1.0}

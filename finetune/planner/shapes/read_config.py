@@ -161,8 +161,11 @@ def _gpt2(kind: str, fields: _Fields) -> Architecture:
 
 
 READERS: dict[Shape, Callable[[str, _Fields], Architecture]] = {
-    "llama": _llama, "phi3": _phi3, "gpt_neox": _gpt_neox, "gpt2": _gpt2,
-}  # fmt: skip
+    "llama": _llama,
+    "phi3": _phi3,
+    "gpt_neox": _gpt_neox,
+    "gpt2": _gpt2,
+}
 """Readers of configs whose parameters are all known, checked against transformers 5.23."""
 
 

@@ -149,6 +149,9 @@ class Products:
             for side in (m.inputs, m.outputs)
         ]
         return tape.run_many(
-            sizes, (rows, *parameters), (rows, narrow), forward=max(forward),
+            sizes,
+            (rows, *parameters),
+            (rows, narrow),
+            forward=max(forward),
             backward=narrow.size + downs + max(expanded),
-        )  # fmt: skip
+        )

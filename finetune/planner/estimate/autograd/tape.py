@@ -91,9 +91,13 @@ class Tape:
         return views[0], views[1]
 
     def run_many(
-        self, sizes: Iterable[float], inputs: Iterable[Value], keeps: Iterable[Value],
-        forward: float, backward: float,
-    ) -> tuple[Value, ...]:  # fmt: skip
+        self,
+        sizes: Iterable[float],
+        inputs: Iterable[Value],
+        keeps: Iterable[Value],
+        forward: float,
+        backward: float,
+    ) -> tuple[Value, ...]:
         """Record an operation with several outputs; its backward waits for all their gradients."""
         taken = tuple(inputs)
         grad = any(value.grad for value in taken)
@@ -195,9 +199,13 @@ def _forward(
 
 
 def _backward(
-    tape: Tape, memory: _Memory, needed: set[Node], result: Value, peaks: dict[Node, float],
+    tape: Tape,
+    memory: _Memory,
+    needed: set[Node],
+    result: Value,
+    peaks: dict[Node, float],
     accumulated: bool,
-) -> float:  # fmt: skip
+) -> float:
     """Run the tape in reverse on `memory`; returns the bytes of the gradients of parameters.
 
     The peak during each operation is written to `peaks`.
