@@ -57,7 +57,8 @@ def compare(case: Mapping[str, Any]) -> Outcome:
     # The quantity and the software are only in a case's id and source.
     inputs["quantity"] = "saving" if "saving" in case["id"] else "term"
     source = case.get("source", "")
-    inputs["stack"] = next((name for name in ("litgpt", "torchtune", "peft") if name in source), "hf")
+    stacks = ("litgpt", "torchtune", "peft")
+    inputs["stack"] = next((name for name in stacks if name in source), "hf")
     try:
         predicted = EVALUATORS[category](inputs)
     except Exception as error:  # one failing case must not hide the others

@@ -320,8 +320,8 @@ def measured_workload(inputs: Inputs) -> Workload:
     recompute: Any = inputs.get("ac", "full" if inputs.get("ckpt", adapted) else "none")
     adapter = None
     if adapted:
-        # litgpt has a dropout of 5 % on adapter inputs by default, and PEFT's commands have 10 %; the
-        # other tables have none.
+        # litgpt has a dropout of 5 % on adapter inputs by default, and PEFT's commands have 10 %;
+        # the other tables have none.
         width, rank = 4 if trainer else 2, inputs.get("r", 8)
         targets = targets_of(inputs)
         if litgpt:
