@@ -269,7 +269,7 @@ class _Step:
         results = 2 * width * elements if shards == 1 else width * elements / shards + last
         reduced = width * elements + max(gradients, results)
         activations = below + self.run.layer.marked - gradients
-        return activations, units - elements * workload.frozen_width, reduced
+        return activations, units - elements * workload.compute, reduced
 
     def _buckets(self, filling: bool = True) -> dict[str, float]:
         """DeepSpeed's buckets during the backward pass, and its copies if one has filled up."""

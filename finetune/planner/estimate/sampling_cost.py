@@ -145,7 +145,7 @@ def _own(workload: Workload, stage: int) -> float:
     layout, shape = dataclasses.replace(workload.layout, stage=stage), workload.shape
     here = stage_workload.here(dataclasses.replace(workload, layout=layout))
     copied = shape.tied and stage and stage == layout.axes.pipeline - 1
-    width = 4 if workload.adapter is None else workload.frozen_width
+    width = 4 if workload.adapter is None else workload.compute
     return _weights(here) - copied * float(shape.head_weights * width)
 
 

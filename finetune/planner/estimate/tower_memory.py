@@ -37,7 +37,7 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
     trained = inside * opened + tower.connector * ("connector" in tower.trains)
     width = 4 if workload.scheme == "fsdp" else workload.trained_width
     if adapter is not None:
-        trained, width = here.trained * opened, workload.frozen_width
+        trained, width = here.trained * opened, workload.compute
     weights = (inside + tower.connector) * width
     weights += trained * workload.trained_width * (adapter is not None)
     gradients = trained * workload.gradient_width / layout.share("grads")

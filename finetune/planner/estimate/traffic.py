@@ -164,7 +164,7 @@ def _shard(workload: Workload, here: Workload) -> dict[str, float]:
     if axes.experts > 1:
         # Only this process's experts count, and none of them if no other process has the same.
         each = here.divided_experts if workload.layout.expert_shards == 1 else 0.0
-        unit -= each * here.frozen_width
+        unit -= each * here.compute
         if workload.adapter is None:
             inner = shape.layer_parameters - each
             trained = float(shape.layers * inner + shape.outer_parameters)

@@ -252,13 +252,8 @@ class Workload:
 
     @property
     def compute(self) -> int:
-        """Bytes per element of the compute data type."""
+        """Bytes per element of the compute data type, and per frozen, unquantized weight."""
         return 4 if self.scheme == "fp32" else 2
-
-    @property
-    def frozen_width(self) -> int:
-        """Bytes per frozen, unquantized weight: those of the compute data type."""
-        return self.compute
 
     @property
     def trained_width(self) -> int:
@@ -298,7 +293,7 @@ class Workload:
     @property
     def stored_width(self) -> int:
         """Bytes per element of the layer's stored weights."""
-        return self.trained_width if self.adapter is None else self.frozen_width
+        return self.trained_width if self.adapter is None else self.compute
 
     @property
     def widens_inputs(self) -> bool:
@@ -333,16 +328,6 @@ class Workload:
     def gathered(self) -> int:
         """Processes whose keys and values are gathered before attention (context parallel)."""
         return self.layout.axes.context // self.layout.axes.ring
-
-    @property
-    def ring(self) -> int:
-        """Number of processes of ring attention, which pass keys and values around."""
-        return self.layout.axes.ring
-
-    @property
-    def dispatches(self) -> bool:
-        """Whether tokens are sent to experts on other processes."""
-        return self.layout.axes.experts > 1
 
     @property
     def paged(self) -> bool:
@@ -382,20 +367,21 @@ class Workload:
         if self.adapter is None:  # stored like those that are trained
             width = 4 if self.scheme == "fsdp" else self.trained_width
             return float((self.shape.parameters - self.trained) * width)
-        elsewhere = (self.shape.held_layer - self.shape.layer_parameters) * self.frozen_width
+        elsewhere = (self.shape.held_layer - self.shape.layer_parameters) * self.compute
         inside = self.shape.layers * (self.frozen_layer_bytes + elsewhere)
-        return inside + self.frozen_outer_bytes
+        return inside + self.outer_bytes
 
     @property
     def frozen_layer_bytes(self) -> float:
         shape, inside = self.shape, self.shape.linear_weights
         small = shape.layer_parameters - inside - shape.expert_parameters
-        width = 4 if self.kbit_prepared else self.frozen_width
-        return self._stored(inside) + small * width + shape.expert_parameters * self.frozen_width
+        return (
+            self._stored(inside) + small * self.outer_width + shape.expert_parameters * self.compute
+        )
 
     def _stored(self, weights: float) -> float:
         if self.quantization == "none":
-            return weights * self.frozen_width
+            return weights * self.compute
         if self.quantization == "int8":
             return weights * 1.0  # and one fp32 scale per output row, under a thousandth
         return nf4_bytes(weights, double_quantised=self.quantization == "nf4")
@@ -407,10 +393,6 @@ class Workload:
             return 0.0
         weights = self.shape.layers * self.shape.linear_weights
         return self._stored(weights) - weights / 2
-
-    @property
-    def frozen_outer_bytes(self) -> float:
-        return self.shape.outer_parameters * (4 if self.kbit_prepared else self.frozen_width)
 
     @property
     def unit_bytes(self) -> float:
@@ -431,12 +413,10 @@ class Workload:
 
     @property
     def outer_width(self) -> int:
-        """Bytes per weight of a gathered embedding or head."""
+        """Bytes per frozen weight of a norm, embedding or head."""
         return 4 if self.kbit_prepared else self.compute
 
     @property
     def outer_bytes(self) -> float:
         """Bytes of the gathered embedding, norm and head."""
-        if self.adapter is None:
-            return self.shape.outer_parameters * self.compute
-        return self.frozen_outer_bytes
+        return float(self.shape.outer_parameters * self.outer_width)

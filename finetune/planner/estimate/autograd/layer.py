@@ -188,7 +188,7 @@ class Layer:
         grouped = self.shape.heads != self.shape.kv_heads
         if self.workload.attention == "flash" and self.workload.repeated > 1:
             return self._mix_repeated(query, key, values)
-        if self.workload.attention == "flash" and self.workload.ring > 1:
+        if self.workload.attention == "flash" and self.workload.layout.axes.ring > 1:
             given = query, key, values
             return ring_attention(tape, self.workload, *given)
         if self.workload.attention == "flash":
@@ -345,7 +345,7 @@ class Layer:
         shape, tape = self.shape, self.tape
         assert shape.experts is not None
         routed = self._routed(value)
-        if self.workload.dispatches:
+        if self.workload.layout.axes.experts > 1:
             return self._dispatched(value, routed)
         chosen, h = self.tokens * shape.experts.active, shape.hidden
         down, copies = self._through_experts(value, chosen)

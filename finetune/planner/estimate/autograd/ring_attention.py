@@ -22,7 +22,7 @@ def ring_attention(
         values: Like `key`.
     """
     shape, tokens = workload.shape, workload.tokens
-    width, ways = workload.compute, workload.ring
+    width, ways = workload.compute, workload.layout.axes.ring
     mixed = float(tokens * shape.query * width)
     both = key.size + float(tokens * shape.key * width)
     own = tape.run(both, (key, values), passes=True)

@@ -32,7 +32,7 @@ class Gathered:
         self.table = float(shape.embedding * workload.outer_width)
         self.head = float(shape.head_weights * workload.outer_width)
         self.everything = self.layers * workload.unit_bytes + workload.outer_bytes
-        self.experts = workload.divided_experts * workload.frozen_width
+        self.experts = workload.divided_experts * workload.compute
         """Bytes of a layer's gathered experts if they are a separate unit."""
         self.buffer = self.experts if layout.expert_shards > 1 else 0.0
         """Bytes of the buffer from which a layer's experts are copied, if they are gathered."""
