@@ -217,11 +217,7 @@ def times(
     if not workload.cpu:
         products += slower_attention(workload, length) * tokens
     compute = products / attained(machine, workload) / (1 - waits)
-    # Operations other than products; on GPUs the same for every engine.
-    counted = workload
-    if not workload.cpu and workload.scheme != "fp32":
-        counted = dataclasses.replace(workload, scheme="fsdp")
-    rest = operations(stage_workload.here(counted) if layout.axes.any else counted, tokens)
+    rest = operations(stage_workload.here(workload) if layout.axes.any else workload, tokens)
     starting = 0.0 if workload.cpu else waiting(workload)
     launches = rest.started * machine.gpu.launch
     # Without other processes to wait for, the host only starts work.

@@ -30,6 +30,7 @@ class Operations:
 
 def operations(workload: Workload, tokens: float) -> Operations:
     """Operations of a step of one process, and the bytes they move for `tokens` tokens."""
+    workload = _on_any_engine(workload)
     passes = 3 + workload.recomputes
     layers, steps = workload.shape.layers, workload.accumulation
     started = steps * (passes * layers * _layer_operations(workload) + 3 * HEAD)
@@ -44,10 +45,14 @@ def operations(workload: Workload, tokens: float) -> Operations:
 
 
 def forward_operations(workload: Workload) -> float:
-    """Operations of a forward pass; on GPUs the same for every engine."""
-    if not workload.cpu and workload.scheme != "fp32":
-        workload = dataclasses.replace(workload, scheme="fsdp")
-    return workload.shape.layers * _layer_operations(workload) + HEAD
+    """Operations of a forward pass."""
+    return workload.shape.layers * _layer_operations(_on_any_engine(workload)) + HEAD
+
+
+def _on_any_engine(workload: Workload) -> Workload:
+    """The workload whose operations are counted; on GPUs the same for every engine."""
+    same = workload.cpu or workload.scheme == "fp32"
+    return workload if same else dataclasses.replace(workload, scheme="fsdp")
 
 
 def _layer_operations(workload: Workload) -> float:
