@@ -13,7 +13,6 @@ from method_matrix import reasons
 
 import finetune as ft
 from finetune import backend
-from finetune.cli import options
 from finetune.cli import plan as arguments
 from finetune.cli import plan_on_machine as command
 from finetune.planner.estimate.workload import Workload
@@ -54,14 +53,8 @@ def large(**fields: Any) -> Workload:
 def words(line: str) -> argparse.Namespace:
     """The words of `finetune plan` about a machine."""
     parser = argparse.ArgumentParser()
-    for name in ("--backend", "--precision"):
-        parser.add_argument(name)
-    for name in ("--processes", "--shard-size"):
-        parser.add_argument(name, type=int)
-    options.axes_words(parser)
-    parser.add_argument("--json", action="store_true")
-    arguments.add_machine(parser)
-    return parser.parse_args(shlex.split(line))
+    arguments.add_arguments(parser)
+    return parser.parse_args(["recipe", *shlex.split(line)])
 
 
 def ask(line: str, recipe: ft.Recipe, measure: Callable[[Any], float] | None = None) -> str:

@@ -15,7 +15,7 @@ from planning import ask, record
 import finetune as ft
 from finetune import catalog
 from finetune.errors import FinetuneError
-from finetune.planner.estimate import advice, hardware, timing, wording
+from finetune.planner.estimate import advice, hardware, wording
 from finetune.planner.estimate.adapter_sizes import lora
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.read_config import read
@@ -45,7 +45,9 @@ def test_a_gpu_multiplies_at_the_rate_of_its_data_sheet_in_each_type(name, fp32,
     shape = read(CONFIG)
     for scheme, rate in (("fp32", fp32), ("autocast", bf16)):
         workload = Workload(shape, 1, 512, scheme=scheme, adapter=lora(shape, 8))
-        assert timing.attained(machine, workload) == pytest.approx(rate * machine.gpu.reached)
+        assert machine.gpu.attained(workload.compute, workload.fp16) == pytest.approx(
+            rate * machine.gpu.reached
+        )
 
 
 @pytest.mark.parametrize("name", ["T4", "V100"])

@@ -21,7 +21,7 @@ from matplotlib import image
 from records import RECIPE, START, ended, evaluated, many_steps, trained, whole_run, write_run
 
 from finetune.reports.card import code, write_card
-from finetune.reports.drawings import Curve, draw, smooth, thin, ticks
+from finetune.reports.drawings import Curve, chart, smooth, thin, ticks
 from finetune.reports.page import report
 from finetune.reports.plot import plot_loss
 from finetune.reports.tables import Table, tables
@@ -122,11 +122,6 @@ checkpoints | 0.5 s | 2.5 %
 other | 0 s | 0 %
 in all | 20 s | 100 %
 """)
-    assert page.rows["data"] == cells("""
-rows for training | 80
-rows held out | 8
-tokens with a loss | 5,432
-""")
     assert page.rows["backend"][1] == ["0", "ddp", "bf16", "2", "16 = 4 x 2 x 2"]
     assert [tag for tag, _ in page.tags].count("svg") == 5
     assert "  lr: 0.0002\n" in "".join(page.text)
@@ -138,7 +133,7 @@ tokens with a loss | 5,432
 
 def test_a_page_has_no_more_than_the_record_and_stays_small(page_of, tmp_path):
     page = page_of(made.unmeasured_run())
-    assert set(page.rows) == {"curves", "throughput-and-memory", "data", "backend", "recipe"}
+    assert set(page.rows) == {"curves", "throughput-and-memory", "backend", "recipe"}
     long = write_run(tmp_path / "long", [START, *many_steps(20_000)])
     assert len(page_of(long).source.encode()) < 150_000
 
@@ -325,12 +320,12 @@ def test_thinning_keeps_every_spike_and_smoothing_is_the_mean_of_a_window():
 
 def test_a_curve_is_drawn_from_corner_to_corner_and_not_without_values():
     curve = Curve("c", [(0, 0.0), (10, math.nan), (20, 1.0)], "smooth")
-    drawing = draw([curve], label="<l>", show=str)
+    drawing = chart("<l>", [curve], show=str).drawing
     assert 'aria-label="&lt;l&gt;"' in drawing
     # From (58, 180 - pad) to (460 - 24, 12 + pad): the pad is 5 % of the values at each end.
     pad = 168 * 0.05 / 1.1
     assert f'points="58.0,{180 - pad:.1f} 436.0,{12 + pad:.1f}"' in drawing
-    assert draw([Curve("c", [(0, math.nan)], "smooth")], label="c", show=str) == ""
+    assert chart("c", [Curve("c", [(0, math.nan)], "smooth")]).drawing == ""
 
 
 @pytest.mark.parametrize(

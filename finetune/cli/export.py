@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     --push OWNER/NAME  hub repository to upload to
     --public  with --push: make it public
     --base NAME  name with which others find the base of an adapter, instead of its path
-    --bundle ZIP  the run's record as one file, without weights
+    --bundle PATH  the run's record as one file, without weights
     """
     options.add(parser, table)
     into = "merge into the base as quantized for training"

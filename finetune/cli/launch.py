@@ -84,18 +84,12 @@ def _launch(arguments: argparse.Namespace, recipe: "Recipe") -> int:
         backend, processes, flags = fitting
     elif arguments.min_machines is not None:
         raise FinetuneError("--min-machines: needs --processes auto")
-    words = ["--timeout", str(arguments.timeout)]
-    words += ["--nvme-path", str(arguments.nvme_path)] if arguments.nvme_path else []
-    words += ["--end-by", str(arguments.end_by)] if arguments.end_by else []
-    words += ["--profile"] if arguments.profile else []
-    words += ["--no-plot"] if arguments.no_plot else []
+    of_training = ("timeout", "nvme_path", "end_by", "profile", "no_plot")
+    given = {name: getattr(arguments, name) for name in of_training}
+    words = options.spelt(arguments.words, given, without=())
     counted = arguments.max_attempts is not None and not number_of(flags, "machine_rank")
-    counting = (
-        attempt(Run(output), arguments.max_attempts, arguments.end_by)
-        if counted
-        else contextlib.nullcontext()
-    )
-    with counting:
+    limit, end = arguments.max_attempts, arguments.end_by
+    with attempt(Run(output), limit, end) if counted else contextlib.nullcontext():
         launch(
             recipe, backend, processes or arguments.processes, output,
             options.resume_of(arguments), arguments.precision, arguments=words, flags=flags,

@@ -103,6 +103,8 @@ def recipe_words(parser: argparse.ArgumentParser, what: str = "name or file of a
 
 
 def backend_words(parser: argparse.ArgumentParser, elastic: bool = False) -> None:
+    from finetune.backend.axes import FLAGS, ROTATIONS, SCHEDULES
+
     add(parser, "--backend NAME  name or YAML; by default the recipe's")
     parser.add_argument(
         "--processes",
@@ -110,21 +112,15 @@ def backend_words(parser: argparse.ArgumentParser, elastic: bool = False) -> Non
         metavar="N|auto" if elastic else "N",
         help="by default the backend's" + "; auto: those that fit the machines" * elastic,
     )
-    axes_words(parser)
-    table = """
-    --shard-size N  hsdp: processes that share one copy; by default those of a node
-    --precision bf16|fp16|fp32  instead of the backend's
-    """
-    add(parser, table)
-
-
-def axes_words(parser: argparse.ArgumentParser) -> None:
-    from finetune.backend.axes import FLAGS, ROTATIONS, SCHEDULES
-
     lines = [f"--{field} N  {what}" for field, what in FLAGS.items()]
-    lines.append(f"--schedule {'|'.join(SCHEDULES)}  schedule of a pipeline")
-    about = "keys and values with --context: gathered, or passed around (ring attention)"
-    add(parser, "\n".join([*lines, f"--rotation {'|'.join(ROTATIONS)}  {about}"]))
+    rotation = "keys and values with --context: gathered, or passed around (ring attention)"
+    lines += [
+        f"--schedule {'|'.join(SCHEDULES)}  schedule of a pipeline",
+        f"--rotation {'|'.join(ROTATIONS)}  {rotation}",
+        "--shard-size N  hsdp: processes that share one copy; by default those of a node",
+        "--precision bf16|fp16|fp32  instead of the backend's",
+    ]
+    add(parser, "\n".join(lines))
 
 
 def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:

@@ -11,14 +11,9 @@ SUMMARY = "show the plan of a recipe on a backend, or why it cannot run"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.recipe_words(parser)
     options.backend_words(parser)
-    options.add(parser, "--json  print JSON")
-    add_machine(parser)
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add options that describe the machine to plan for; without `--gpu` it is this machine."""
     table = """
-    --gpu NAME  name of the GPU, such as H100-80, A100-40, RTX4090
+    --json  print JSON
+    --gpu NAME  such as H100-80, A100-40, RTX4090; by default this machine
     --gpus INTEGER  total number of GPUs
     --nodes INTEGER=1  number of machines
     --link NAME  between GPUs of a node: nvlink, pcie4, pcie5, ...

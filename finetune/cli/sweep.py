@@ -29,9 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from finetune import catalog
-    from finetune.errors import FinetuneError, TrainingFailure, refuse
+    from finetune.errors import TrainingFailure, refuse
     from finetune.launchers.sweep import Sweep, space_of
-    from finetune.runs.run import read_object, refuse_scheme, write_json
+    from finetune.runs.foreign import begin
+    from finetune.runs.run import refuse_scheme
 
     word, overrides = arguments.recipe, arguments.overrides
     found = [(pair, space_of(word, pair)) for pair in overrides]
@@ -46,14 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     refuse(f"{words}: {problem}" for problem, words in problems.items())
     root = refuse_scheme(Path(arguments.output or f"runs/{Path(word).stem}-sweep"))
     record = {"recipe": word, "words": overrides}
-    known = read_object(root / "sweep.json")
-    if known and (known != record or arguments.resume is None):
-        raise FinetuneError(
-            f"{root}: has {'this' if known == record else 'another'} sweep; "
-            f"{'continue it with --resume, or ' if known == record else ''}choose another --output"
-        )
     sweep = Sweep(root, spaces, recipe.seed, recipe.evaluation.best, arguments.prune_after)
-    write_json(root / "sweep.json", record)
+    begin(root, "sweep", record, arguments.resume is not None, "--output")
     failed = 0
     for trial, words in sweep.trials(arguments.trials):
         place = sweep.run(trial.number).root

@@ -20,7 +20,8 @@ from finetune.errors import FinetuneError
 from finetune.launchers import QUEUES
 from finetune.planner.plan import plan
 from finetune.recipe import Recipe
-from finetune.runs.run import Run, read_object, refuse_scheme, write_json
+from finetune.runs.foreign import begin
+from finetune.runs.run import Run, refuse_scheme
 
 OWN = ("config", "tokenizer", "revision")
 """Fields of a recipe's model that its stage's start replaces, besides its name."""
@@ -79,13 +80,7 @@ def run(arguments: argparse.Namespace, launch: Callable[[argparse.Namespace], in
         processes = None if arguments.processes == "auto" else arguments.processes
         plan(recipe, arguments.backend, processes, arguments.precision)
     record = {"stages": [{"recipe": each.word, "run": each.run.root.name} for each in found]}
-    known = read_object(root / "chain.json")
-    if known and (known != record or arguments.resume is None):
-        raise FinetuneError(
-            f"{root}: has {'this' if known == record else 'another'} chain; "
-            f"{'continue it with --resume, or ' if known == record else ''}choose another --chain"
-        )
-    write_json(root / "chain.json", record)
+    begin(root, "chain", record, arguments.resume is not None, "--chain")
     status = 0
     for number, (stage, start) in enumerate(zip(found, _starts(root, found), strict=True), 1):
         print(f"stage {number} of {len(found)}: {stage.word}, in {stage.run.root}", flush=True)

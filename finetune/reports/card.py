@@ -5,7 +5,7 @@ Every statement comes from the run's record or from the folder that the card des
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ def write_card(
             averaged=averaged,
             best=history.best is not None and history.best.step == step,
             training=[row(*pair) for pair in _training(recipe, history)],
-            data=[row(*cells) for cells in _data(run, history)],
+            data=[row(*cells) for cells in _data(run)],
             sources=[row(*cells) for cells in _sources(recipe)],
             losses=[row(*cells) for cells in _losses(history)],
             term=TERMS.get(history.starts[-1].unit if history.starts else "", "trained token"),
@@ -187,22 +187,13 @@ _COUNTS = (
 )  # fmt: skip
 
 
-def _data(run: Run, history: History) -> list[tuple[str, str, str]]:
-    """(name, training, held out): counts of the data preparation, or of the start record."""
+def _data(run: Run) -> Iterator[tuple[str, str, str]]:
+    """(name, training, held out): counts of the data preparation."""
     counted = read_object(run.data)
     train, held_out = counted.get("train", {}), counted.get("eval", {})
-    names = [name for name in _COUNTS if name in train]
-    if names:
-        return [
-            (name.replace("_", " "), cell(train[name]), cell(held_out.get(name))) for name in names
-        ]
-    if not history.starts:
-        return []
-    start = history.starts[-1]
-    return [
-        ("rows", cell(start.train_rows), cell(start.eval_rows)),
-        ("trained tokens", cell(start.trained_tokens), "-"),
-    ]
+    for name in _COUNTS:
+        if name in train:
+            yield name.replace("_", " "), cell(train[name]), cell(held_out.get(name))
 
 
 def _sources(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:

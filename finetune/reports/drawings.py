@@ -129,13 +129,23 @@ def chart(
     from_zero: bool = False,
     over: str = "step",
 ) -> Chart:
-    """The chart of those curves that have a finite value; see `draw`."""
+    """The chart of those curves that have a finite value; its drawing is empty if none has.
+
+    `show` formats values at the axis and in tooltips, `over` names the horizontal axis; the point
+    `best` is marked with a ring.
+    """
     curves = [curve for curve in curves if finite(curve.points)]
-    drawing = draw(
-        curves, label=name, show=show, size=size, best=best, from_zero=from_zero, over=over
-    )
+    drawn = Markup()
+    if points := [point for curve in curves for point in finite(curve.points)]:
+        frame = _frame(points, size, from_zero)
+        parts = [*_axes(frame, show, over)]
+        for curve in curves:
+            parts += _shapes(frame, curve, show)
+        if best is not None:
+            parts.append(_dot(*frame.place(best), 7, "best"))
+        drawn = drawing(frame.width, frame.height, parts, name)
     alone = [curve.name for curve in curves] == [name]
-    return Chart(name, size, drawing, () if alone else curves)
+    return Chart(name, size, drawn, () if alone else curves)
 
 
 def loss_curves(history: History) -> list[Curve]:
@@ -189,33 +199,6 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     first = math.ceil(low / apart - 1e-9)
     last = math.floor(high / apart + 1e-9)
     return [index * apart for index in range(first, last + 1)]
-
-
-def draw(
-    curves: Sequence[Curve],
-    *,
-    label: str,
-    show: Callable[[float], str],
-    size: Size = "small",
-    best: Point | None = None,
-    from_zero: bool = False,
-    over: str = "step",
-) -> Markup:
-    """An `<svg>` of the curves; empty if no value is finite.
-
-    `show` formats values at the axis and in tooltips, `over` names the horizontal axis; the point
-    `best` is marked with a ring.
-    """
-    points = [point for curve in curves for point in finite(curve.points)]
-    if not points:
-        return Markup()
-    frame = _frame(points, size, from_zero)
-    parts = [*_axes(frame, show, over)]
-    for curve in curves:
-        parts += _shapes(frame, curve, show)
-    if best is not None:
-        parts.append(_dot(*frame.place(best), 7, "best"))
-    return drawing(frame.width, frame.height, parts, label)
 
 
 @dataclasses.dataclass(frozen=True)

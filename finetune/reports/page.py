@@ -131,13 +131,14 @@ def _charts(history: History) -> list[Chart]:
     scale, unit = (2**30, "GiB") if history.peak_memory >= 2**30 else (2**20, "MiB")
     for name, points, show in (
         ("learning rate", [(r.step, r.lr) for r in trained], units.learning_rate),
-        ("load-balancing loss", [(r.step, r.router_aux_loss) for r in trained], _short),
-        ("gradient norm", [(r.step, r.grad_norm) for r in trained], _short),
+        ("load-balancing loss", [(r.step, r.router_aux_loss) for r in trained], "{:.4g}".format),
+        ("gradient norm", [(r.step, r.grad_norm) for r in trained], "{:.4g}".format),
         ("tokens per second", [(r.step, r.tokens_per_second) for r in trained], _thousands),
-        (f"memory, {unit}", [(r.step, r.memory / scale) for r in trained], _short),
+        (f"memory, {unit}", [(r.step, r.memory / scale) for r in trained], "{:.4g}".format),
     ):
         charts.append(chart(name, [Curve(name, points, "smooth")], show=show, from_zero=True))
-    for name in _measured_names(history):
+    records = (*trained, *history.evaluated)
+    for name in dict.fromkeys(name for record in records for name in record.metrics):
         if not (online and name == "reward"):
             charts.append(_measured(history, name, "small"))
     return [each for each in charts if each.drawing]
@@ -179,18 +180,8 @@ def _drawings(run: Run, history: History) -> tuple[Drawings | None, str]:
     return drawings, f"{axes.schedule}: a stage waits {waits:.1%} of a step"
 
 
-def _measured_names(history: History) -> list[str]:
-    """Names of the method's metrics."""
-    records = (*history.trained, *history.evaluated)
-    return list(dict.fromkeys(name for record in records for name in record.metrics))
-
-
 def _thousands(value: float) -> str:
     return f"{value / 1000:g}K" if abs(value) >= 1000 else f"{value:g}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def _recipe_lines(recipe: Mapping[str, Any]) -> list[list[tuple[str, str]]]:

@@ -14,7 +14,7 @@ from finetune.runs import units
 from finetune.runs.attempts import cost
 from finetune.runs.metrics import History, Warned
 from finetune.runs.run import Run, of_record, read_object
-from finetune.runs.summary import Throughput, read_completions, throughput
+from finetune.runs.summary import read_completions, throughput
 
 SAMPLING = "sampling/memory"
 """Metric with the memory of an online method's first sampling."""
@@ -56,9 +56,6 @@ def sections(run: Run, history: History) -> list[Section]:
 
 
 def _sections(run: Run, history: History) -> Iterator[Section]:
-    def data() -> list[Table]:
-        return list(_data_tables(read_object(run.data))) or _data(history)
-
     def environment() -> list[Table]:
         known = read_object(run.environment)
         return list(tables({name: value for name, value in known.items() if name != "command"}))
@@ -70,7 +67,7 @@ def _sections(run: Run, history: History) -> Iterator[Section]:
         ("Checkpoints", run.metrics, lambda: _checkpoints(run, history)),
         ("Throughput and memory", run.metrics, lambda: _rates(history)),
         ("Cost", run.attempts, lambda: _cost(run)),
-        ("Data", run.data, data),
+        ("Data", run.data, lambda: [*_data_tables(read_object(run.data))]),
         ("Backend", run.realised, lambda: [*_backend(history), *_realised(run)]),
         ("Memory of each process", run.metrics, lambda: _processes(run, history)),
         ("Plan", run.plan, lambda: _plan(run, history)),
@@ -155,14 +152,6 @@ def _sampling(step: int, found: Sequence[Mapping[str, Any]]) -> Table:
     return Table(rows, columns, f"sampled before step {step + 1}")
 
 
-def _shared(rates: Throughput) -> list[tuple[str, str]]:
-    """The share of tokens in prompts that were computed once; empty if there are none."""
-    saved = rates.real_tokens - rates.slots
-    if saved <= 0:
-        return []
-    return [("tokens of shared prompts, not computed again", units.share(saved, rates.real_tokens))]
-
-
 def _rates(history: History) -> list[Table]:
     rates = throughput(history.trained)
     if rates is None:
@@ -170,6 +159,8 @@ def _rates(history: History) -> list[Table]:
     evaluating = sum(record.seconds for record in history.evaluated)
     saving = sum(record.seconds for record in history.saved)
     other = max(0.0, history.seconds - rates.step_seconds - evaluating - saving)
+    shared = rates.real_tokens - rates.slots  # tokens of prompts that were computed once
+    again = units.share(shared, rates.real_tokens)
     speed = [
         ("tokens per second", f"{rates.tokens_per_second:,.1f}"),
         ("tokens", rates.real_tokens),
@@ -177,8 +168,8 @@ def _rates(history: History) -> list[Table]:
             "tokens with a loss",
             f"{rates.trained_tokens:,} ({units.share(rates.trained_tokens, rates.real_tokens)})",
         ),
-        ("padding", units.share(max(0, rates.slots - rates.real_tokens), rates.slots)),
-        *_shared(rates),
+        ("padding", units.share(max(0, -shared), rates.slots)),
+        *[("tokens of shared prompts, not computed again", again)] * (shared > 0),
         ("median step", units.duration(rates.median_seconds)),
         ("slowest step", f"{units.duration(rates.slowest_seconds)} (step {rates.slowest_step:,})"),
         ("peak memory of one process", units.size(history.peak_memory)),
@@ -255,18 +246,6 @@ def _without_zeros(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: rest for name, each in value.items() if (rest := _without_zeros(each))}
     return [_without_zeros(each) for each in value] if isinstance(value, list) else value
-
-
-def _data(history: History) -> list[Table]:
-    if not history.starts:
-        return []
-    start = history.starts[-1]
-    rows = [
-        ("rows for training", start.train_rows),
-        ("rows held out", start.eval_rows),
-        ("tokens with a loss", start.trained_tokens),
-    ]
-    return [Table(rows)]
 
 
 def _backend(history: History) -> list[Table]:

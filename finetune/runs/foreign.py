@@ -1,8 +1,10 @@
-"""Refuse a directory that holds something other than a run."""
+"""Refuse a directory that holds something other than a run, or another chain or sweep."""
 
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.runs.run import read_object, write_json
 
 NOT_A_RUN = {
     "run.lock", "offload", "flight_records", "starting_adapter.json", "job.json", "job",
@@ -34,3 +36,14 @@ def unusable_directory(root: Path, error: OSError) -> FinetuneError:
     return FinetuneError(
         f"{root}: cannot be a run directory ({error.strerror}); choose another --output"
     )
+
+
+def begin(root: Path, kind: str, record: dict[str, Any], resume: bool, option: str) -> None:
+    """Write the record of a chain or a sweep, or continue it; another one is refused."""
+    known = read_object(root / f"{kind}.json")
+    if known and (known != record or not resume):
+        raise FinetuneError(
+            f"{root}: has {'this' if known == record else 'another'} {kind}; "
+            f"{'continue it with --resume, or ' if known == record else ''}choose another {option}"
+        )
+    write_json(root / f"{kind}.json", record)

@@ -36,7 +36,7 @@ def explained(request: Request, error: Exception) -> tuple[int, str]:
         case HTTPException():
             status, text = error.status_code, str(error.detail)
             if status in (404, 405) and text == HTTPStatus(status).phrase:
-                text = f"{request.method} {request.url.path}: there is no such page or route"
+                text = f"{request.method} {request.url.path}: this route does not exist"
             elif status == 400 and error.__cause__ is not None:  # raised by FastAPI
                 text = f"the body cannot be read as JSON: {error.__cause__}"
             return status, text

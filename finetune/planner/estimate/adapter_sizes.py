@@ -62,15 +62,12 @@ def lora(
     outside = [] if only_layers else outer(shape, targets, excluded)
     wrapped = [*(matrix for _, matrix in chosen), *outside]
     parameters = sum(adapter_size(matrix, rank_of(matrix), dora) for matrix in wrapped)
-    rows: dict[int, int] = {}
-    for matrix in wrapped:
-        r = rank_of(matrix)
-        rows[r] = rows.get(r, 0) + r * matrix.inputs
-        rows[matrix.outputs] = rows.get(matrix.outputs, 0) + r * matrix.outputs
+    rows = by_rows((matrix, rank_of(matrix)) for matrix in wrapped)
     ranks = {matrix.leaf: rank_of(matrix) for _, matrix in chosen}
     experts = rank if targets == "all-linear" and shape.experts is not None else 0
     layers = len({layer for layer, _ in chosen})
-    parameters += layers * expert_adapter_size(shape, experts)
+    # One pair per expert, with twice the rank for the fused gate and up matrix; routers have none.
+    parameters += layers * named_expert_size(shape, 2 * experts, experts, TENSORS)
     names = frozenset(name.rsplit(".", 1)[-1] for name in saved)
     tables = {shape.table: "embedding", shape.head: "head"}
     parts = frozenset(part for name, part in tables.items() if name in names)
@@ -78,6 +75,15 @@ def lora(
     return Adapter(
         ranks, parameters + fully_trained, width, dropout, dora, parts, fully_trained, experts, rows
     )
+
+
+def by_rows(adapted: Iterable[tuple[Matrix, int]]) -> dict[int, int]:
+    """Parameters by the first dimension of their tensor, of adapters on matrices with ranks."""
+    found: dict[int, int] = {}
+    for matrix, r in adapted:
+        for rows, count in ((r, r * matrix.inputs), (matrix.outputs, r * matrix.outputs)):
+            found[rows] = found.get(rows, 0) + count
+    return found
 
 
 def adapted(
@@ -102,8 +108,9 @@ def adapted(
         for layer in range(shape.layers)
         if not wanted or layer in wanted
         for matrix in shape.matrices
-        if targets == "all-linear" or _matches(shape, layer, matrix, targets)
-        if not (excluded and _matches(shape, layer, matrix, excluded))
+        for path in (f"{shape.prefix}.{layer}.{matrix.name}",)
+        if targets == "all-linear" or _named(path, targets)
+        if not (excluded and _named(path, excluded))
     ]
     if not chosen and (wanted or not outer(shape, targets, excluded)):
         names = ", ".join(sorted({matrix.leaf for matrix in shape.matrices}))
@@ -128,24 +135,10 @@ def outer(
     ]  # fmt: skip
 
 
-def _matches(
-    shape: Architecture, layer: int, matrix: Matrix, wanted: str | tuple[str, ...]
-) -> bool:
-    return _named(f"{shape.prefix}.{layer}.{matrix.name}", wanted)
-
-
 def _named(path: str, wanted: str | tuple[str, ...]) -> bool:
     if isinstance(wanted, str):
         return re.fullmatch(wanted, path) is not None
     return any(path == name or path.endswith(f".{name}") for name in wanted)
-
-
-def expert_adapter_size(shape: Architecture, rank: int) -> int:
-    """Parameters of the adapters on the experts of one layer with `all-linear`.
-
-    One pair per expert, with twice the rank for the fused gate and up matrix. Routers have none.
-    """
-    return named_expert_size(shape, 2 * rank, rank, TENSORS)
 
 
 def named_expert_size(

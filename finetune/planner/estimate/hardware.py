@@ -63,6 +63,11 @@ class GPU:
         """Fraction of `flops` reached by bf16 products, which run in fp32 without bf16 units."""
         return 1.0 if self.bf16 else self.single
 
+    def attained(self, width: int, fp16: bool) -> float:
+        """FLOP/s that products of elements with `width` bytes are assumed to reach."""
+        rate = self.single if width == 4 else 1.0 if fp16 else self.half
+        return self.flops * self.reached * rate
+
 
 def _read(line: str) -> GPU:
     """A row of `gpus.txt`, which states its columns."""

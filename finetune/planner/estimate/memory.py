@@ -130,9 +130,7 @@ class _Step:
         """Gradients of earlier micro-batches of the same step."""
         if self.workload.accumulation == 1:
             return 0.0
-        if (
-            self.fsdp and not self.workload.synchronise_each
-        ):  # no_sync: unsharded gradients in the data type of the reduction
+        if self.fsdp and not self.workload.synchronise_each:  # unsharded, as they are reduced
             return float(self.workload.reduce_width) * self.workload.trained
         return self.whole
 

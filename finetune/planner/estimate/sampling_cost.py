@@ -85,9 +85,7 @@ def sampling(workload: Workload, machine: Machine | None = None) -> Sampling | N
     found = Sampling(rows, tokens, cache, logits, weights, units, None)
     if machine is None:
         return found
-    gpu = machine.gpu
-    reached = gpu.flops * gpu.reached * (1.0 if workload.fp16 or width == 4 else gpu.half)
-    reached *= gpu.single if width == 4 else 1.0
+    gpu, reached = machine.gpu, machine.gpu.attained(width, workload.fp16)
     stored = workload.frozen_bytes + workload.trained * workload.trained_width
     read = (units or stored) + 2 * weights
     # Completions of a batch, on average half as long as the longest.

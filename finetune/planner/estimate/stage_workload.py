@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from finetune.planner import schedules
-from finetune.planner.estimate.adapter_sizes import Adapter
+from finetune.planner.estimate.adapter_sizes import Adapter, by_rows
 from finetune.planner.estimate.trained_share import Share
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.shapes.architecture import Architecture, Matrix
@@ -95,10 +95,4 @@ def _adapter(workload: Workload, found: Architecture) -> Adapter:
 
 def _by_rows(adapter: Adapter, shape: Architecture) -> dict[int, int]:
     """Adapter parameters in one layer, by the first dimension of their tensor."""
-    found: dict[int, int] = {}
-    for matrix in shape.matrices:
-        r = adapter.ranks.get(matrix.leaf, 0)
-        for rows, count in ((r, r * matrix.inputs), (matrix.outputs, r * matrix.outputs)):
-            if r:
-                found[rows] = found.get(rows, 0) + count
-    return found
+    return by_rows((m, adapter.ranks[m.leaf]) for m in shape.matrices if adapter.ranks.get(m.leaf))

@@ -140,14 +140,6 @@ class Times:
         return self.tokens / self.step
 
 
-def attained(machine: Machine, workload: Workload) -> float:
-    """FLOP/s that products are assumed to reach in the workload's precision."""
-    gpu = machine.gpu
-    if workload.compute == 4:
-        return gpu.flops * gpu.reached * gpu.single
-    return gpu.flops * gpu.reached * (1.0 if workload.fp16 else gpu.half)
-
-
 def communication_seconds(
     moved: Volume, machine: Machine, workload: Workload
 ) -> tuple[float, float]:
@@ -216,12 +208,8 @@ def times(
     products = work
     if not workload.cpu:
         products += slower_attention(workload, length) * tokens
-    compute = products / attained(machine, workload) / (1 - waits)
-    # Operations other than products; on GPUs the same for every engine.
-    counted = workload
-    if not workload.cpu and workload.scheme != "fp32":
-        counted = dataclasses.replace(workload, scheme="fsdp")
-    rest = operations(stage_workload.here(counted) if layout.axes.any else counted, tokens)
+    compute = products / machine.gpu.attained(workload.compute, workload.fp16) / (1 - waits)
+    rest = operations(stage_workload.here(workload) if layout.axes.any else workload, tokens)
     starting = 0.0 if workload.cpu else waiting(workload)
     launches = rest.started * machine.gpu.launch
     # Without other processes to wait for, the host only starts work.

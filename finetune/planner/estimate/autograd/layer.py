@@ -195,13 +195,12 @@ class Layer:
             # The logarithm of the sum of powers of each row and head, from which the backward pass
             # computes the probabilities again.
             lse = Value(statistics, grad=False)
-            held = self._scores()
             given = (key, values)
             if self.workload.gathered > 1:
                 given = (self._gathered(key, values),)
-            mixed = self._attend(q, (query, *given), [query, *given, lse], held)
+            mixed = self._attend(q, (query, *given), (lse,), self._scores())
             for _ in range(self.workload.rearranged):
-                mixed = self._attend(q, (mixed,), [])
+                mixed = tape.run(q, (mixed,), keeps_result=True)
             return mixed
         if grouped:  # repeated to all heads
             key = tape.run(q, (key,), backward=0)
@@ -209,7 +208,7 @@ class Layer:
         if self.workload.attention == "masked":
             lse = Value(statistics, grad=False)
             mask = Value(self.rows * self.length**2 * self.workload.compute, grad=False)
-            return self._attend(q, (query, key, values), [query, key, values, lse, mask])
+            return self._attend(q, (query, key, values), (lse, mask))
         return self._eager(query, key, values)
 
     def _mix_repeated(self, query: Value, key: Value, values: Value) -> Value:
@@ -223,7 +222,7 @@ class Layer:
             for size, v in ((q, query), (k, key), (k, values))
         ]
         lse = Value(4.0 * tokens * self.shape.heads, grad=False)
-        mixed = self._attend(q, tuple(given), [*given, lse], self._scores())
+        mixed = self._attend(q, tuple(given), (lse,), self._scores())
         for _ in range(n.rearranged):
             mixed = tape.run(q, (mixed,))
         return tape.run(float(self.tokens * self.shape.query * n.compute), (mixed,))
@@ -279,13 +278,10 @@ class Layer:
         return float(self.workload.compute * (scores + 4 * each) + 4 * 2 * each)
 
     def _attend(
-        self, size: float, inputs: tuple[Value, ...], keeps: list[Value], backward: float = 0.0
+        self, size: float, inputs: tuple[Value, ...], keeps: tuple[Value, ...], backward: float = 0
     ) -> Value:
-        """Attention that saves its output in addition to `keeps`.
-
-        Flash attention also keeps its inputs and one statistic per row and head.
-        """
-        return self.tape.run(size, inputs, keeps, backward=backward, keeps_result=True)
+        """Attention, which saves its inputs and its output in addition to `keeps`."""
+        return self.tape.run(size, inputs, (*inputs, *keeps), backward=backward, keeps_result=True)
 
     def kept_selectively(self) -> float:
         """Bytes per layer that selective activation checkpointing (per operator) keeps.

@@ -179,20 +179,16 @@ def _scores(workload: Workload, tape: Tape, normed: Value) -> tuple[Value, float
     return scores, normed.size
 
 
-def _taught(workload: Workload, hidden: float, weight: float) -> float:
+def _taught(workload: Workload, held: float) -> float:
     """`_most` for a head that is compared with that of a teacher (`kernels/divergence.py`)."""
     shape, compute = workload.shape, float(workload.compute)
-    labelled = workload.labelled_tokens
-    stream, table = labelled * shape.hidden * compute, shape.embedding * compute
-    trained = workload.trains("head")
-    held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)
-    held += 4.0 * shape.embedding * trained
+    labelled, trained = workload.labelled_tokens, workload.trains("head")
     if workload.teacher_shape is not None:
         held += labelled * workload.teacher_shape.hidden * compute
     at_once = TAUGHT_ENTRIES if workload.cpu else GPU_TAUGHT_ENTRIES
     entries = float(min(labelled, max(1, at_once // shape.vocab)) * shape.vocab)
     chunk = entries * (TAUGHT * 4.0 + compute)
-    product = (table + 4.0 * shape.embedding * workload.cpu) * trained
+    product = shape.embedding * (compute + 4.0 * workload.cpu) * trained
     return held + max(chunk, product + entries * compute)
 
 
@@ -203,8 +199,6 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
         hidden: bytes of the labelled hidden states.
         weight: bytes of the head's weight.
     """
-    if workload.taught:
-        return _taught(workload, hidden, weight)
     shape, compute = workload.shape, float(workload.compute)
     labelled = workload.labelled_tokens
     stream, table = labelled * shape.hidden * compute, shape.embedding * compute
@@ -213,6 +207,8 @@ def _most(workload: Workload, hidden: float, weight: float) -> float:
     # gradient of the hidden states. The gradient of the weight is in fp32.
     held = stream + (stream if hidden != stream else 0.0) + (table if weight != table else 0.0)
     held += 4.0 * shape.embedding * trained
+    if workload.taught:
+        return _taught(workload, held)
     of_cpu, of_gpu = (CHUNK_ENTRIES, TILE_ENTRIES), (GPU_CHUNK_ENTRIES, GPU_TILE_ENTRIES)
     entries = of_cpu if workload.cpu else of_gpu
     rows = min(labelled, max(1, entries[0] // shape.vocab))

@@ -3,7 +3,6 @@
 import dataclasses
 
 from finetune.planner.estimate.autograd.layer import Layer
-from finetune.planner.estimate.autograd.tape import Tape
 from finetune.planner.estimate.workload import Workload
 
 # Number of operations in transformers' layers, by purpose; PyTorch launches them one by one.
@@ -31,10 +30,13 @@ class Operations:
 
 def operations(workload: Workload, tokens: float) -> Operations:
     """Operations of a step of one process, and the bytes they move for `tokens` tokens."""
+    workload = _on_any_engine(workload)
     passes = 3 + workload.recomputes
     layers, steps = workload.shape.layers, workload.accumulation
     started = steps * (passes * layers * _layer_operations(workload) + 3 * HEAD)
-    layer = _bytes(Layer(workload)) / workload.tokens
+    # What the operations of a layer read and write in its forward pass.
+    moved = (v for node in Layer(workload).build()[0].nodes for v in (*node.inputs, *node.outputs))
+    layer = sum(value.size for value in moved if not value.leaf) / workload.tokens
     entries = workload.labelled * workload.shape.outputs * 3.0 * 4
     # AdamW reads and writes weights and two moments, and reads the gradient; the norm reads it, and
     # clipping reads and writes it.
@@ -43,10 +45,14 @@ def operations(workload: Workload, tokens: float) -> Operations:
 
 
 def forward_operations(workload: Workload) -> float:
-    """Operations of a forward pass; on GPUs the same for every engine."""
-    if not workload.cpu and workload.scheme != "fp32":
-        workload = dataclasses.replace(workload, scheme="fsdp")
-    return workload.shape.layers * _layer_operations(workload) + HEAD
+    """Operations of a forward pass."""
+    return workload.shape.layers * _layer_operations(_on_any_engine(workload)) + HEAD
+
+
+def _on_any_engine(workload: Workload) -> Workload:
+    """The workload whose operations are counted; on GPUs the same for every engine."""
+    same = workload.cpu or workload.scheme == "fp32"
+    return workload if same else dataclasses.replace(workload, scheme="fsdp")
 
 
 def _layer_operations(workload: Workload) -> float:
@@ -64,14 +70,3 @@ def _layer_operations(workload: Workload) -> float:
     elif workload.scheme == "autocast":
         found += CAST * len(shape.matrices)
     return float(found)
-
-
-def _bytes(layer: Layer) -> float:
-    """Bytes that the operations of a layer read and write in its forward pass."""
-    tape: Tape = layer.build()[0]
-    return sum(
-        value.size
-        for node in tape.nodes
-        for value in (*node.inputs, *node.outputs)
-        if not value.leaf
-    )

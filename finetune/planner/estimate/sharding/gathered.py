@@ -38,21 +38,22 @@ class Gathered:
         """Bytes of the buffer from which a layer's experts are copied, if they are gathered."""
         self.ahead = unit - self.experts
         """Weights of a layer, prefetched for its backward pass, before those of its experts."""
+        # What FSDP keeps from the first forward to the last backward pass, and beside it the head.
+        self.always = workload.outer_bytes * (layout.traits.shards_all and workload.root_unit)
+        if self.fsdp and self.one_table and not workload.root_unit:
+            self.always = self.table
+        self.held = self.head if self.apart else self.always
         # Weights that ZeRO-3 keeps gathered from the forward to the backward pass (the last).
         reused = min(self.everything, 2.0 * LIVE_PARAMETERS / 2)
         self.reused = reused if layout.traits.keeps_reused else 0.0
 
     def at_head(self) -> float:
         """Weights gathered during the backward pass of the loss."""
-        workload = self.workload
         if not self.gathers:
             return 0.0
         if self.stays_gathered:
             return self.everything
-        if not self.fsdp:
-            return max(self.table, self.reused)
-        held = workload.outer_bytes if workload.root_unit else self.head
-        return held + self.ahead
+        return self.held + self.ahead if self.fsdp else max(self.table, self.reused)
 
     def experts_arriving(self) -> float:
         """Weights gathered while those of divided experts are copied out of their buffer."""
@@ -65,17 +66,11 @@ class Gathered:
         last unit exists twice. That is the head, or the last layer if the head is tied or a score
         head, which is gathered with the outermost module.
         """
-        workload = self.workload
         if not self.fsdp:
             return self.at_head()
-        if self.stays_gathered:
-            units = self.everything
-        else:
-            units = workload.outer_bytes if workload.root_unit else self.head
-        if workload.root_unit:
-            # Nothing is gathered after the last layer, so the buffer of its all-gather stays.
-            return units + (self.buffer if self.experts else workload.unit_bytes)
-        return units + (self.table if self.gathers_head else workload.unit_bytes)
+        last = self.buffer if self.experts else self.workload.unit_bytes
+        held = self.everything if self.stays_gathered else self.held
+        return held + (self.table if self.gathers_head else last)
 
     def arriving(self) -> float:
         """Weights gathered while those of the head are copied out of their buffer.
@@ -90,9 +85,8 @@ class Gathered:
         The buffer of the unit before a layer is freed only afterwards: of the root unit, or of an
         embedding of its own, which is itself freed after its forward pass.
         """
-        workload = self.workload
-        before = workload.outer_bytes if workload.root_unit else self.table
-        stays = workload.root_unit or self.one_table or self.stays_gathered
+        before = self.table if self.apart else self.always
+        stays = self.stays_gathered or not self.apart
         return before + max(before, stays * before + 2 * self.ahead)
 
     def forward(self) -> float:
@@ -109,24 +103,20 @@ class Gathered:
         At the first layer, the next unit is the embedding, if it is not gathered with the head.
         Units that stayed gathered are freed layer by layer.
         """
-        workload = self.workload
-        layout = workload.layout
+        unit, last = self.workload.unit_bytes, index == self.layers - 1
         if not self.gathers:
             return 0.0
-        apart = self.fsdp and not workload.root_unit
         if self.stays_gathered:
-            outer = self.table if apart else workload.outer_bytes
-            return (self.layers - index) * workload.unit_bytes + outer
-        if self.apart and index and index == self.layers - 1:
-            return workload.unit_bytes + self.table
-        outer = workload.outer_bytes if layout.traits.shards_all and workload.root_unit else 0.0
-        if apart and self.one_table:
-            outer = self.table  # one unit with the head, which stays from forward to backward
-        last = index == self.layers - 1 and self.fsdp and not self.apart
-        ahead = workload.unit_bytes + (self.ahead if self.layers > 1 and not last else 0.0)
-        if layout.traits.shards_all:
-            return outer + ahead
-        return max(min(ahead, 2.0 * LIVE_PARAMETERS), self.reused - index * workload.unit_bytes)
+            root = self.workload.root_unit or not self.fsdp
+            outer = self.workload.outer_bytes if root else self.table
+            return (self.layers - index) * unit + outer
+        if self.apart and index and last:
+            return unit + self.table
+        ends = self.layers == 1 or (last and self.fsdp and not self.apart)
+        ahead = unit if ends else unit + self.ahead
+        if self.workload.layout.traits.shards_all:
+            return self.always + ahead
+        return max(min(ahead, 2.0 * LIVE_PARAMETERS), self.reused - index * unit)
 
     def at_embedding(self) -> float:
         """Weights gathered during the backward pass of the embedding.
