@@ -12,7 +12,6 @@ import torch
 from conftest import ROOT, gpus_are_here, run_command, warm_python
 
 from benchmarks import kernels, scaling, shapes
-from benchmarks.__main__ import ON_GPUS
 from benchmarks.job import SMALL
 from benchmarks.kernels import Case, distance, tabulate, timed
 from benchmarks.peers import command, report, workload
@@ -187,12 +186,6 @@ def test_kernels_are_published_one_by_one(monkeypatch):
         kernels.measure(1, False, published.append)
     assert [list(each.values["cases"]) for each in published] == [["first"], ["first", "second"]]
     assert [len(each.table) for each in published] == [2, 3]
-
-
-def test_what_decides_most_is_measured_on_a_gpu_first():
-    assert ON_GPUS[:2] == ("kernels", "shapes")
-    sizes = [case.name.split(",")[0] for case in shapes.CASES]
-    assert list(dict.fromkeys(sizes)) == ["8B", "0.6B", "1B"]
 
 
 # The peers: what is given, what is compared, what is told.

@@ -180,12 +180,6 @@ def test_a_broken_recipe_is_named_with_its_problem(run_here, tmp_path, file, tex
     assert first.startswith(place + told)
 
 
-def test_a_broken_recipe_is_reported_by_the_command_without_a_traceback(finetune, tmp_path):
-    (tmp_path / "r.py").write_text("import finetune\nopen('gone.txt')")
-    (told,) = errors(finetune("show", "r.py", cwd=tmp_path))
-    assert told.startswith("r.py:2: FileNotFoundError: [Errno 2] No such file")
-
-
 def test_all_missing_files_and_plan_problems_are_reported_at_once(tiny, finetune, tmp_path):
     fields = tiny.fields(
         model={"name": "no/such/folder"},

@@ -80,11 +80,6 @@ def test_training_does_not_depend_on_batches_and_evaluations_have_no_noise(run_o
     assert abs(losses(noisy)[0] - losses(noisy)[1]) > 1e-3
 
 
-def test_backends_add_the_noise_of_one_process(run_of):
-    """The others: test_token_losses."""
-    assert_same_losses(run_of(**NOISY), run_of("fsdp_full_shard", **NOISY))
-
-
 def test_methods_that_compare_with_a_pass_without_noise_refuse_it(tiny: Tiny, prompts):
     fields = tiny.fields(method="kto", **NOISY)
     (problem,) = (

@@ -14,6 +14,9 @@ from finetune.runs.attempts import cost
 from finetune.runs.run import Run
 
 SECTIONS = {"max_steps": 60, "saving": {"every": 20}, "evaluation": {"every": 30}}
+LONGER = SECTIONS | {"max_steps": 150, "saving": {"every": 50}}
+LONGEST = SECTIONS | {"max_steps": 300, "saving": {"every": 100}}
+"""More steps than a job makes while `finetune stop` starts, or a node comes back."""
 WORDS = ("--backend", "fsdp_full_shard", "--precision", "fp32", "--no-plot")
 
 
@@ -106,9 +109,8 @@ def test_a_queued_job_has_its_name_and_is_cancelled(slurm, finetune, recipe, tmp
 def test_a_run_preempted_three_times_ends_as_if_it_never_was(
     slurm, run_of, finetune, tiny, tmp_path
 ):
-    sections = SECTIONS | {"max_steps": 150, "saving": {"every": 50}}
-    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
-    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**LONGER))
+    straight, run = run_of("fsdp_full_shard", **LONGER), Run(tmp_path / "run")
     job = slurm.submit(finetune, recipe, *WORDS, "--output", run.root)
     moments = preempted(slurm, run, job, times=3, seed=7, longest=4)
     assert ended(slurm, job) == "COMPLETED", run.log.read_text()
@@ -138,9 +140,8 @@ def test_a_run_whose_node_dies_goes_on_when_it_is_back(slurm, run_of, finetune, 
 @pytest.mark.slow
 def test_a_time_limit_is_a_link_of_a_chain(slurm, run_of, finetune, tiny, tmp_path):
     """A limit of a minute: the first start stops at once, to measure how long a save takes."""
-    sections = SECTIONS | {"max_steps": 400, "saving": {"every": 400}}
-    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
-    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**LONGER))
+    straight, run = run_of("fsdp_full_shard", **LONGER), Run(tmp_path / "run")
     job = slurm.submit(
         finetune, recipe, *WORDS, "--output", run.root, "cluster.hours=0.0166",
         "cluster.signal_seconds=10",
@@ -155,9 +156,8 @@ def test_a_time_limit_is_a_link_of_a_chain(slurm, run_of, finetune, tiny, tmp_pa
 def test_a_stopped_job_saves_and_is_continued_by_another(
     slurm, run_of, finetune, tiny, tmp_path, session_cache
 ):
-    sections = SECTIONS | {"max_steps": 400, "saving": {"every": 400}}
-    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
-    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**LONGEST))
+    straight, run = run_of("fsdp_full_shard", **LONGEST), Run(tmp_path / "run")
     words = [recipe, *WORDS, "--output", run.root]
     job = slurm.submit(finetune, *words)
     watching = start(["watch", str(run.root)], session_cache, **slurm.env)
@@ -168,7 +168,7 @@ def test_a_stopped_job_saves_and_is_continued_by_another(
     shown, _ = watching.communicate(timeout=60)
     assert watching.returncode == 75
     assert "saved step-" in shown
-    assert run.newest() < 400
+    assert run.newest() < 300
     job = slurm.submit(finetune, *words, "--resume")
     assert ended(slurm, job) == "COMPLETED", run.log.read_text()
     assert_equal(run, straight)
@@ -176,9 +176,8 @@ def test_a_stopped_job_saves_and_is_continued_by_another(
 
 @pytest.mark.slow
 def test_a_start_uses_the_nodes_that_are_there(slurm, run_of, finetune, tiny, tmp_path):
-    sections = SECTIONS | {"max_steps": 300, "saving": {"every": 100}}
-    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**sections))
-    straight, run = run_of("fsdp_full_shard", **sections), Run(tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.json", tiny.fields(**LONGEST))
+    straight, run = run_of("fsdp_full_shard", **LONGEST), Run(tmp_path / "run")
     node = f"nodename={clusters.NODES[1]}"
     slurm.ask("scontrol", "update", node, "state=drain", "reason=test")
     elastic = ["--processes", "auto", "--min-machines", "1"]
