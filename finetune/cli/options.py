@@ -131,6 +131,8 @@ def axes_of(arguments: argparse.Namespace) -> dict[str, int | str | None]:
 
 
 def run_words(parser: argparse.ArgumentParser) -> None:
+    output = "run directory, or s3://...; by default runs/RECIPE"
+    add(parser, f"--output RUN_OR_ADDRESS  {output}")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -140,7 +142,6 @@ def run_words(parser: argparse.ArgumentParser) -> None:
         help="continue from the newest checkpoint; `--resume auto` starts if there is none",
     )
     table = """
-    --output RUN_OR_ADDRESS  run directory, or s3://...; by default runs/RECIPE
     --nvme-path PATH  local disk for zero3_nvme
     --timeout MINUTES=30  minutes that a rank waits for others
     --profile  trace the third step, and print where its time went
