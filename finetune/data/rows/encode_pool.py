@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain, islice
 from typing import IO, Any
 
@@ -48,14 +47,11 @@ def crew(
     encoder: Encoder, processes: int
 ) -> Iterator[Callable[[Iterable[Chunk]], Iterator[Encoded]]]:
     """Workers for several `encode`s, the function that this yields; this process is one of them."""
-    if processes == 1:
-        yield partial(map, encoder)
-        return
     with ExitStack() as stack:
         free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for _ in range(processes - 1):
             free.put(stack.enter_context(Worker(encoder)))
-        threads = stack.enter_context(ThreadPoolExecutor(processes - 1))
+        threads = stack.enter_context(ThreadPoolExecutor(processes))
         yield lambda chunks: _in_order(threads, free, encoder, chunks, ahead=2 * (processes - 1))
 
 
