@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from finetune.data.chat.chat_templates import BUILT_IN, added_before, choose
 from finetune.data.chat.next_marks import ended_spans, with_last_end
 from finetune.data.chat.template_spans import Span
-from finetune.data.chat.tokens import Row, Tokens, placed_images
+from finetune.data.chat.tokens import Row, Tokens, half_character, placed_images
 from finetune.data.chat.turns import ANSWER, QUESTION, Rendered, Turns, excerpt
 from finetune.data.images.processor import Expanded, ImageProcessor, expanded
 from finetune.data.samples import (
@@ -371,7 +371,7 @@ class Chat:
                     texts |= {part.prompt: None, part.prompt + part.completion: None}
                 case Text():
                     texts[part.text] = None
-        sound = [text for text in texts if not _half_character(text)]
+        sound = [text for text in texts if not half_character(text)]
         if sound:
             for text, tokens in zip(sound, self._tokenised(sound), strict=True):
                 self._tokens_ahead[text] = tokens
@@ -400,7 +400,7 @@ class Chat:
         ahead = self._tokens_ahead.get(text)
         if ahead is not None:
             return ahead
-        if half := _half_character(text):
+        if half := half_character(text):
             raise FinetuneError(
                 f"the text contains an unpaired surrogate ({half!r}), which tokenizers cannot "
                 "encode; the text may have been cut inside a character"
@@ -414,15 +414,6 @@ class Chat:
         )  # fmt: skip
         assert found.encodings is not None  # it is a fast tokenizer
         return list(map(Tokens, found["input_ids"], found.encodings))
-
-
-def _half_character(text: str) -> str:
-    """The first unpaired surrogate of a text; empty if there is none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return text[error.start]
-    return ""
 
 
 def load_chat(
