@@ -10,15 +10,16 @@ from pathlib import Path
 import psutil
 
 from benchmarks.data import learn_tokenizer, write_rows
-from benchmarks.job import SMALL
+from benchmarks.job import Shape
 from benchmarks.record import ROOT, Result
 from finetune import Batch, Data, Model, catalog
 from finetune.methods.sft import SFT
 from finetune.runs.run import Run, write_json
 
-ROWS, STEPS, BUFFER, WARM = 12_000, 70, 200, 10
+ROWS, STEPS, BUFFER, WARM = 12_000, 60, 100, 10
+SHAPE = Shape(hidden_size=128, layers=2, rows=8, micro_rows=4, length=512)
 HOW = (
-    f"A Llama of 7 million parameters, 8 rows of GSM8K's length in a step, {STEPS} steps on one "
+    f"A Llama of 1.5 million parameters, 8 rows of GSM8K's length in a step, {STEPS} steps on one "
     f"process with one thread, in turn on cached rows and on a stream with buffers of {BUFFER} "
     "rows. Processor time is that of the process that trains, without the one that prepares rows; "
     "waiting is the `data_seconds` of metrics.jsonl; both are of steps after the tenth, over 1,000 "
@@ -56,12 +57,12 @@ def measure(folder: Path, runs: int) -> Result:
 
 def _train(folder: Path, stream: bool, number: int) -> tuple[float, float]:
     """Processor time and waiting of 1,000 tokens, in seconds."""
-    config = SMALL.config() | {"vocab_size": 8192, "eos_token_id": 0, "pad_token_id": None}
-    config["max_position_embeddings"] = 512
+    config = SHAPE.config() | {"vocab_size": 8192, "eos_token_id": 0, "pad_token_id": None}
     recipe = SFT(
         Model(config=config, tokenizer=str(folder / "tokenizer"), chat_template="chatml"),
         data=(Data(str(folder / "rows.jsonl"), "question_answer", stream=stream),),
-        batch=Batch(8, 4, 512, overlong="truncate"), max_steps=STEPS, stream_buffer=BUFFER,
+        batch=Batch(SHAPE.rows, SHAPE.micro_rows, SHAPE.length, overlong="truncate"),
+        max_steps=STEPS, stream_buffer=BUFFER,
     )  # fmt: skip
     write_json(folder / "recipe.json", catalog.to_fields(recipe))
     run = Run(folder / f"{'streamed' if stream else 'cached'}-{number}")
