@@ -32,7 +32,7 @@ from conftest import (
 
 import finetune as ft
 from finetune import catalog
-from finetune.checkpoints.copies import Copier
+from finetune.checkpoints.copies import Copier, insist
 from finetune.checkpoints.store import Store
 from finetune.cli import main as cli
 from finetune.data.read.remote import fetched
@@ -142,6 +142,20 @@ def test_a_store_that_cannot_be_written_is_found_before_training(tiny, tmp_path)
     (problem,) = problems_of(train_at, tiny, f"file://{tmp_path}/store/run")
     assert problem.startswith(f"file://{tmp_path}/store/run: .")
     assert "cannot be written" in problem
+
+
+def test_a_store_that_fails_for_a_moment_is_named_once_and_written(address, tmp_path, capsys):
+    store = Store(address)
+    part = store.local.root / "checkpoints/.step-00000002.partial/state/rank-00001-of-00002.a"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"a part")
+    (tmp_path / "store").write_text("in the way")
+    threading.Timer(0.5, (tmp_path / "store").unlink).start()
+    insist(lambda: store.push_part(part))
+    assert store.read("checkpoints/step-00000002/state/rank-00001-of-00002.a") == b"a part"
+    told = capsys.readouterr().err
+    assert told.startswith(f"note: {address}: checkpoints/step-00000002/state/rank-00001")
+    assert told.count("it is tried again\n") == 1
 
 
 @pytest.fixture

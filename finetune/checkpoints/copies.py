@@ -106,8 +106,12 @@ def bring_state(run: Run, store: Store, step: int | None) -> None:
         insist(lambda: store.fetch_state(step))
 
 
-def insist(work: Callable[[], None], say: Callable[[FinetuneError], None] = lambda _: None) -> None:
-    """Do what a store may refuse for a moment; raises its error after `PATIENCE_SECONDS`."""
+def insist(work: Callable[[], None]) -> None:
+    """Do what a store may refuse for a moment, and say the first time that it does.
+
+    Raises:
+        FinetuneError: it still does after `PATIENCE_SECONDS`.
+    """
     until, pause = time.monotonic() + PATIENCE_SECONDS, 1.0
     while True:
         try:
@@ -115,9 +119,14 @@ def insist(work: Callable[[], None], say: Callable[[FinetuneError], None] = lamb
         except FinetuneError as error:
             if time.monotonic() > until:
                 raise
-            say(error)
+            if pause == 1.0:
+                _say(error)
         time.sleep(pause)
         pause = min(2 * pause, 30.0)
+
+
+def _say(error: Exception) -> None:
+    print(f"note: {first_line(error)}; it is tried again", file=sys.stderr, flush=True)
 
 
 class Copier:
@@ -129,7 +138,7 @@ class Copier:
     def __init__(self, store: Store) -> None:
         self.store, self._ending = store, threading.Event()
         self._seen: object = None
-        self._failing, self._lost = False, None
+        self._lost: TrainingFailure | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -144,7 +153,7 @@ class Copier:
         if self._lost is not None:
             raise self._lost
         try:
-            insist(self.store.push, self._say)
+            insist(self.store.push)
         except FinetuneError as error:
             raise TrainingFailure(
                 f"{error}; what is missing there is in {self.store.local.root}: the same command "
@@ -162,15 +171,11 @@ class Copier:
                 if now and now != self._seen:
                     self.store.push()
                     self._seen = now
-                pause, self._failing = LOOK_SECONDS, False
+                pause = LOOK_SECONDS
             except TrainingFailure as error:
                 self._lost = error
                 return
             except (FinetuneError, OSError) as error:
-                self._say(error)
+                if pause == LOOK_SECONDS:
+                    _say(error)
                 pause = min(2 * pause, 60.0)
-
-    def _say(self, error: Exception) -> None:
-        if not self._failing:
-            print(f"note: {first_line(error)}; it is tried again", file=sys.stderr, flush=True)
-        self._failing = True

@@ -365,8 +365,7 @@ class Store:
                     self.remove([LOCK])
 
     def is_mine(self) -> bool:
-        found = self.read(LOCK)
-        return found is not None and json.loads(found)["token"] == self.holder["token"]
+        return self.holder["token"].encode() in (self.read(LOCK) or b"")
 
     def beat(self) -> None:
         """Show that this process lives.

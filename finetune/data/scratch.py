@@ -3,9 +3,9 @@
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +27,8 @@ def scratch_for(folder: Path) -> Iterator[Path]:
         if _lock_in_time(cache):
             for old in folder.parent.glob(f".*{ENDING}"):
                 _remove_dead(old)
-        scratch = Path(tempfile.mkdtemp(ENDING, f".{folder.name}.", folder.parent))
-        scratch.chmod(0o777 & ~_umask())
+        scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}{ENDING}")
+        scratch.mkdir()
         descriptor = os.open(scratch, os.O_RDONLY)
         _lock(descriptor, fcntl.LOCK_EX)
     try:
@@ -73,9 +73,3 @@ def _lock(descriptor: int, how: int) -> bool | None:
     except OSError:
         return None
     return True
-
-
-def _umask() -> int:
-    before = os.umask(0o077)
-    os.umask(before)
-    return before

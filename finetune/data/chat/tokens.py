@@ -60,6 +60,15 @@ class Tokens:
         return (first, last + 1) if self.ids[last] in ends else None
 
 
+def half_character(text: str) -> str:
+    """The first unpaired surrogate of a text; empty if there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return ""
+
+
 def placed_images(
     files: tuple[ImageFile, ...],
     expanded: Expanded,

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain, islice
 from typing import IO, Any
 
@@ -47,24 +46,24 @@ def encode(encoder: Encoder, chunks: Iterable[Chunk]) -> Iterator[Encoded]:
 def crew(
     encoder: Encoder, processes: int
 ) -> Iterator[Callable[[Iterable[Chunk]], Iterator[Encoded]]]:
-    """Workers for several `encode`s, the function that this yields; one process is this one."""
-    if processes == 1:
-        yield partial(map, encoder)
-        return
+    """Workers for several `encode`s, the function that this yields; this process is one of them."""
     with ExitStack() as stack:
         free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for _ in range(processes):
+        for _ in range(processes - 1):
             free.put(stack.enter_context(Worker(encoder)))
         threads = stack.enter_context(ThreadPoolExecutor(processes))
-        yield lambda chunks: _in_order(threads, free, iter(chunks), ahead=2 * processes)
+        yield lambda chunks: _in_order(threads, free, encoder, chunks, ahead=2 * (processes - 1))
 
 
 def _in_order(
     threads: ThreadPoolExecutor,
     free: "queue.SimpleQueue[Worker]",
-    chunks: Iterator[Chunk],
+    encoder: Encoder,
+    chunks: Iterable[Chunk],
     ahead: int,
 ) -> Iterator[Encoded]:
+    """Encoded chunks; this process encodes one when `ahead` others wait for the workers."""
+
     def work(chunk: Chunk) -> Encoded:
         worker = free.get()
         try:
@@ -75,8 +74,12 @@ def _in_order(
     running: deque[Future[Encoded]] = deque()
     try:
         for chunk in chunks:
-            running.append(threads.submit(work, chunk))
-            if len(running) > ahead:
+            if sum(not each.done() for each in running) < ahead:
+                running.append(threads.submit(work, chunk))
+            else:
+                running.append(Future())
+                running[-1].set_result(encoder(chunk))
+            while running and (running[0].done() or len(running) > 2 * ahead):
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
