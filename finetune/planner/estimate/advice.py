@@ -97,7 +97,7 @@ class Option:
         if self.peak.total > self.usable or not self.host_fits:
             return "no"
         crowded = self.peak.total > self.usable * (1 - HEADROOM)
-        expected = totals.expected(self.peak.total, self.workload, self.machine)
+        expected = totals.expected(self.peak, self.workload, self.machine)
         return "tight" if crowded or expected > self.machine.gpu.memory else "safe"
 
 

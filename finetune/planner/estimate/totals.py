@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from finetune.planner.estimate.hardware import GPU, NCCL, Machine
-from finetune.planner.estimate.memory import Timeline
+from finetune.planner.estimate.moments import Moment, Timeline
 from finetune.planner.estimate.workload import Workload
 
 # Published ratios of reserved to allocated bytes: lowest, typical, highest. On one GPU with
@@ -31,14 +31,14 @@ class Totals:
     """Range of `process`, with the lowest and highest assumed fragmentation."""
 
 
-def _ratios(workload: Workload) -> tuple[float, float, float]:
+def _ratios(workload: Workload, peak: Moment) -> tuple[float, float, float]:
     sharded = workload.layout.traits.shards and workload.layout.group > 1
-    return FRAGMENTATION_SHARDED if sharded else FRAGMENTATION
+    return FRAGMENTATION_SHARDED if sharded and peak.name != "loading" else FRAGMENTATION
 
 
-def expected(allocated: float, workload: Workload, machine: Machine) -> float:
-    """Bytes of a process with `allocated` bytes of tensors, on a card without a memory limit."""
-    return allocated * _ratios(workload)[1] + machine.outside
+def expected(peak: Moment, workload: Workload, machine: Machine) -> float:
+    """Bytes of a process with this peak, on a card without a memory limit."""
+    return peak.total * _ratios(workload, peak)[1] + machine.outside
 
 
 def of(timeline: Timeline, workload: Workload, machine: Machine | None = None) -> Totals:
@@ -52,7 +52,7 @@ def of(timeline: Timeline, workload: Workload, machine: Machine | None = None) -
     allocated = timeline.peak.total
     fits = machine is not None and allocated <= machine.usable
     limit = machine.gpu.memory if machine is not None and fits else math.inf
-    least, usual, most = (allocated * ratio for ratio in _ratios(workload))
+    least, usual, most = (allocated * ratio for ratio in _ratios(workload, timeline.peak))
     return Totals(
         allocated,
         min(usual, limit - outside),

@@ -5,6 +5,7 @@ a trace of a few layers (`finetune plan`) tells what each saves for the backward
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
@@ -15,7 +16,8 @@ from typing import Any
 
 from finetune.cache import cache
 from finetune.errors import reading
-from finetune.planner.shapes.architecture import Architecture, Experts, Matrix
+from finetune.planner.shapes.architecture import Architecture, Experts
+from finetune.planner.shapes.read_config import read
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts in configs."""
@@ -108,24 +110,19 @@ def _shape(kind: str, counted: Mapping[str, Any]) -> Architecture:
     head_dim = counted["head_dim"] or max(1, h // heads)
     tables = (1 if counted["tied"] else 2) * counted["vocab"] * h
     each = (counted["total"] - tables - counted["experts"]) / layers
-    query, key = heads * head_dim, kv * head_dim
     experts = None
     if counted["experts"] and counted["active"]:
         width = max(1, round(counted["experts"] / layers / counted["count"] / 3 / h))
         experts = Experts(counted["count"], counted["active"], width)
-    attention = (
-        Matrix("self_attn.q_proj", h, query), Matrix("self_attn.k_proj", h, key),
-        Matrix("self_attn.v_proj", h, key), Matrix("self_attn.o_proj", query, h),
-    )  # fmt: skip
-    rest = each - sum(matrix.weights for matrix in attention)
-    inner = max(1, round(rest / 3 / h))
-    fed = (
-        Matrix("mlp.gate_proj", h, inner), Matrix("mlp.up_proj", h, inner),
-        Matrix("mlp.down_proj", inner, h),
-    )  # fmt: skip
-    return Architecture(
-        kind=kind, layers=layers, hidden=h, heads=heads, kv_heads=kv, head_dim=head_dim,
-        width=inner, vocab=counted["vocab"], tied=counted["tied"],
-        matrices=attention if experts is not None and rest < 0.05 * each else (*attention, *fed),
-        experts=experts, context=counted["context"] or 0, extra=counted.get("extra", 0.0),
+    rest = each - 2 * h * (heads + kv) * head_dim  # without attention
+    made = read({
+        "model_type": "llama", "hidden_size": h, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head_dim,
+        "intermediate_size": max(1, round(rest / 3 / h)), "vocab_size": counted["vocab"],
+        "tie_word_embeddings": counted["tied"],
+    })  # fmt: skip
+    few = experts is not None and rest < 0.05 * each
+    return dataclasses.replace(
+        made, kind=kind, matrices=made.matrices[:4] if few else made.matrices, experts=experts,
+        context=counted["context"] or 0, extra=counted.get("extra", 0.0),
     )  # fmt: skip
