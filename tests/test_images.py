@@ -195,7 +195,10 @@ def bad(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "no image": (image(path="text.png"), "text.png' cannot be decoded: Pillow does not know"),
         "animated": (image(path="moving.gif"), "moving.gif' has 2 frames"),
         "16 bits": (image(path="deep.png"), "deep.png' has more than 8 bits per channel"),
-        "bomb": (image(path="bomb.png"), "bomb.png' cannot be decoded: it has more than 178,956,970"),
+        "bomb": (
+            image(path="bomb.png"),
+            "bomb.png' cannot be decoded: it has more than 178,956,970",
+        ),
         "large": (image(path="large.png"), "large.png' has 10000 x 9900 pixels"),
         "line": (image(path="line.png"), "line.png': the image processor refuses it: "),
         "folder": (image(path="."), "cannot be read: Is a directory"),
