@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import launch, write_recipe
+from conftest import ROOT, launch, run_command, warm_python, write_recipe
 from PIL import Image
 from shrunk_families import MADE
 from test_image_answers import asked, picture, plain_answer
@@ -201,6 +201,25 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_plan(tmp_path, name, par
     )  # fmt: skip
     (counted,) = trained(tmp_path / "run", given).read_metrics("memory")
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "gemma3" else pytest.mark.slow) for n in LAYERS]
+)
+def test_a_plan_is_verified_by_a_trace_with_pictures(rows, tmp_path, session_cache, name):
+    wide = {"hidden_size": 96, "intermediate_size": 192, LAYERS[name]: 6}
+    base = image_families.saved(name, tmp_path / "base", **wide)
+    batch = {"micro_rows": 2, "max_length": 128}
+    path = write_recipe(
+        tmp_path / "recipe.json", fields(base, rows, model={"trains": PARTS}, batch=batch)
+    )
+    words = "--gpu H100-80 --backend single --precision fp32 --verify --json".split()
+    command = [warm_python(), "-m", "finetune", "plan", str(path), *words]
+    found = json.loads(run_command(command, session_cache, ROOT).passed().stdout)["verification"]
+    assert found["agrees"], found
+    assert {"forward: tower", "backward: tower"} <= {each["name"] for each in found["moments"]}
+    (saved,) = (c for c in found["components"] if c["component"] == "saved activations")
+    assert saved["traced"] > 0.5 * max(each["traced"] for each in found["moments"])  # the tower's
 
 
 def test_the_processor_of_pixtral_imports_that_of_torchvision():

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from finetune import backend, catalog
+from finetune import catalog
 from finetune.checks.images import planned
 from finetune.data.images.image_file import ImageFile, PlacedImage, digest_of
 from finetune.data.prepare import Prepared, prepare
@@ -27,10 +27,9 @@ from finetune.data.rows.store import Documents, Rows
 from finetune.errors import FinetuneError
 from finetune.models.image_parts import image_inputs
 from finetune.models.model import load_chat_of
-from finetune.planner.plan import plan
 from finetune.recipe import Recipe
 from finetune.runs import units
-from finetune.verification.memory.traced_step import verify
+from finetune.verification.memory.traced_images import pictured_rows
 
 IMAGE, SIDE = 262, 16
 """Id of the token that features replace, and pixels of a side of the square that is one token."""
@@ -221,10 +220,22 @@ def test_the_plan_counts_the_images_of_the_data_and_the_parts_of_the_model(base,
     assert f"decodes {recipe.batch.rows * sum(map(len, rows)) / 30:.3g} images" in decoded
 
 
-def test_a_trace_without_images_is_refused(base, tmp_path):
-    planned_job = plan(recipe_of(base, tmp_path / "rows.jsonl"), backend.load("single"))
-    with pytest.raises(FinetuneError, match="a traced step has no images; `finetune report RUN`"):
-        verify(planned_job)
+def test_a_trace_has_rows_full_of_the_largest_image_that_fits(base, tmp_path):
+    for name, side in (("a", 2), ("b", 4)):
+        Image.new("RGB", (SIDE * side, SIDE * side)).save(tmp_path / f"{name}.png")
+    parts = [{"type": "image", "path": f"{name}.png"} for name in "ab"]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "y"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": turns}))
+    # Images of 16 and of 4 tokens, each with another token behind it.
+    for length, tokens in ((34, 32), (33, 16), (17, 16), (16, 12), (5, 4)):
+        found = pictured_rows(recipe_of(base, path, max_length=length), 3, length)
+        assert found.ids.shape == (3, length)
+        assert found.tokens == (found.ids == IMAGE).sum() == 3 * tokens
+    without = recipe_of(base, tmp_path / "none.jsonl", max_length=50)
+    assert pictured_rows(without, 1, 50).tokens == 36  # the largest of the processor
+    with pytest.raises(FinetuneError, match="the smallest image has more tokens"):
+        pictured_rows(without, 1, 4)
 
 
 def test_images_of_threads_are_those_of_the_complete_processor(base, tmp_path):

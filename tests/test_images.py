@@ -182,7 +182,7 @@ def bad(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
     frames[0].save(folder / "moving.gif", save_all=True, append_images=frames[1:])
     Image.fromarray(np.full((16, 16), 40_000, np.uint16)).save(folder / "deep.png")
-    Image.new("1", (20_000, 10_000)).save(folder / "bomb.png")
+    Image.new("1", (20_000, 20_000)).save(folder / "bomb.png")
     Image.new("1", (10_000, 9_900)).save(folder / "large.png")
     Image.new("RGB", (1, 400)).save(folder / "line.png")
 
@@ -195,7 +195,10 @@ def bad(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "no image": (image(path="text.png"), "text.png' cannot be decoded: Pillow does not know"),
         "animated": (image(path="moving.gif"), "moving.gif' has 2 frames"),
         "16 bits": (image(path="deep.png"), "deep.png' has more than 8 bits per channel"),
-        "bomb": (image(path="bomb.png"), "bomb.png' cannot be decoded: "),
+        "bomb": (
+            image(path="bomb.png"),
+            "bomb.png' cannot be decoded: it has more than 178,956,970",
+        ),
         "large": (image(path="large.png"), "large.png' has 10000 x 9900 pixels"),
         "line": (image(path="line.png"), "line.png': the image processor refuses it: "),
         "folder": (image(path="."), "cannot be read: Is a directory"),

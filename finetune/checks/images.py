@@ -55,7 +55,7 @@ def _rows(recipe: Recipe) -> Iterator[str]:
     processor = load_chat_of(recipe).images
     if processor is None or not recipe.data:
         return
-    rows = [*_seen(recipe.data[0], processor)]
+    rows = [*seen(recipe.data[0], processor)]
     images = [each for row in rows for each in row]
     if not images:
         return
@@ -85,7 +85,7 @@ def _rows(recipe: Recipe) -> Iterator[str]:
     )
 
 
-def _seen(data: Data, processor: ImageProcessor) -> Iterator[list[Seen]]:
+def seen(data: Data, processor: ImageProcessor) -> Iterator[list[Seen]]:
     """The images of the first rows that can be read."""
     for row in islice(find_source(data).rows(), LOOKED_AT):
         with contextlib.suppress(RowProblem, OSError):

@@ -236,6 +236,9 @@ def decode(data: bytes, name: str) -> tuple["Image.Image", frozenset[str]]:
     except (RowProblem, MemoryError):
         raise
     except Exception as error:  # a damaged file raises whatever its decoder happens to raise
-        unknown = isinstance(error, UnidentifiedImageError)
-        reason = "Pillow does not know its format" if unknown else first_line(error)
+        known: dict[type[Exception], str] = {
+            UnidentifiedImageError: "Pillow does not know its format",
+            Image.DecompressionBombError: f"it has more than {2 * (limit or 0):,} pixels; scale it",
+        }
+        reason = known.get(type(error)) or first_line(error)
         raise RowProblem(f"{name} cannot be decoded: {reason}") from None

@@ -177,7 +177,7 @@ class ImageProcessor:
         for (start, end), file in zip(found, images, strict=True):
             data = file.read()
             image, own = decode(data, file.name)
-            expansion = self._expansion(image.size, len(images) == 1, file.name)
+            expansion = self.text_of(image.size, len(images) == 1, file.name)
             pieces += [text[last:start], expansion]
             length += start - last + len(expansion)
             after.append((length - len(expansion), length))
@@ -193,10 +193,10 @@ class ImageProcessor:
         Raises:
             RowProblem: the processor refuses the size.
         """
-        text = self._expansion(size, alone, name)
+        text = self.text_of(size, alone, name)
         return len(self.whole.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _expansion(self, size: Size, alone: bool, name: str) -> str:
+    def text_of(self, size: Size, alone: bool, name: str) -> str:
         """The text of an image: a blank one of its size gives it.
 
         Whether it is `alone` in its row matters to LLaVA-OneVision, which then cuts it into tiles.

@@ -39,7 +39,6 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
     if adapter is not None:
         trained, width = here.trained * opened, workload.compute
     weights = (inside + tower.connector) * width
-    weights += trained * workload.trained_width * (adapter is not None)
     gradients = trained * workload.gradient_width / layout.share("grads")
     pixels, stream = tower.pixels * workload.image_tokens, here.tokens * float(here.residual)
     stream *= tower.shape.hidden
@@ -54,6 +53,8 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
         "weights": 0.0 if away == "all" else weights / layout.share("params"),
         "inputs": held * pixels, "optimizer": moments_of if away == "none" else 0.0,
     }  # fmt: skip
+    if adapter is not None and away != "all":
+        base["adapters"] = trained * workload.trained_width / layout.share("params")
     step = next(each for each in found if each.name == "optimizer step")
     state = {name: size for name, size in step.parts.items() if name not in ("gradients", "update")}
     of_language, several = step.parts.get("gradients", 0.0), workload.accumulation > 1

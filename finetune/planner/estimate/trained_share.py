@@ -35,6 +35,9 @@ def share(shape: Architecture, patterns: tuple[str, ...]) -> Share | None:
 
     All norms of a layer are counted as its input's. Experts are those of the layer's `mlp`.
     """
+    tower = shape.tower
+    if tower is not None and "language" not in tower.trains:  # gradients pass through all layers
+        return Share((0.0,) * shape.layers, embedding=False, head=False, norm=False, skipped=0)
     if not patterns:
         return None
 

@@ -83,10 +83,10 @@ def model_source(recipe: Recipe) -> Source:
     kind, family = config.get("model_type"), family_of(config)
     exact = family.shape is not None or bool(family.unfit) or not isinstance(kind, str)
     if recipe.model.reads:
-        shape, exact = read_with_tower(config, where, recipe.model.trains), False
+        shape, exact = read_with_tower(config, where, recipe.model.trains), True
     else:
         shape = read(config, where) if exact else approximate(decoder_fields(config))
-    if not exact and not recipe.model.reads:
+    if not exact:
         where += (
             f"; {kind} has no formulas: its weights are counted, and activations are those of a "
             "Llama with as many; --verify traces them"

@@ -22,6 +22,7 @@ from finetune.distributed.mesh import MeshEngine
 from finetune.errors import FinetuneError, reading
 from finetune.kernels.head import LabelledHead
 from finetune.kernels.quantised import Linear4bit, QuantState, matmul_4bit
+from finetune.models import image_parts
 from finetune.models import model as models
 from finetune.models.quantization import quantization_config
 from finetune.models.scoring import auto_class
@@ -94,9 +95,12 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
     dtype = torch.float32 if recipe.model.config is not None else models.weight_dtype(plan)
     with torch.device("meta"):
         try:
-            short = shortened(config | recipe.head.config, layers)
+            short = shortened(config | recipe.head.config, layers, bool(recipe.model.reads))
+            chosen: Any = engine.attention(short, implementation)
+            if recipe.model.reads:
+                chosen = image_parts.attention_by_part(short, implementation, attention)
             network = auto_class(recipe.head, recipe.model.reads).from_config(
-                short, attn_implementation=engine.attention(short, implementation), dtype=dtype
+                short, attn_implementation=chosen, dtype=dtype
             )
             if isinstance(engine, MeshEngine):
                 network: Any = divide(
@@ -116,6 +120,7 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
             )
         if recipe.model.quantization != "none":
             quantise(network, plan)
+        recipe = image_parts.within_parts(network, recipe)
         base, network = network, models.as_trained(network, recipe)
         if not (plan.traits.masters or plan.widens_shards):
             hold_in_fp32(network)
@@ -129,8 +134,8 @@ def build(engine: Engine, config: dict[str, Any], layers: int, fake: FakeTensorM
     return network
 
 
-def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
-    """The model's config with `layers` layers.
+def shortened(config: dict[str, Any], layers: int, reads: bool = False) -> PretrainedConfig:
+    """The model's config with `layers` layers, which are those of text if it `reads` images.
 
     Raises:
         FinetuneError: transformers does not know the architecture or its number of layers.
@@ -139,6 +144,11 @@ def shortened(config: dict[str, Any], layers: int) -> PretrainedConfig:
     kind = fields.pop("model_type", None)
     with reading(f"--verify: model_type {kind!r}: transformers cannot read this config"):
         found = AutoConfig.for_model(kind, **fields)
+        if reads:
+            text = found.get_text_config()
+            short = shortened(text.to_dict(), layers)
+            (name,) = (each for each in found.sub_configs if getattr(found, each) is text)
+            return AutoConfig.for_model(kind, **(fields | {name: short.to_dict()}))
         types = config.get("layer_types")
         # Fields with one entry per layer are shortened or repeated as well.
         lists = {
@@ -159,7 +169,10 @@ def quantise(network: PreTrainedModel, plan: Plan) -> None:
         )
     storage = getattr(torch, plan.quant_storage)
     wanted = quantization_config(model.quantization, models.compute_dtype(plan), storage)
-    replace_with_bnb_linear(network, get_keys_to_not_convert(network), wanted)
+    left = get_keys_to_not_convert(network)
+    if model.reads:
+        left = image_parts.unquantised(network.config)
+    replace_with_bnb_linear(network, left, wanted)
     network.is_loaded_in_4bit = True  # PEFT and Accelerate check it
 
 

@@ -1,6 +1,7 @@
 """Compare the plan's memory with a trace: tables and a verdict."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from finetune.planner.estimate.layout import Layout
 from finetune.planner.estimate.workload import Workload
 from finetune.planner.plan import Plan
 from finetune.planner.shapes.config_files import config_of
+from finetune.recipe import Recipe
 
 TOLERANCE = 0.05
 """Maximum relative difference of a component, the same bound as for published peaks."""
@@ -26,7 +28,7 @@ HEAD = ("forward: head", LOSS, "backward: loss and head")
 """Moments of head and loss."""
 OF_A_ROW = "component unit predicted traced difference agrees"
 RESIDENT = ("weights", "adapters", "optimizer")
-UNITS = "units"
+UNITS, INPUTS = "units", "inputs"
 
 Step = Mapping[str, Any]
 """A traced step, as written by the tracing process."""
@@ -268,12 +270,18 @@ def request(plan: Plan, ranks: Sequence[int], layers: Sequence[int]) -> dict[str
     }
 
 
-def layers_of(config: Mapping[str, Any]) -> int:
-    """Number of layers of the full model.
+def layers_of(recipe: Recipe) -> int:
+    """Number of layers of the full model, of text if it reads images.
 
     Raises:
         FinetuneError: the config has no such field.
     """
+    config, _ = config_of(recipe)
+    if recipe.model.reads:
+        transformers: Any = importlib.import_module("transformers")
+        given = {name: value for name, value in config.items() if name != "model_type"}
+        whole = transformers.AutoConfig.for_model(config["model_type"], **given)
+        config = whole.get_text_config().to_dict()
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
         if isinstance(config.get(name), int):
             return config[name]
@@ -319,9 +327,12 @@ def _words(value: float, unit: str) -> str:
     return f"{value:,.0f}" if unit == "elements" else wording.size(value)
 
 
-def as_traced(plan: Plan, workload: Workload, sharded: bool) -> Workload:
+def as_traced(plan: Plan, workload: Workload, sharded: bool, image_tokens: int = 0) -> Workload:
     """The traced workload: no activation offload or sampling; on one device unless `sharded`."""
     workload = dataclasses.replace(workload, activations_on_host=False, sampled=None)
+    if workload.shape.tower is not None:
+        pixels = workload.shape.tower.pixels
+        workload = dataclasses.replace(workload, image_bytes=pixels * image_tokens)
     return workload if sharded else advice.on(workload, Layout(), plan.backend.precision)
 
 
@@ -354,7 +365,7 @@ def compare(
 def _predicted(timeline: memory.Timeline) -> dict[str, float]:
     moments = {moment.name: moment for moment in timeline.moments}
     parts, forward = moments[LOSS].parts, moments[FORWARD_LAST].parts
-    apart = (*RESIDENT, "inputs", "units", "buckets")
+    apart = (*RESIDENT, INPUTS, UNITS, "buckets")
     saved = parts["activations"]
     loss = max(
         moments[name].total - sum(moments[name].parts.get(label, 0.0) for label in apart)
@@ -373,7 +384,7 @@ def _predicted(timeline: memory.Timeline) -> dict[str, float]:
 def _components(traced: Traced) -> dict[str, float]:
     loss = max(
         traced.total(name)
-        - sum(traced.moments[name].get(label, 0.0) for label in (*RESIDENT, UNITS))
+        - sum(traced.moments[name].get(label, 0.0) for label in (*RESIDENT, INPUTS, UNITS))
         for name in HEAD
     )
     earlier = traced.moments[FORWARD_LAST].get("gradients", 0.0)

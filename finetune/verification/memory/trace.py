@@ -13,19 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from finetune.data.rows.collate import Boundaries, MicroBatch
 from finetune.distributed.base import Engine
-from finetune.distributed.layers import is_elsewhere
+from finetune.distributed.layers import is_elsewhere, network_of
 from finetune.distributed.mesh import MeshEngine
+from finetune.models import image_parts
 from finetune.models.scoring import head_of
 from finetune.process.attributes import changed
 from finetune.training import optim
 from finetune.verification.memory.fake_model import Packed, counts, layers_of
+from finetune.verification.memory.traced_images import KnownValues, pictured_rows
 from finetune.verification.memory.tracker import (
     ADAPTERS,
     CASTS,
     GRADIENTS,
+    INPUTS,
     OPTIMIZER,
     OTHER,
     WEIGHTS,
@@ -53,6 +58,8 @@ class Rehearsed:
     peaks: dict[str, dict[str, int]]
     """Bytes by label at the peak of each moment."""
     collectives: Counts
+    image_tokens: int
+    """Tokens of a micro-batch that features of images replace."""
 
 
 class Step:
@@ -62,23 +69,27 @@ class Step:
         self, engine: Engine, network: nn.Module, layers: int, fake: FakeTensorMode
     ) -> None:
         self.engine, self.plan = engine, engine.plan
-        self.layers = [each for each in layers_of(network, layers) if not is_elsewhere(each)]
+        recipe, base = engine.plan.recipe, network_of(network)
+        self.shape = (recipe.batch.micro_rows * recipe.documents_per_row, recipe.batch.max_length)
+        self.pictured = pictured_rows(recipe, *self.shape) if recipe.model.reads else None
+        decoder: Any = base.get_decoder() if recipe.model.reads else network
+        self.layers = [each for each in layers_of(decoder, layers) if not is_elsewhere(each)]
         self.count = len(self.layers)
         self.trained, whole = counts(network)
-        self.parameters = whole - (self.trained if engine.plan.recipe.adapter else 0)
+        self.parameters = whole - (self.trained if recipe.adapter else 0)
+        if self.pictured is not None:
+            self._watch_tower(base)
         self.packed = [module for module in network.modules() if isinstance(module, Packed)]
         self.fake, self.tracker = fake, Tracker(engine.plan.mesh)
         self.forwards = False
         self.saved: int | None = None
-        self.before = 0
+        self.before = self.empty = 0
         for index, layer in enumerate(self.layers):  # before the engine's own hooks
             self._watch(index, layer)
         head = head_of(network)
         if head is not None and not is_elsewhere(head):
             head.register_forward_hook(lambda *_: self.tracker.begin("forward: loss"))
         self._prepare(network)
-        recipe = self.plan.recipe
-        self.shape = (recipe.batch.micro_rows * recipe.documents_per_row, recipe.batch.max_length)
 
     def _prepare(self, network: nn.Module) -> None:
         """`Engine.prepare` in two parts, as Accelerate 1.15 finds FSDP2's parameters by address."""
@@ -119,9 +130,33 @@ class Step:
         layer.register_forward_pre_hook(enter, with_kwargs=True)
         layer.register_forward_hook(leave)
 
+    def _watch_tower(self, base: PreTrainedModel) -> None:
+        """Begin a moment when the forward or the backward pass enters the tower.
+
+        Numbers of parameters are those of the language model, as in the formulas.
+        """
+        parts = image_parts.part_of(base, [name for name, _ in base.named_parameters()])
+        for name, parameter in base.named_parameters():
+            if parts[name] != image_parts.LANGUAGE:
+                trained = parameter.numel() if parameter.requires_grad else 0
+                self.trained -= trained
+                self.parameters -= 0 if ".lora_" in name else parameter.numel()
+
+        def leave(_: nn.Module, given: object, result: Any) -> None:
+            for each in tree_leaves(dict(result)):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(lambda _: self.tracker.begin("backward: tower"))
+
+        tower: Any = base.get_encoder(modality="image")
+        tower.register_forward_pre_hook(lambda *_: self.tracker.begin("forward: tower"))
+        tower.register_forward_hook(leave)
+
     def _enter_first(self, hidden: torch.Tensor) -> None:
         if self.saved is None:
-            self.before = self._kept() - hidden.untyped_storage().nbytes()
+            of_tower = self.pictured is not None  # what it saves is counted, too
+            self.before = (
+                self.empty if of_tower else self._kept() - hidden.untyped_storage().nbytes()
+            )
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self.tracker.begin("backward: embedding"))
 
@@ -137,7 +172,7 @@ class Step:
         return parts.get(OTHER, 0) + (0 if checkpointed else parts.get(CASTS, 0))
 
     def run(self) -> Rehearsed:
-        with self.fake:
+        with self.fake, self._inputs():
             self._warm_up()
             self.saved = None
             held = self._hold()
@@ -145,9 +180,12 @@ class Step:
                 gradients = self._step()
         return self._found(held, gradients)
 
+    def _inputs(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self.pictured is None else KnownValues()
+
     def forward(self) -> Rehearsed:
         """Take the first forward pass only, for what layers save."""
-        with self.fake:
+        with self.fake, self._inputs():
             held = self._hold()
             with self.tracker:
                 self._micro_batch(last=True, forward=True)
@@ -163,6 +201,7 @@ class Step:
             saved=self.saved or 0,
             peaks={name: peak.parts for name, peak in self.tracker.peaks.items()},
             collectives=self._collectives(),
+            image_tokens=0 if self.pictured is None else self.pictured.tokens,
         )
 
     def _warm_up(self) -> None:
@@ -186,6 +225,8 @@ class Step:
                 tracker.hold(tensors, OPTIMIZER)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._label_gradient)
+        if self.pictured is not None:
+            tracker.hold(self.pictured.images.values(), INPUTS)
         return tracker.parts()
 
     def _label_gradient(self, parameter: torch.Tensor) -> None:
@@ -228,7 +269,7 @@ class Step:
         with unset_fake_temporarily() if shared else contextlib.nullcontext():
             (batch,) = engine.local_batches([self._batch()], 0)
         with engine.unsynchronised(last), _autocast_as_on_a_gpu(engine):
-            self.forwards = True
+            self.forwards, self.empty = True, self._kept()
             loss = self._loss(engine.model, batch)
             self.forwards = False
             if forward:
@@ -247,12 +288,14 @@ class Step:
         columns = "reference", *self.plan.recipe.columns
         if self.plan.mesh.sequence > 1:
             shape, bounds = (1, math.prod(self.shape)), _side_by_side(*self.shape)
-        ids = torch.zeros(shape, dtype=torch.int64)
+        ids, images = torch.zeros(shape, dtype=torch.int64), dict[str, torch.Tensor]()
+        if self.pictured is not None:
+            ids, images = self.pictured.ids, self.pictured.images
         return MicroBatch(
             ids, ids, None, self.plan.recipe.batch.micro_rows, ids.numel(), ids.numel(), bounds,
             document_labels=torch.full(self.shape[:1], self.shape[1]),
             last_places=torch.arange(1, self.shape[0] + 1) * self.shape[1] - 1,
-            columns={name: torch.zeros(self.shape[0]) for name in columns},
+            columns={name: torch.zeros(self.shape[0]) for name in columns}, images=images,
         )  # fmt: skip
 
     def _collectives(self) -> Counts:

@@ -49,11 +49,6 @@ def verify(plan: Plan, workload: Workload | None = None) -> Verification | Stage
             f"--verify: a step of {recipe.method} needs {needed}, which a trace does not have; "
             "verify a recipe of sft with the same model and rows"
         )
-    if recipe.model.reads:
-        raise FinetuneError(
-            "--verify: a traced step has no images; `finetune report RUN` has the measured peak of "
-            "a run beside the predicted one"
-        )
     if backend.shard_size is not None:
         raise FinetuneError(
             f"--verify: only one copy of {backend.name} could be traced; verify fsdp_full_shard or "
@@ -64,11 +59,12 @@ def verify(plan: Plan, workload: Workload | None = None) -> Verification | Stage
     sharded = plan.traits.traced and plan.processes > 1
     traced = plan if sharded else plan_and_trace.alone(plan)
     (steps,) = _rehearse(traced, [0], plan_and_trace.LAYERS)
-    layers = plan_and_trace.layers_of(config_of(plan.recipe)[0])
+    layers = plan_and_trace.layers_of(plan.recipe)
     offload = sharded and backend.offload != "none"
     found = plan_and_trace.extrapolate(steps, layers, plan.accumulation, offload)
     if workload is not None:
-        workload = plan_and_trace.as_traced(plan, workload, sharded)
+        images = steps[0]["image_tokens"]
+        workload = plan_and_trace.as_traced(plan, workload, sharded, images)
     how = plan_and_trace.how(plan, sharded)
     return plan_and_trace.compare(
         found, workload, plan.processes, how, plan_and_trace.notes(plan, sharded)
@@ -101,7 +97,7 @@ def _stages(plan: Plan, workload: Workload | None) -> Stages:
     stages = mesh_comparison.stages_of(plan)
     ranks = [mesh_comparison.rank_of(plan, stage) for stage in stages]
     traced = _rehearse(plan, ranks, mesh_comparison.LAYERS)
-    count = plan_and_trace.layers_of(config_of(plan.recipe)[0])
+    count = plan_and_trace.layers_of(plan.recipe)
     if workload is not None:
         workload = plan_and_trace.as_traced(plan, workload, sharded=True)
     notes = plan_and_trace.notes(plan, sharded=True)

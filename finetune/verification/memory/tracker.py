@@ -23,7 +23,7 @@ OTHER = "activations"
 """Label of everything else: activations, logits, gradients of activations."""
 
 WEIGHTS, ADAPTERS, OPTIMIZER, GRADIENTS = "weights", "adapters", "optimizer", "gradients"
-UNITS, REDUCTION = "units", "reduction"
+UNITS, REDUCTION, INPUTS = "units", "reduction", "inputs"
 CASTS = "casts"
 """Label of copies of parameters in the compute dtype."""
 
