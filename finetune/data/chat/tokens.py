@@ -85,12 +85,3 @@ def placed_images(
         place = bisect_right(starts, first) - 1, bisect_right(starts, end - 1)
         placed.append(PlacedImage(*place, file, digest))
     return tuple(placed)
-
-
-def half_character(text: str) -> str:
-    """The first unpaired surrogate of a text; empty if there is none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return text[error.start]
-    return ""
