@@ -98,8 +98,8 @@ def test_a_resumed_tuner_continues_bit_for_bit(train: Train):
             "adapter.kind: PEFT has no tuner 'lroa' of modules; did you mean 'road'",
         ),
         (
-            {"kind": "nothing"},
-            "adapter.kind: PEFT has no tuner 'nothing' of modules; it has adalora,",
+            {"kind": "wxyz"},
+            "adapter.kind: PEFT has no tuner 'wxyz' of modules; it has adalora,",
         ),
         ({"kind": "prompt_tuning"}, "adapter.kind: prompt_tuning adds tokens to each row"),
         ({"kind": "adalora"}, "adapter.kind: adalora changes its weights' number while it trains"),
