@@ -255,6 +255,12 @@ class ScheduleFree(torch.optim.SGD):
         ({"name": "torch.nn:Linear"}, False, "is not a torch.optim.Optimizer"),
         ({"name": "torch.optim:Adamm"}, False, "did you mean 'Adam'?"),
         ({"name": "sgd", "arguments": {"momentun": 1}}, False, "keyword argument 'momentun'"),
+        ({"name": "sgd", "arguments": {"lr": 1}}, False, "lr=1: write it as optim.lr"),
+        (
+            {"name": "lion", "arguments": {"weight_decay": 1}},
+            False,
+            "write it as optim.weight_decay",
+        ),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused_before_a_model_is_loaded(
@@ -541,6 +547,26 @@ def test_a_group_without_parameters_is_refused(train: Train) -> None:
     groups = [{"match": "mlp"}, {"match": "down_proj", "lr": 1e-3}]
     with pytest.raises(ft.FinetuneError, match="'down_proj' matches no trained parameter"):
         train(optim={"groups": groups})
+
+
+def test_groups_that_freeze_everything_are_refused() -> None:
+    shapes = {"lm_head.weight": (4, 2), "norm.weight": (2,)}
+    optim = Optim(groups=[{"match": "head", "lr": 0}, {"match": "", "lr": 0}])
+    (problem,) = problems_of(group_notes, shapes, optim)
+    assert problem == "optim.groups: each parameter has lr 0, so nothing is trained; raise one"
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_arguments_reach_every_optimizer_or_are_refused(name: str) -> None:
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    (problem,) = problems_of(build, model, Optim(name=name, arguments={"momentun": 0.5}), 0.1)
+    assert "'momentun'; it takes " in problem
+    if name == "muon":
+        first, _ = build(model, Optim(name=name, arguments={"momentum": 0.5}), 0.1)
+        assert first.param_groups[0]["momentum"] == 0.5
 
 
 @pytest.mark.parametrize("backend", ["single", slow("zero2"), slow("fsdp_full_shard")])

@@ -637,6 +637,13 @@ def test_a_broken_file_is_named_with_its_row(tmp_path, cache, file, content, tol
     assert problems_of(recipe_of(path), cache) == [told.format(path=path)]
 
 
+def test_a_part_of_a_split_without_rows_is_named(tmp_path, cache):
+    source = write_rows(tmp_path / "a.jsonl", PAIRS)
+    recipe = recipe_of(source)
+    data = dataclasses.replace(recipe.data[0], split="train[:1%]")
+    assert problems_of(recipe.with_data(data), cache) == [f"{source}: split train[:1%] has no rows"]
+
+
 def test_a_torn_parquet_file_is_named(tmp_path, cache):
     path = tmp_path / "a.parquet"
     write_as(path, PAIRS)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, once, problems_of, write_recipe
+from conftest import Tiny, Train, once, problems_of, write_recipe
 from families import SIZES, adapt, build
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from finetune.errors import FinetuneError
 from finetune.models.gradients import excluded, grouped
@@ -347,3 +348,10 @@ def test_a_fully_trained_module_moves_in_bf16(tiny, train):
     assert float((moved > 0).float().mean()) > 0.99
     # Two steps of AdamW at 1e-5 with gradients of one sign.
     assert 0.5e-5 < float(moved.mean()) <= 2.1e-5
+
+
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="FlashAttention 2 is installed")
+def test_attention_that_is_not_installed_is_refused_with_another(train: Train) -> None:
+    (problem,) = problems_of(train, model={"attention": "flash_attention_2"})
+    assert problem.startswith("model.name: ")
+    assert problem.endswith("or set model.attention=sdpa, which computes the same")

@@ -97,6 +97,10 @@ def test_a_resumed_tuner_continues_bit_for_bit(train: Train):
             {"kind": "lroa"},
             "adapter.kind: PEFT has no tuner 'lroa' of modules; did you mean 'road'",
         ),
+        (
+            {"kind": "wxyz"},
+            "adapter.kind: PEFT has no tuner 'wxyz' of modules; it has adalora,",
+        ),
         ({"kind": "prompt_tuning"}, "adapter.kind: prompt_tuning adds tokens to each row"),
         ({"kind": "adalora"}, "adapter.kind: adalora changes its weights' number while it trains"),
         ({"kind": "ia3", "layers_to_transform": (1,)}, "adapter.layers_to_transform: ia3 has no"),
@@ -106,6 +110,12 @@ def test_a_resumed_tuner_continues_bit_for_bit(train: Train):
 )
 def test_what_a_tuner_cannot_do_is_refused(adapter: dict[str, Any], problem: str):
     assert problems_of(tuner_config, LoRA(**adapter))[0].startswith(problem)
+
+
+def test_a_tuner_that_needs_more_than_tokens_is_refused(train: Train):
+    (problem,) = problems_of(train, adapter={"kind": "poly", "targets": ["q_proj"]})
+    assert problem.startswith("adapter.kind: the forward pass of a few tokens fails (")
+    assert problem.endswith("; use lora")
 
 
 def test_a_tuner_has_no_field_of_a_lora(tiny: Tiny):

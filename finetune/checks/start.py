@@ -232,9 +232,9 @@ def model(job: Job) -> str:
         lacks = "all layers" if plan.mesh.pipeline > 1 else "all tokens of a row"
         return f"weights finite; no process has {lacks}, so causality was not checked"
     rows = token_rows(engine.module) or len(job.built.tokenizer)
-    with soundness.explained(
-        "model", "its forward pass of a few tokens fails", soundness.DECODER_ONLY
-    ):
+    tuner = plan.recipe.adapter is not None and plan.recipe.adapter.kind != "lora"
+    field, instead = ("adapter.kind", "use lora") if tuner else ("model", soundness.DECODER_ONLY)
+    with soundness.explained(field, "the forward pass of a few tokens fails", instead):
         found = soundness.causality(
             engine.model, rows, engine.device, compute_dtype(plan),
             job.built.data.train.side_by_side, scores=plan.recipe.head.scored,

@@ -70,7 +70,8 @@ def check_source(data: Data, tally: Tally, rows: int, recipe: Recipe) -> Iterato
     answer = recipe.completion_length
     less = f" minus {answer} for the completion" if answer else ""
     if not counts["samples"] and not rows:
-        yield f"{source}: it has no rows"
+        part = data.split[len(data.split_name) :]
+        yield f"{source}: {f'split {data.split}' if part else 'it'} has no rows"
     elif batch.overlong == "error" and counts["overlong"]:
         yield (
             f"{source}: {counts['overlong']} of {counts['samples']} rows are longer than "

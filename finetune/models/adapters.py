@@ -67,7 +67,7 @@ def tuner_config(adapter: LoRA, scores: bool = False) -> PeftConfig:
     kinds = {each.value.lower(): each for each in PEFT_TYPE_TO_TUNER_MAPPING}
     kind = kinds.get(adapter.kind)
     if kind is None:
-        known = did_you_mean(adapter.kind, kinds)
+        known = did_you_mean(adapter.kind, kinds) or f"; it has {', '.join(sorted(kinds))}"
         raise FinetuneError(f"adapter.kind: PEFT has no tuner '{adapter.kind}' of modules{known}")
     made, tuner = PEFT_TYPE_TO_CONFIG_MAPPING[kind], PEFT_TYPE_TO_TUNER_MAPPING[kind]
     known = {each.name for each in dataclasses.fields(made)}

@@ -212,12 +212,14 @@ def _stored_fields(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 
 
 def advice(error: Exception) -> str:
-    """Advice at the end of a loading error, on other kinds of models, custom code and pickles."""
+    """Advice at the end of a loading error, on other models, code, attention and pickles."""
     if "Unrecognized configuration class" in str(error):
         scores = "SequenceClassification" in str(error)
         return f"; {'use Qwen3, Llama, Mistral or Gemma' if scores else DECODER_ONLY}"
     if "custom code" in str(error):
         return "; that code runs only with model.trust_remote_code=true"
+    if "FlashAttention" in str(error):
+        return "; install it, or set model.attention=sdpa, which computes the same"
     if "model.safetensors" in str(error):
         return (
             "; weights in a pickle are refused, because one can run code: convert them to "

@@ -19,7 +19,7 @@ from finetune.distributed.averages import keep_average
 from finetune.distributed.base import Engine
 from finetune.distributed.muon import Muon
 from finetune.distributed.parameters import unsharded_shape
-from finetune.errors import FinetuneError, first_line
+from finetune.errors import FinetuneError, first_line, refuse
 from finetune.models.scoring import head_of
 from finetune.planner import Plan
 from finetune.recipe import Optim
@@ -32,7 +32,8 @@ PLATEAU = "reduce_lr_on_plateau"
 
 OF_SCHEDULES = "optimizer num_warmup_steps num_training_steps last_epoch"
 OF_OPTIMIZERS = "params lr betas eps weight_decay"
-"""Arguments that other fields of a recipe give."""
+OF_RUNS = "dtype copies"
+"""Arguments that other fields of a recipe give, and that the backend gives."""
 
 Groups = list[dict[str, Any]]
 """Parameters, weight decay and share of the learning rate, as torch's optimizers take them."""
@@ -184,8 +185,9 @@ def group_notes(shapes: Mapping[str, tuple[int, ...]], optim: Optim) -> list[str
                 f"optim: {match!r} matches no trained parameter that is not in an earlier group; "
                 f"trained are {', '.join(sorted(shapes)[:3])}, ..."
             )
-    if empty:
-        raise FinetuneError(*empty)
+    if rates and not left and all(lr == 0 for _, lr in rates):
+        empty.append("optim.groups: each parameter has lr 0, so nothing is trained; raise one")
+    refuse(empty)
     return lines
 
 
@@ -210,22 +212,36 @@ def _of_groups(groups: Groups, optim: Optim, peak: float) -> Any:
         name: value
         for name, value in given.items()
         if name in taken and isinstance(taken[name].default, like.get(name, object))
-    } | optim.arguments
+    }
     if "weight_decay" not in taken:  # else each group has its own
         groups = [{**group} for group in groups]
         for group in groups:
             del group["weight_decay"]
-    try:
-        made = kind(groups, **given)
-    except (TypeError, ValueError) as error:
-        known = _takes(taken, OF_OPTIMIZERS)
-        raise FinetuneError(
-            f"optim.arguments: {optim.name}: {first_line(error)}; {known}"
-        ) from None
+    made = _with_arguments(kind, groups, given, optim)
     for each in (p for group in made.param_groups for p in group["params"]):
         if isinstance(made, AdamW8bit):
             made.width(each)  # refuses a cut inside of a block, before a step
     return made
+
+
+def _with_arguments(kind: Any, groups: Groups, given: dict[str, Any], optim: Optim) -> Any:
+    """An optimizer with what the fields of a recipe give it, and with `optim.arguments`.
+
+    Raises:
+        FinetuneError: it does not take the arguments, or a field gives one of them.
+    """
+    refuse(
+        f"optim.arguments: {name}={optim.arguments[name]!r}: write it as optim.{name}"
+        for name in optim.arguments
+        if name in {*given, "weight_decay"} & {*OF_OPTIMIZERS.split()}
+    )
+    try:
+        return kind(groups, **given | optim.arguments)
+    except (TypeError, ValueError) as error:
+        known = _takes(inspect.signature(kind).parameters, f"{OF_OPTIMIZERS} {OF_RUNS}")
+        raise FinetuneError(
+            f"optim.arguments: {optim.name}: {first_line(error)}; {known}"
+        ) from None
 
 
 def check(optim: Optim, sharded: bool) -> None:
@@ -317,7 +333,8 @@ def _muon(
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
         dtype = torch.bfloat16 if narrow else torch.float32
-        optimizers.append(Muon(groups_of(hidden, optim), peak, dtype=dtype, copies=copies))
+        given = {"lr": peak, "dtype": dtype, "copies": copies}
+        optimizers.append(_with_arguments(Muon, groups_of(hidden, optim), given, optim))
     if rest:
         groups = groups_of(rest, optim)
         optimizers.append(torch.optim.AdamW(groups, peak, optim.betas, optim.eps, fused=True))
@@ -331,7 +348,8 @@ def _bitsandbytes(groups: Groups, optim: Optim, peak: float) -> torch.optim.Opti
         raise FinetuneError(
             f"optim.name: {optim.name} needs bitsandbytes: {install('bitsandbytes')} ({error})"
         ) from None
-    return library.PagedAdamW8bit(groups, peak, optim.betas, optim.eps)
+    given = {"lr": peak, "betas": optim.betas, "eps": optim.eps}
+    return _with_arguments(library.PagedAdamW8bit, groups, given, optim)
 
 
 class Lion(torch.optim.Optimizer):
