@@ -24,7 +24,6 @@ from benchmarks import (
     serving,
     shapes,
     startup,
-    streams,
     training,
     watching,
 )
@@ -38,7 +37,7 @@ ON_GPUS = ("kernels", "shapes", *EVERYDAY)
 PARTS = (
     *EVERYDAY, "answers", "checks", "data", "heads", "kernels", "memory", "merge", "merge_8b",
     "peaks", "saving", "scaling", "serving", "shapes", "pipeline",
-    "streams", "watching",
+    "watching",
 )  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
@@ -133,8 +132,6 @@ def measure(
         case "scaling":
             backends = chosen or scaling.BACKENDS
             return scaling.measure(scratch / part, backends, arguments.steps)
-        case "streams":
-            return streams.measure(scratch, arguments.runs)
         case "watching":
             return watching.measure(scratch)
         case "pipeline":
