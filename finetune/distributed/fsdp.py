@@ -110,7 +110,6 @@ class Fsdp(Native):
                 self.notes.append(f"FSDP's weights and gradients go over gloo, because {reason}")
 
     def wrap(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        # Accelerate reads these names while it wraps.
         self._name_units(model)
         if self.plan.widens_shards:
             with _nothing_trained(model):  # Accelerate 1.15 converts trained parameters to fp32
@@ -123,11 +122,12 @@ class Fsdp(Native):
         _keep_compute_type_between_units(self.model)
 
     def wrap_model(self, model: nn.Module) -> None:
+        self._name_units(model)
         self.model = fsdp2_prepare_model(self.accelerator, model)
         _keep_compute_type_between_units(self.model)
 
     def _name_units(self, model: nn.Module) -> None:
-        """Let FSDP2 wrap only those block classes that the model contains.
+        """Let FSDP2 wrap only those block classes that the model contains, by names that it reads.
 
         Accelerate 1.15 raises an error if transformers names a class that is missing: Gemma 3 has
         only the vision part of SigLIP, but the block of its text part is named too.
