@@ -364,21 +364,19 @@ def test_a_quantised_model_is_cut_in_host_memory_or_the_plan_says_that_it_is_who
     assert whole.status == "no"
 
 
-def test_the_host_memory_of_loading_and_of_background_saving_is_planned():
-    """Eight billion weights in fp32 on each of eight processes of a node; FSDP widens shards."""
-    recipe = catalog.resolve("llama3_1_8b_full")
+def test_the_host_memory_of_loading_and_of_saving_is_planned():
+    """Eight billion weights in fp32 on each of eight processes of a node; FSDP widens shards.
+
+    Each process copies its share of weights and two moments in fp32, in the background or not.
+    """
+    recipe, parameters = catalog.resolve("llama3_1_8b_full"), 8_030_261_248
     machine = hardware.machine("H100-80", 8, host_memory=200e9)
     whole, cut = (predict(plan(recipe, name, 8), machine) for name in ("ddp", "fsdp_full_shard"))
-    assert whole.host == 8 * 4 * whole.source.shape.parameters > 256e9
-    assert (cut.host, cut.status) == (0, "safe")
-    # Weights and two moments in fp32, of which each process copies its share.
-    recipe = catalog.resolve("llama3_1_8b_full").with_saving(background=True, every=100)
-    parameters = 8_030_261_248
-    machine = hardware.machine("H100-80", 8, host_memory=2e12)
-    for backend in ("fsdp_full_shard", "zero2"):
-        assert predict(plan(recipe, backend, 8), machine).host == 12 * parameters
-    once = recipe.with_saving(background=True, every=None)
-    assert predict(plan(once, "fsdp_full_shard", 8), machine).host == 0
+    assert whole.host == 8 * 4 * parameters > 256e9
+    assert (cut.host, cut.status) == (12 * parameters, "safe")
+    for background, every in ((True, 100), (True, None), (False, 100)):
+        saving = recipe.with_saving(background=background, every=every)
+        assert predict(plan(saving, "zero2", 8), machine).host == 12 * parameters
 
 
 @pytest.mark.parametrize(

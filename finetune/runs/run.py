@@ -190,10 +190,14 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """A file to write next to another one, which it replaces at the end.
+    """A file to write next to another one, which it replaces at the end; or a device, itself.
 
     Raises OSError with the file's name, for example on a full disk, and leaves nothing behind.
     """
+    if path.exists() and not path.is_file():
+        with naming(path):
+            yield path
+        return
     scratch = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}")
     try:
         with naming(path):
