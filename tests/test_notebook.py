@@ -15,6 +15,7 @@ from quickstarted import quickstarted
 from safetensors.torch import load_file
 
 from finetune import Run, catalog, open_run
+from finetune.quickstart.pictures import COLOURS
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +110,16 @@ def test_the_plan_the_picture_and_the_answers_are_shown(executed):
     assert not any(words[1:] and words[1].startswith('{"name": ') for words in answers[0::3])
     for _, answer in answers[1::3]:
         assert list(json.loads(answer)) == ["name", "item", "count", "day", "city"]
+
+
+def test_a_picture_is_shown_and_answered(executed):
+    shown = cell(executed, "drawn = question")
+    question, colour = printed(shown).strip().split(" -> ")
+    assert any("image/png" in each.get("data", {}) for each in shown.outputs)
+    assert question.endswith(("?", "."))
+    (answer,) = (o.data for o in cell(executed, "[[question]]").outputs if "data" in o)
+    assert answer["text/plain"] in {f"['{each}']" for each in COLOURS}
+    assert colour in COLOURS
 
 
 def test_the_exported_adapter_is_what_plain_peft_loads(executed, folder, monkeypatch):
