@@ -131,25 +131,26 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
     """
     if workload.layout.axes.any:
         return traffic.volume(workload)
-    shape = workload.shape
+    shape, tower, compute = workload.shape, workload.shape.tower, float(workload.compute)
     gathered = shape.layers * workload.unit_bytes + workload.outer_bytes
-    trained = workload.trained * float(workload.compute)
-    own = workload.gradient_width
-    if workload.layout.traits.reduces_as_computed:
-        own = workload.compute
-    reduced = workload.sharded * float(gradient_width or own)
+    # In Accelerate 1.15, the final norm and the head are one unit, which stays gathered.
+    head = float(shape.head_weights * workload.outer_width)
+    kept = workload.outer_bytes if workload.root_unit else head
+    trained, sharded = workload.trained, workload.sharded
+    if tower is not None:
+        inside, opened = tower.shape.layers * tower.shape.layer_parameters, "tower" in tower.trains
+        gathered += (inside + tower.embedding + tower.connector) * compute
+        # A frozen tower has no backward pass; what is outside of its layers is in the root unit.
+        kept += (tower.embedding + tower.connector + inside * (not opened)) * compute
+        if workload.adapter is None:
+            more = (inside + tower.embedding) * opened
+            more += tower.connector * ("connector" in tower.trains)
+            trained, sharded = trained + more, sharded + more
+    own = compute if workload.layout.traits.reduces_as_computed else workload.gradient_width
     return communication.volume(
-        workload.layout,
-        gathered,
-        trained,
-        reduced,
-        workload.accumulation,
-        workload.synchronise_each,
-        # In Accelerate 1.15, the final norm and the head are one unit, which stays gathered.
-        kept_bytes=workload.outer_bytes
-        if workload.root_unit
-        else float(shape.head_weights * workload.outer_width),
-    )
+        workload.layout, gathered, trained * compute, sharded * float(gradient_width or own),
+        workload.accumulation, workload.synchronise_each, kept,
+    )  # fmt: skip
 
 
 def layouts(machine: Machine) -> Iterator[Layout]:

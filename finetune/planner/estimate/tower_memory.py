@@ -63,14 +63,19 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
         added = base | more
         return Moment(name, parts | {each: parts.get(each, 0.0) + added[each] for each in added})
 
+    gathers = layout.traits.shards_all and layout.group > 1
+    root = gathers * (tower.embedding + tower.connector) * float(workload.compute)
+    ahead = gathers * min(2, layers) * tower.shape.layer_parameters * float(workload.compute)
     passing = run.layer.forward if opened and not here.recomputes else run.layer.passing
     passing += opened * run.kept_by(layers - 1) + stream + pixels * (not tower.windows)
     earlier = several * gradients
     yield moment(
-        "forward: tower", state, activations=passing, gradients=earlier + several * of_language
-    )
+        "forward: tower", state, activations=passing, gradients=earlier + several * of_language,
+        units=root + ahead,
+    )  # fmt: skip
     for each in found:
-        more = {} if each.name in OUTSIDE else {"activations": kept, "gradients": earlier}
+        within = {"activations": kept, "gradients": earlier, "units": root}
+        more = {} if each.name in OUTSIDE else within
         if each.name in AFTER:
             more = {"gradients": gradients}
         yield moment(each.name, dict(each.parts), **more)
@@ -79,5 +84,5 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
         inner = max(run.layer.backward, (run.layer.forward + stream) * here.recomputes)
         yield moment(
             "backward: tower", state, activations=below + inner + features,
-            gradients=of_language + gradients,
+            gradients=of_language + gradients, units=root + ahead,
         )  # fmt: skip
