@@ -25,6 +25,7 @@ from tiny_run import (
     tiny_tied_qwen,
     trained_adapter,
 )
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune as ft
@@ -388,7 +389,8 @@ def test_a_streamed_answer_arrives_in_pieces_and_is_that_of_generate(tmp_path):
     assert stream(saying(tmp_path, TURN_END), user("a"), pieces.append, 24) == "yes"
 
 
-def test_half_a_character_is_not_written(tmp_path):
+def test_text_that_the_next_token_changes_is_not_written_before_it(tmp_path):
+    """Half a character, or a decoder that joins tokens."""
     model = tiny_llama()
     sea = byte_tokenizer()("é☂.")["input_ids"]
     say(model, dict(zip([NEWLINE, *sea], [*sea, TURN_END], strict=True)))
@@ -396,6 +398,12 @@ def test_half_a_character_is_not_written(tmp_path):
     pieces: list[str] = []
     assert stream(loaded, user("a"), pieces.append, 24) == "é☂."
     assert [piece for piece in pieces if piece] == ["é", "☂", "."]
+    loaded = saying(tmp_path, TURN_END)
+    joined = [decoders.ByteLevel(), decoders.Replace("ye", "Y")]
+    loaded.tokenizer.backend_tokenizer.decoder = decoders.Sequence(joined)
+    pieces.clear()
+    assert stream(loaded, user("a"), pieces.append, 24) == "Ys"
+    assert "".join(pieces) == "Ys"
 
 
 INTRO = "/reset clears the conversation, /exit ends it\n"

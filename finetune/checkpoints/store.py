@@ -39,7 +39,8 @@ PART = re.compile(r"rank-(\d+)-of-(\d+)\.safetensors")
 """What a rank writes of a checkpoint; machine 0 has the first ranks."""
 BEFORE_CHECKPOINTS = "recipe.json", "plan.json", "data.json", "environment.json", "metrics.jsonl"
 """Files that a checkpoint needs to be continued; its manifest follows them."""
-HIDDEN = re.compile(r"(^|/)\.")
+HIDDEN = re.compile(r"(^|/)(\.|$)")
+"""Names of what is not a file of a run: also those of folders, the address itself among them."""
 LOCAL = {LOCK, HERE, "offload", "flight_records", "starting_adapter.json"}
 """Names of a run directory that mean something only on the machine that wrote them."""
 

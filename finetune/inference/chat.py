@@ -1,5 +1,7 @@
 """Chat with a model in a terminal, with streamed answers."""
 
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,32 +31,99 @@ def _write(text: str) -> None:
 
 
 class TextStream:
-    """Streams the text of an answer, without its stop token and without incomplete characters."""
+    """Streams the text of an answer, without its stop token and without incomplete characters.
+
+    If the decoder may still change the end of the text, for example because it joins words, the
+    text of a token is written with the next token. Single-byte tokens are written when all of them
+    have arrived, because an invalid byte changes how the bytes before it are decoded.
+    """
 
     def __init__(self, loaded: Loaded, prompt: list[int], write: Callable[[str], None]) -> None:
         self.loaded, self.write = loaded, write
         self.text = ""
-        self._before, self._open = prompt[-CONTEXT:], list[int]()
-        """Tokens whose text was written last, and those whose text was not."""
+        self._appends = only_appends(loaded.tokenizer)
+        self._before = _tail(loaded.tokenizer, prompt) if self._appends else prompt
+        """Tokens with text that precede the tokens in `_open`."""
+        self._unsettled = unsettled_ids(loaded.tokenizer) if self._appends else frozenset[int]()
+        self._open: list[int] = []
+        self._settled = self._decoded = ""
 
     def append(self, ids: list[int]) -> None:
         """Append tokens, without stop tokens."""
         self._open += ids
         text = new_text(self.loaded.tokenizer, self._before, self._open)
-        if text and not text.endswith("\ufffd"):  # a character of several tokens
-            self._write(text)
+        if not self._appends:
+            same = os.path.commonprefix([self._decoded, text])  # noqa: RUF071, of characters
+            self._show(same.rstrip("\ufffd"))
+        elif self._open and self._open[-1] in self._unsettled:
+            pass
+        elif text.strip() and not text.endswith("\ufffd"):
+            self._settled += text
             self._before, self._open = self._open, []
+            self._show(self._settled)
+        else:
+            self._show(self._settled + text.rstrip("\ufffd"))
+        self._decoded = text
 
     def end(self) -> None:
-        self._write(new_text(self.loaded.tokenizer, self._before, self._open))
+        self._show(self._settled + new_text(self.loaded.tokenizer, self._before, self._open))
 
-    def _write(self, text: str) -> None:
-        self.text += text
-        self.write(text)
+    def _show(self, text: str) -> None:
+        if len(text) > len(self.text):
+            self.write(text[len(self.text) :])
+            self.text = text
 
 
-CONTEXT = 64
-"""Tokens of a prompt with which the first ones of an answer are decoded."""
+APPENDING = {"ByteLevel", "Metaspace", "ByteFallback", "Fuse"}
+"""Decoders of `tokenizers` that do not change the text of earlier tokens, except invalid bytes."""
+
+
+def only_appends(tokenizer: Any) -> bool:
+    """Whether a new token never changes the decoded text before it, except incomplete characters.
+
+    False if unknown: for a decoder in Python, or one that joins words or removes spaces.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None or tokenizer.clean_up_tokenization_spaces:
+        return False
+    return all(map(_only_appends, _decoders(backend)))
+
+
+def _decoders(backend: Any) -> list[dict[str, Any]]:
+    decoder = json.loads(backend.decoder.__getstate__())
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _only_appends(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return len(step["pattern"].get("String", "  ")) == 1
+    if step["type"] == "Strip":
+        return step["stop"] == 0
+    return step["type"] in APPENDING
+
+
+def unsettled_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens after which the preceding text may still change, for a decoder that joins bytes.
+
+    These are single-byte tokens, and special tokens, which are skipped between two bytes.
+    """
+    if all(step["type"] != "ByteFallback" for step in _decoders(tokenizer.backend_tokenizer)):
+        return frozenset()
+    known = tokenizer.get_vocab()
+    found = {known[word] for byte in range(256) if (word := f"<0x{byte:02X}>") in known}
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(found | {id for id, token in added if token.special})
+
+
+def _tail(tokenizer: Any, prompt: list[int]) -> list[int]:
+    """The last tokens of a prompt, enough to contain text that is not blank."""
+    length = 8
+    while length < len(prompt):
+        tail = prompt[-length:]
+        if str(tokenizer.decode(tail, skip_special_tokens=True)).strip(" \n\ufffd"):
+            return tail
+        length *= 2
+    return prompt
 
 
 def stream(
