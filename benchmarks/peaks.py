@@ -227,7 +227,10 @@ def measure(
 
 
 def kept(earlier: Path) -> dict[str, dict[str, Any]]:
-    """Draws of earlier results that were measured at this commit."""
+    """Draws of earlier results that were measured at this commit.
+
+    Results that are committed are changed by the first draw, so `--to` names another folder.
+    """
     found = json.loads(earlier.read_text()) if earlier.is_file() else {}
     return found["results"] if found.get("commit") == environment()["commit"] else {}
 

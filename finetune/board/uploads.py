@@ -37,7 +37,7 @@ async def received(request: Request, folder: Path, name: str | None = None) -> P
 
     Raises:
         HTTPException: the body is no such form (400, 415), or too large (413).
-        FinetuneError: a file is no file of data.
+        FinetuneError: a file is not a data file.
     """
     header = Message()
     header["content-type"] = request.headers.get("content-type", "")

@@ -138,14 +138,11 @@ def volume(workload: Workload, gradient_width: int | None = None) -> communicati
     kept = workload.outer_bytes if workload.root_unit else head
     trained, sharded = workload.trained, workload.sharded
     if tower is not None:
-        inside, opened = tower.shape.layers * tower.shape.layer_parameters, "tower" in tower.trains
-        gathered += (inside + tower.embedding + tower.connector) * compute
-        # A frozen tower has no backward pass; what is outside of its layers is in the root unit.
-        kept += (tower.embedding + tower.connector + inside * (not opened)) * compute
+        root = tower.embedding + tower.connector  # in the root unit; a frozen one has one pass
+        gathered += (tower.inside + root) * compute
+        kept += (root + tower.inside * (not tower.opened)) * compute
         if workload.adapter is None:
-            more = (inside + tower.embedding) * opened
-            more += tower.connector * ("connector" in tower.trains)
-            trained, sharded = trained + more, sharded + more
+            trained, sharded = trained + tower.trained, sharded + tower.trained
     own = compute if workload.layout.traits.reduces_as_computed else workload.gradient_width
     return communication.volume(
         workload.layout, gathered, trained * compute, sharded * float(gradient_width or own),

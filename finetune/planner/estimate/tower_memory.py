@@ -22,7 +22,7 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
     if tower is None:
         yield from found
         return
-    layout, adapter, opened = workload.layout, workload.adapter, "tower" in tower.trains
+    layout, adapter, opened = workload.layout, workload.adapter, tower.opened
     if adapter is not None and opened:
         adapter = lora(tower.shape, max(adapter.ranks.values(), default=0))
     here = dataclasses.replace(
@@ -33,12 +33,11 @@ def with_tower(workload: Workload, moments: Iterable[Moment]) -> Iterator[Moment
         apart=tower.windows, repeated=1.0, scored=0,
     )  # fmt: skip
     run, layers = traces(here), tower.shape.layers
-    inside = layers * tower.shape.layer_parameters + tower.embedding
-    trained = inside * opened + tower.connector * ("connector" in tower.trains)
+    trained = tower.trained
     width = 4 if workload.scheme == "fsdp" else workload.trained_width
     if adapter is not None:
         trained, width = here.trained * opened, workload.compute
-    weights = (inside + tower.connector) * width
+    weights = (tower.inside + tower.embedding + tower.connector) * width
     gradients = trained * workload.gradient_width / layout.share("grads")
     pixels, stream = tower.pixels * workload.image_tokens, here.tokens * float(here.residual)
     stream *= tower.shape.hidden

@@ -216,3 +216,19 @@ class Tower:
     """Parts that are trained, as in `model.trains`."""
     windows: bool
     """Whether images attend in separate calls, and their patches are concatenated."""
+
+    @property
+    def opened(self) -> bool:
+        """Whether the tower is trained, and so has a backward pass."""
+        return "tower" in self.trains
+
+    @property
+    def inside(self) -> int:
+        """Parameters of its layers."""
+        return self.shape.layers * self.shape.layer_parameters
+
+    @property
+    def trained(self) -> int:
+        """Parameters with gradients where there is no adapter."""
+        of_tower = (self.inside + self.embedding) * self.opened
+        return of_tower + self.connector * ("connector" in self.trains)

@@ -38,7 +38,7 @@ class Gathered:
         """Bytes of the buffer from which a layer's experts are copied, if they are gathered."""
         self.ahead = unit - self.experts
         """Weights of a layer, prefetched for its backward pass, before those of its experts."""
-        # What FSDP keeps from the first forward to the last backward pass, and beside it the head.
+        # Gathered by FSDP from the first forward to the last backward pass; `held`: with the head.
         self.always = workload.outer_bytes * (layout.traits.shards_all and workload.root_unit)
         if self.fsdp and self.one_table and not workload.root_unit:
             self.always = self.table
