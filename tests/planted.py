@@ -57,21 +57,23 @@ FAULTS = [
     Fault("accumulation-not-scaled", "training/loop.py",
           "engine.averaged * plan.accumulation / max", "engine.averaged / max", "optim"),
     Fault("ranks-not-scaled", "training/loop.py",
-          "engine.averaged * plan.accumulation / max", "plan.accumulation / max", "ranks"),
+          "engine.averaged * plan.accumulation / max", "plan.accumulation / max", "backends"),
     Fault("mean-of-micro-batch-means", "training/loop.py",
           "(loss) * (scale * engine.scale.value)",
           "(loss) * engine.averaged * engine.scale.value / max(1, batches[index].trained_tokens)",
           "optim"),
     Fault("evaluation-mean-of-ranks", "training/loop.py",
           "loss=total[LOSS] / max(1.0, total[TERMS]),",
-          "loss=engine.sum([found[LOSS] / max(1.0, float(terms))])[0] / engine.world,", "ranks"),
+          "loss=engine.sum([found[LOSS] / max(1.0, float(terms))])[0] / engine.world,",
+          "backends"),
     Fault("label-shift", "methods/losses.py",
           "places = row * length + column if", "places = row * length + column + 1 if", "optim"),
     # --- the optimizer and its schedule ---
     Fault("clip-off", "distributed/base.py", 'float("inf") if limit is None else limit',
           'float("inf")', "optim"),
     Fault("betas-are-defaults", "training/optim.py",
-          '"betas": optim.betas, "eps"', '"betas": (0.9, 0.999), "eps"', "optim"),
+          ' = {"lr": peak, "betas": optim.betas, "eps": optim.eps}\n    like',
+          ' = {"lr": peak, "betas": (0.9, 0.999), "eps": optim.eps}\n    like', "optim"),
     Fault("norms-are-decayed", "training/optim.py", "dimensions(parameter) >= 2 else 0.0",
           "dimensions(parameter) >= 1 else 0.0", "optim"),
     Fault("cosine-quarter", "training/optim.py", "0.5 * (1 + math.cos(math.pi * done))",
@@ -165,8 +167,7 @@ FAULTS = [
           "return Turns(self.tokenizer, self.template, {})", "templates"),
     # --- methods ---
     Fault("kto-kl-of-one-rank", "training/reference/answer_logps.py",
-          "engine.sum(brought)", "brought",
-          "ranks"),
+          "engine.sum(brought)", "brought", "kto"),
     Fault("dpo-reference-added", "methods/pairs.py", 'logps - batch.columns["reference"] if',
           'logps + batch.columns["reference"] if', "dpo"),
     Fault("dpo-smoothing-sign", "methods/dpo.py",
@@ -213,11 +214,9 @@ FAULTS = [
 
 def main(words: Sequence[str]) -> int:
     chosen = [each for each in FAULTS if not words or any(word in each.name for word in words)]
-    for fault in chosen:
-        count = (ROOT / "finetune" / fault.file).read_text(encoding="utf-8").count(fault.old)
-        if count != 1:
-            print(f"{fault.name}: {fault.file} has its text {count} times, not once")
-            return 2
+    if wrong := misplaced(chosen):
+        print("\n".join(wrong))
+        return 2
     started = time.monotonic()
     prepare()
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
@@ -244,6 +243,20 @@ def main(words: Sequence[str]) -> int:
     seconds = time.monotonic() - started
     print(f"{sum(found)} of {len(chosen)} found, {everyday} by everyday tests, in {seconds:.0f} s")
     return 0 if all(found) else 1
+
+
+def misplaced(faults: Sequence[Fault]) -> list[str]:
+    """What faults no longer fit to in the code and its tests."""
+    wrong = list[str]()
+    for fault in faults:
+        path = ROOT / "finetune" / fault.file
+        count = path.read_text(encoding="utf-8").count(fault.old) if path.is_file() else 0
+        if count != 1:
+            wrong.append(f"{fault.name}: {fault.file} has its text {count} times, not once")
+        for name in fault.finders.split():
+            if not (ROOT / f"tests/test_{name}.py").is_file():
+                wrong.append(f"{fault.name}: there is no tests/test_{name}.py")
+    return wrong
 
 
 def prepare() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import planted
 from conftest import ROOT
 
 import finetune
@@ -229,3 +230,7 @@ def test_the_architecture_page_has_each_folder_on_its_floor():
             found += [set()] if row[1] else []
             found[-1].add(row[2])
     assert found == [names - {"__init__"} for names in FLOORS if names != {"__main__"}]
+
+
+def test_every_planted_fault_has_its_place_and_its_finders() -> None:
+    assert planted.misplaced(planted.FAULTS) == []

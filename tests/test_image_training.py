@@ -194,7 +194,8 @@ def test_a_filler_adds_exactly_nothing_to_the_gradient(base, rows, tmp_path, fre
     for name, gradient in filled.items():
         assert gradient is not None, name
         if part[name] == "language":
-            torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=1e-7)
+            # Elements of about 0.01 are sums over all tokens, whose order is the processor's.
+            torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=2e-6)
         else:
             assert plain[name] is None
             assert not gradient.any(), name

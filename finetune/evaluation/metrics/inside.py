@@ -83,11 +83,13 @@ def protects_files(home: str) -> bool:
         given = (MOUNT_SETATTR, HERE, os.fsencode(path), flags, ctypes.byref(values), 32)
         return libc.syscall(*given) == 0
 
-    return (
+    kept = (
         libc.mount(os.fsencode(home), os.fsencode(home), None, BIND, None) == 0
         and change("/", RECURSIVE, (READ_ONLY, 0, PRIVATE, 0))
         and change(home, 0, (0, READ_ONLY, 0, 0))
     )
+    os.chdir(home)  # the working directory is still the folder below the mount
+    return kept
 
 
 def run(program: str, word: bytes, out: int, home: str, most_changes: int) -> NoReturn:
