@@ -164,7 +164,7 @@ endef
 # index. `===` keeps `+cpu` from passing for 2.x on a machine that has a GPU.
 define install_torch
 torch=$$(sed -n 's/^torch==//p' constraints.txt); \
-pip="$(BIN)/python -m pip install --no-deps"; \
+pip="$(BIN)/python -m pip install --no-compile --no-deps"; \
 if [ -n "$(TORCH)" ]; then \
 	echo "PyTorch as asked for: $(TORCH)"; $$pip "$(TORCH)"; \
 elif [ "$$(uname -s)" != Linux ]; then \
@@ -199,7 +199,7 @@ $(READY): pyproject.toml constraints.txt
 	mkdir -p .venv && echo $$PPID >$(UNFINISHED) && rm -f $(READY); \
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(make_venv)
 	@$(install_torch)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m compileall -q finetune recipes
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib finetune recipes || true
 	@touch $(READY) && rm -f $(UNFINISHED)
 	@echo "set-up is done: .venv/bin/finetune"

@@ -28,6 +28,8 @@ from finetune.runs.run import Run
 from finetune.training.run_options import Options
 
 ROOT = Path(__file__).parent.parent
+# pytest rewrites the assertions of each file of tests: once, if the result may be kept.
+sys.dont_write_bytecode = False
 # Two files are tested in parallel: with one thread per core in each, they would compete.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The command line also sets it before importing torch: the profiler writes into captured output.
