@@ -1,6 +1,5 @@
 """Shared fixtures: a tiny real model, uneven data, and real runs through the command line."""
 
-import fcntl
 import functools
 import gc
 import hashlib
@@ -18,6 +17,7 @@ from typing import Any
 
 import hurried  # noqa: F401
 import pytest
+from made_once import once as once
 
 import finetune as ft
 from finetune import backend as backends
@@ -169,19 +169,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = base / "shared"
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def once(place: Path, make: Callable[[Path], object]) -> Path:
-    """Let the first worker that needs a path make it; what an interrupted one left is removed."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    done = place.parent / f"{place.name}.done"
-    with (place.parent / f"{place.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            shutil.rmtree(place, ignore_errors=True)
-            make(place)
-            done.touch()
-    return place
 
 
 @pytest.fixture(scope="session", autouse=True)

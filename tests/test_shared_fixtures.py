@@ -9,7 +9,7 @@ from conftest import ROOT, once
 
 MAKE = """
 import os, pathlib, sys, time
-from conftest import once
+from made_once import once
 
 def make(place):
     place.mkdir(parents=True)
