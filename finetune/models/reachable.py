@@ -81,14 +81,33 @@ def _pass_on_meta(model: nn.Module, wanted: list[str], length: int) -> set[str] 
         pretended = _Pretended()
         with pretended, _Lists():
             ids = torch.ones(ROWS, length, dtype=torch.long)
-            logits_of(_call(model, leaves, ids)).float().sum().backward()
-    left = {name for name in wanted if leaves[name].grad is None}
+            reached = _leaves_of(logits_of(_call(model, leaves, ids)))
+    left = {name for name in wanted if leaves[name] not in reached}
     left -= {name for name in left if _may_get_a_token(name, model, entered)}
     packed = any(isinstance(each, Linear4bit | Linear8bitLt) for each in model.modules())
     if left and pretended.branches and not packed:  # packed weights are not the plain base
         measured = _pass_of_numbers(model, wanted)
         return None if measured is None else left & measured
     return left
+
+
+def _leaves_of(output: torch.Tensor) -> set[torch.Tensor]:
+    """Tensors that the backward pass of an output would give a gradient.
+
+    Raises:
+        RuntimeError: the output depends on none.
+    """
+    if output.grad_fn is None:
+        raise RuntimeError("the output has no gradient")
+    leaves, seen, left = set[torch.Tensor](), set[Any](), [output.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if node.name() == "torch::autograd::AccumulateGrad":
+                leaves.add(node.variable)
+            left += [each for each, _ in node.next_functions]
+    return leaves
 
 
 def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
