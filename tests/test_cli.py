@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -277,66 +276,6 @@ def test_bad_data_is_named_with_its_row_and_leaves_the_directory_free(
     assert Run(output).steps() == [1]
 
 
-def test_a_mistake_found_by_a_worker_is_reported_without_a_traceback(
-    tiny, model, finetune, tmp_path
-):
-    """The same in a process of its own, whose every line is seen."""
-    for path in model.glob("token*"):
-        path.unlink()
-    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, model={"name": str(model)}))
-    (told,) = errors(finetune("train", recipe, "--output", tmp_path / "run"))
-    assert told.startswith(f"model.name: no tokenizer can be loaded from '{model}' (")
-    assert told.endswith("name a folder with tokenizer.json, or set model.tokenizer")
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        (
-            "{% for m in messages %}{{ m.content }} {% endfor %}",
-            "which is not an end token of this tokenizer, so a model could not learn to stop; end "
-            "it with {{ eos_token }} (as the built-in 'plain' does) or add the token to the "
-            "tokenizer",
-        ),
-        (None, "chatml"),
-    ],
-)
-def test_a_template_that_cannot_mark_assistant_turns_is_refused(
-    tiny, model, told, template, problem
-):
-    (model / "chat_template.jinja").unlink()
-    if template is not None:
-        (model / "chat_template.jinja").write_text(template)
-    problems = told(model={"name": str(model)})
-    assert problem in problems[0]
-    assert problems[0].startswith(f"{tiny.data} row 1")
-
-
-def test_each_adapter_name_that_matches_no_module_is_reported(told):
-    linear = (
-        "linear modules here: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, "
-        "v_proj"
-    )
-    (only,) = told(adapter={"targets": ["q_prj"]})
-    assert only.startswith("adapter.targets: ")
-    assert only.endswith(linear)
-    adapter = {
-        "targets": ["q_proj", "v_porj"],
-        "modules_to_save": ["embed_token"],
-        "exclude_modules": ["mlp.up_prj"],
-        "rank_pattern": {"q_pro": 4, r"layers\.0\..*": 2},
-        "alpha_pattern": {"[qv]_proj": 4, "zz": 3},
-    }
-    assert told(adapter=adapter) == [
-        f"adapter.targets: no module is named 'v_porj'; did you mean 'v_proj'?; {linear}",
-        "adapter.modules_to_save: no module is named 'embed_token'; did you mean 'embed_tokens'?",
-        "adapter.exclude_modules: no module is named 'mlp.up_prj'; did you mean 'up_proj'?",
-        "adapter.rank_pattern: no module matches 'q_pro'; did you mean 'q_proj'?",
-        "adapter.alpha_pattern: no module matches 'zz'",
-    ]
-
-
 @pytest.mark.parametrize("adapter", [None, {"targets": ["q_proj", "embed_tokens"]}])
 def test_a_tokenizer_of_another_model_is_reported(tiny, told, train, adapter):
     """Also behind an adapter on the table of tokens, which trains otherwise."""
@@ -373,16 +312,6 @@ def with_config(tiny: Tiny, folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
-
-
-def test_a_missing_tracker_is_reported_before_anything_is_created(told, tmp_path):
-    absent = [name for name in ("wandb", "mlflow", "trackio") if find_spec(name) is None]
-    if not absent:
-        pytest.skip("every tracker is installed")
-    assert told(trackers=absent) == [
-        f"trackers: '{name}' is not installed; run: pip install {name}" for name in absent
-    ]
-    assert not (tmp_path / "run").exists()
 
 
 def test_weights_that_do_not_fit_their_config_are_reported(tiny, told, finetune, tmp_path):
@@ -428,29 +357,6 @@ def test_rows_beyond_the_context_of_the_model_are_reported(tiny, told, run_here,
     }  # fmt: skip
     model = {"name": None, "tokenizer": str(tiny.model), "config": config}
     assert told("data_checks=report", model=model) == [f"{said}; it has no positions beyond that"]
-
-
-def test_rows_longer_than_the_context_are_counted_under_every_rule(tiny, told, run_here, tmp_path):
-    lengths = lengths_of(tiny, tiny.data)
-    limit = sorted(lengths)[len(lengths) // 2]
-    longer = sum(length > limit for length in lengths)
-    place = f"{tiny.data} row {lengths.index(max(lengths)) + 1}"
-    assert told(batch={"max_length": limit}, eval_data=[], evaluation={"every": None}) == [
-        f"{tiny.data}: {longer} of {len(lengths)} rows are longer than batch.max_length={limit} "
-        f"tokens, the longest {max(lengths)} ({place}); set batch.max_length={max(lengths)}, or "
-        "batch.overlong to drop, truncate or split"
-    ]
-    for rule, name in (("drop", "dropped"), ("truncate", "truncated"), ("split", "split")):
-        run = Run(tmp_path / rule)
-        words = ("train", tmp_path / "r.json", f"batch.overlong={rule}", "--output", run.root)
-        run_here(*words).passed()
-        counts = json.loads(run.data.read_text())["train"]
-        expected = {other: 0 for other in ("dropped", "truncated", "split") if other != name} | {
-            name: longer,
-            "samples": len(lengths),
-            "longest_sample": max(lengths),
-        }
-        assert {key: counts[key] for key in expected} == expected
 
 
 def test_a_directory_is_never_taken_from_another_run(told, tiny, run_here, tmp_path):

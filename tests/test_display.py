@@ -17,8 +17,8 @@ from records import RECIPE, START, ended, evaluated, many_steps, trained, whole_
 from rich.console import Console
 
 from finetune.process import progress
-from finetune.reports.display import Display, Pace, next_commands, open_console
-from finetune.runs.metrics import Record, Saved
+from finetune.reports.display import Display, Pace, next_commands
+from finetune.runs.metrics import Record
 from finetune.runs.run import Run
 
 HERE = Path(__file__).parent
@@ -255,15 +255,3 @@ def test_the_bar_fits_on_one_line(tmp_path, width):
 def test_a_failure_takes_the_bar_away_first(tmp_path):
     erased = "\x1b[2K"  # the bar's line
     assert bar_of(tmp_path, [START, trained(1)], width=80).endswith(erased)
-
-
-def test_a_console_on_a_pipe_is_not_a_terminal(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    console = open_console(is_main=True)
-    assert not console.is_terminal
-    assert console.width == 100
-
-
-def test_a_checkpoint_is_named_as_its_folder(tmp_path):
-    text = shown(tmp_path, [START, Saved(step=7, seconds=1.0, bytes=3 * 2**20)])
-    assert text.splitlines()[-1] == "saved step-00000007  3.00 MiB in 1.0 s"

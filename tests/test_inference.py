@@ -15,7 +15,6 @@ from tiny_run import (
     lora_run,
     nf4_config,
     relative,
-    sample_ids,
     save_base,
     save_checkpoint,
     start_run,
@@ -299,24 +298,6 @@ def test_other_architectures_are_loaded_and_exported_as_trained(tmp_path, build,
     for merge in (False, True):
         folder = ft.export(trained.run, tmp_path / str(merge), merge)
         assert relative(logits(load_folder(folder).model), trained.logits) < ROUNDING
-
-
-@pytest.mark.parametrize("build", [tiny_llama, tiny_tied_qwen])
-def test_an_adapter_with_added_tokens_brings_its_vocabulary(tmp_path, build):
-    run = start_run(tmp_path / "run", save_base(build(), tmp_path / "base"), ft.LoRA(r=4))
-    model = build()
-    model.resize_token_embeddings(264)
-    whole = ["embed_tokens", "lm_head"]
-    adapted = trained_adapter(model, r=8, target_modules=["q_proj"], modules_to_save=whole)
-    save_checkpoint(run, 10, adapted)
-    folders = (
-        ft.export(run, tmp_path / "merged", merge=True),
-        ft.export(run, tmp_path / "adapter"),
-    )
-    for loaded in (ft.load(run), *map(load_folder, folders)):
-        found = logits(loaded.model)
-        assert found.shape == (*sample_ids().shape, 264)
-        assert relative(found, logits(adapted)) < ROUNDING
 
 
 def test_exact_match_counts_answers_that_are_the_reference_and_samples_hold_both(tmp_path):

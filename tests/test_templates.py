@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from finetune.cli import main as cli
 from finetune.data.chat.chat_templates import template_variables, with_defaults
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.chat.tokens import Tokens
 from finetune.data.formats import Conversation, Text, read_row
 from finetune.data.rows.encode import Chunk, Encoder
 from finetune.errors import FinetuneError
@@ -574,13 +573,6 @@ def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template, train
     with chat.ahead(samples):
         rows = [chat.render(sample, train_on) for sample in samples]
     assert rows == [other.render(sample, train_on) for sample in samples]
-
-
-def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch):
-    chat = chat_of(CHATML)
-    quick = chat.render(TALK, "assistant")
-    monkeypatch.setattr(Tokens, "place", lambda *_: None)
-    assert chat.render(TALK, "assistant") == quick
 
 
 def test_inspect_ends_with_status_2_and_reports_each_count(tiny, tmp_path, capsys):
