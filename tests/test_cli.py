@@ -179,7 +179,7 @@ def test_a_broken_recipe_is_named_with_its_problem(run_here, tmp_path, file, tex
     assert first.startswith(place + told)
 
 
-def test_all_missing_files_and_plan_problems_are_reported_at_once(tiny, finetune, tmp_path):
+def test_all_missing_files_and_plan_problems_are_reported_at_once(tiny, run_here, tmp_path):
     fields = tiny.fields(
         model={"name": "no/such/folder"},
         data=[{"source": "dta.jsonl", "format": "messages"}],
@@ -193,7 +193,7 @@ def test_all_missing_files_and_plan_problems_are_reported_at_once(tiny, finetune
         (["train"], []),
         ("launch --backend ddp --processes 1".split(), alone),
     ):
-        assert errors(finetune(verb, recipe, *flags, cwd=tmp_path)) == [
+        assert errors(run_here(verb, recipe, *flags)) == [
             "batch.rows: 7 does not divide into micro-batches of 2 rows on 1 process "
             "(2 x 1 = 2); use batch.rows=6 or 8",
             *more,
@@ -239,36 +239,15 @@ def test_weight_files_that_an_index_names_and_that_are_missing_are_reported(
     assert f"not here     {lacks}" in run_here("plan", tmp_path / "r.json").stdout.splitlines()
 
 
-BAD_DATA = [
-    (b"", "{path}: the file is empty"),
-    (
-        b'\n{"a": "caf\xe9"}\n',
-        "{path} row 2: not UTF-8 (byte 10 of the line is 0xe9); convert it from its encoding, as "
-        "in iconv -f LATIN1 -t UTF-8",
-    ),
-    (
-        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-        b'{"question": "a", "answer": "b"}\n',
-        "{path} row 2: format 'messages' needs 'messages', the row has 'question', 'answer'; "
-        "format 'question_answer' would fit",
-    ),
-    (
-        b'{"messages": [{"role": "user", "content": "a"}]}\n',
-        "{path}: none of its 1 rows is left to train on (1 without a trained token, 0 longer than "
-        "batch.max_length=128, 0 skipped by format 'messages')",
-    ),
-]
-
-
 def test_bad_data_is_named_with_its_row_and_leaves_the_directory_free(
     tiny, told, run_here, tmp_path
 ):
     source, output = tmp_path / "train.jsonl", tmp_path / "run"
     data = [{"source": str(source), "format": "messages"}]
-    for content, problem in BAD_DATA:
-        source.write_bytes(content)
-        assert told("--precision", "fp32", data=data)[0].startswith(problem.format(path=source))
-        assert list(output.iterdir()) == []
+    source.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (problem,) = told("--precision", "fp32", data=data)
+    assert problem.startswith(f"{source}: none of its 1 rows is left to train on (1 without a ")
+    assert list(output.iterdir()) == []
     # Corrected, the same words train: the mistakes have not taken the directory.
     shutil.copy(tiny.data, source)
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny, data=data))
@@ -428,9 +407,9 @@ def test_words_that_cannot_be_read_are_refused_with_the_usage(run_here, words, t
     assert done.stderr.splitlines()[-1].startswith(f"{verb}: {told}")
 
 
-def test_overrides_may_follow_options_and_an_option_may_be_repeated_with_the_same_value(finetune):
+def test_overrides_may_follow_options_and_an_option_may_be_repeated_with_the_same_value(run_here):
     words = "plan quickstart --backend ddp optim.lr=1e-4 --json batch.rows=64 --processes 4"
-    told = json.loads(finetune(*words.split(), "optim.lr=2e-4", "--processes", "4").stdout)
+    told = json.loads(run_here(*words.split(), "optim.lr=2e-4", "--processes", "4").stdout)
     assert (told["lr"], told["rows_per_step"], told["processes"]) == (2e-4, 64, 4)
     assert told["backend"] == "ddp"
 
@@ -467,9 +446,9 @@ def test_launches_at_the_same_time_meet_on_ports_of_their_own():
     """Nor on one that the system may give to a connection before the job has begun."""
     code = "from finetune.launchers.accelerate import free_port; print(free_port())"
     command = [sys.executable, "-c", code]
-    at_once = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    at_once = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     ports = {int(process.communicate()[0]) for process in at_once} | {free_port(), free_port()}
-    assert len(ports) == 6
+    assert len(ports) == 4
     assert max(ports) < int(EPHEMERAL.read_text().split()[0])
 
 
@@ -518,28 +497,29 @@ def test_launch_passes_unknown_flags_to_accelerate(tiny, finetune, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["list", "show quickstart", "plan quickstart --backend ddp", "plan qwen3_0_6b_lora --gpu T4"],
-)
-def test_quick_verbs_import_no_torch(words, tmp_path):
-    code = (
-        "import sys; from finetune.cli.main import main; status = main(sys.argv[1:]);"
-        "heavy = {'torch', 'transformers', 'accelerate', 'peft', 'datasets', 'deepspeed', 'numpy'};"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
-    )
+LIGHT = """
+import sys
+from finetune.cli.main import main
+status = [main(words.split()) for words in sys.argv[1:]]
+heavy = {'torch', 'transformers', 'accelerate', 'peft', 'datasets', 'deepspeed', 'numpy'}
+print(status, heavy & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_quick_verbs_import_no_torch(tmp_path):
+    verbs = ("list", "show quickstart", "plan quickstart --backend ddp")
     # In a folder without a base of a quickstart.
-    done = run_command([sys.executable, "-c", code, *words.split()], tmp_path)
-    assert (done.status, done.stderr) == (0, "[]\n")
+    words = [sys.executable, "-c", LIGHT, *verbs, "plan qwen3_0_6b_lora --gpu T4"]
+    assert run_command(words, tmp_path).stderr == "[0, 0, 0, 0] set()\n"
 
 
-def test_list_names_every_recipe_and_backend_with_its_sentence(finetune):
-    told = json.loads(finetune("list", "--json").stdout)
+def test_list_names_every_recipe_and_backend_with_its_sentence(run_here):
+    told = json.loads(run_here("list", "--json").stdout)
     paths = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert (told["recipes"].keys(), sorted(told["backends"])) == (paths, backend.names())
     assert all(told["recipes"].values())
     assert all(told["backends"].values())
-    shown = finetune("list").stdout
+    shown = run_here("list").stdout
     for name, summary in (told["recipes"] | told["backends"]).items():
         assert any(line.split(maxsplit=1) == [name, summary] for line in shown.splitlines())
 
