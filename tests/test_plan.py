@@ -10,6 +10,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from conftest import problems_of
+from huggingface_hub import constants
 from planning import ROWS, ask, refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -465,7 +466,7 @@ def test_a_backend_may_be_a_file_of_ones_own(tmp_path):
 
 
 def test_a_model_that_is_nowhere_is_refused_without_a_network(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     recipe = catalog.resolve("llama3_1_8b_full", ["model.name=acme/unknown"])
     (said,) = problems_of(ask, "--gpu H100-80 --backend single", recipe)
     assert "the hub did not provide it (HF_HUB_OFFLINE is set); name a local folder" in said
