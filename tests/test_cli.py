@@ -82,18 +82,10 @@ $ show quickstart optim.ler=1e-4
 override: optim.ler: unknown key; did you mean 'lr'?
 $ show quickstart optimizer.lr=1e-4
 override: optimizer: unknown key; did you mean 'optim'?
-$ show quickstart data.0.fromat=text
-override: data.0.fromat: unknown key; did you mean 'format'?
-$ show quickstart saving.zzz=1
-override: saving.zzz: unknown key; known are every, keep, background, rehearse,
-    push_to, average
 $ show quickstart optim.name=adamv
 override: optim.name: got 'adamv', expected one of adamw, adamw_8bit, adamw_4bit,
     paged_adamw_8bit, schedule_free_adamw, adafactor, muon, lion, sgd, or module:Class of a
     torch.optim.Optimizer; did you mean 'adamw'?
-$ show quickstart batch.rows=many
-override: batch.rows: Input should be a valid integer, unable to parse string as an integer, got
-    'many'
 $ show quickstart epochs=inf optim.lr=nan
 override: optim.lr: Input should be a finite number, got nan
 override: epochs: Input should be a finite number, got inf
@@ -108,8 +100,6 @@ override: adapter.r: Input should be greater than 0, got 0
 override: optim.ler: unknown key; did you mean 'lr'?
 $ train quickstart optim.ler=1 --backend fsdp_ful_shard
 override: optim.ler: unknown key; did you mean 'lr'?
-backend 'fsdp_ful_shard': unknown; did you mean 'fsdp_full_shard'?; known are {BACKENDS}
-$ plan quickstart --backend fsdp_ful_shard
 backend 'fsdp_ful_shard': unknown; did you mean 'fsdp_full_shard'?; known are {BACKENDS}
 $ plan quickstart --backend mine.yaml
 backend mine.yaml: no such file
@@ -126,8 +116,6 @@ $ train quickstart --backend ddp
 --backend ddp: `finetune train` starts one process; start several with `finetune launch --backend
     ddp`, `torchrun --nproc-per-node 2 -m finetune train`, or `accelerate launch --config_file
     {ROOT}/accelerate_configs/ddp.yaml -m finetune train`
-$ report runs/none
-runs/none: not a run directory (it has no recipe.json)
 $ export runs/none --to x
 runs/none: not a run directory (it has no recipe.json)
 $ eval runs/none
@@ -155,19 +143,12 @@ def test_a_mistake_is_reported_with_its_place_and_a_fix(case, run_here, tmp_path
         ("r.yaml", "- 1\n", "expected keys and values, got list"),
         ("r.yaml", "a: \udce9", "cannot be read: 'utf-8' codec can't decode byte 0xe9"),
         ("r.json", "{}", "method: got None, expected one of sft, pretrain, dpo"),
-        ("r.json", '{"method": "sft", "modle": {}}', "modle: unknown key; did you mean 'model'?"),
         ("r.json", '{"method": "sft", "model": {"nmae": "a"}}', "model.nmae: unknown key; did you"),
         ("r.py", "recipe = 3", "expected one `recipe = ...`, found 0"),
         ("r.py", "SFT()\n\nrecipe = STF()", "4: NameError: name 'STF' is not"),
-        ("r.py", "a = SFT()\nb = SFT(seed=1)", "expected one `recipe ="),
         ("r.py", "open('gone.txt')", "2: FileNotFoundError: [Errno 2] No such file"),
         ("r.py", "def recipe(:", "SyntaxError: "),
         ("r.py", "recipe = SFT().with_lora(dropuot=4)", "LoRA: dropuot: unknown key; did you mean"),
-        (
-            "r.py",
-            "recipe = SFT().with_batch(row=4)",
-            "Batch: row: unknown key; did you mean 'rows'",
-        ),
         ("r.py", "recipe = SFT(epochs=-1)", "SFT: epochs: Input should be greater than 0, got -1"),
     ],
 )

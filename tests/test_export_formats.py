@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from conftest import written
 from peft import LoraConfig, PeftModel
 from reference_server import Handler, listening
 from safetensors.torch import load_file
@@ -122,11 +123,6 @@ def run_with_rows(tmp: Path) -> Run:
     return with_rows(lora_run(tmp).run, tmp)
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def asked_about(number: int) -> dict[str, str]:
     return {"role": "user", "content": f"{number} birds"}
 
@@ -135,7 +131,7 @@ def with_rows(run: Run, tmp: Path) -> Run:
     """Name rows that are on this machine in a run's recipe."""
     said = {"role": "assistant", "content": "blue"}
     rows = [{"messages": [asked_about(n), said]} for n in range(12)]
-    named = {"source": str(write_lines(tmp / "rows.jsonl", rows)), "format": "messages"}
+    named = {"source": str(written(tmp / "rows.jsonl", rows)), "format": "messages"}
     write_json(run.recipe, json.loads(run.recipe.read_text()) | {"eval_data": [named]})
     return run
 
@@ -161,9 +157,8 @@ def plain_loss(model: Any, tokenizer: Any) -> float:
     return sum(losses) / 5
 
 
-@pytest.mark.parametrize("format", ["adapter", "merged"])
-def test_an_export_is_compared_with_the_trained_model_on_rows_of_its_run(tmp_path, format):
-    folder = export(run_with_rows(tmp_path), tmp_path / "out", format=format, check_rows=5)
+def test_an_export_is_compared_with_the_trained_model_on_rows_of_its_run(tmp_path):
+    folder = export(run_with_rows(tmp_path), tmp_path / "out", merge=True, check_rows=5)
     found = json.loads((folder / "export.json").read_text())["check"]
     assert (found["rows"], found["prompts_equal"], found["answers_equal"]) == (5, 5, 5)
     assert found["logits"] < 1e-5
@@ -183,7 +178,6 @@ PAIR = {"chosen": "blue", "rejected": "a red house"}
     ("method", "format", "row"),
     [
         ("dpo", "preference", PAIR),
-        ("kto", "preference", PAIR),
         ("grpo", "prompts", {"answer": "blue"}),
         ("kto", "kto", {"completion": [{"role": "assistant", "content": "blue"}], "label": False}),
         ("dpo", "ranked_all", {"responses": ["blue", "red", "a house"], "ranks": [0, 1, 2]}),
@@ -194,7 +188,7 @@ def test_the_rows_of_every_method_are_compared(tmp_path, method, format, row):
     run = run_with_rows(tmp_path)
     messages = format in ("prompts", "kto")
     asked = [[asked_about(n)] if messages else f"{n} birds" for n in range(5)]
-    rows = write_lines(tmp_path / "own.jsonl", [{"prompt": each, **row} for each in asked])
+    rows = written(tmp_path / "own.jsonl", [{"prompt": each, **row} for each in asked])
     recipe = json.loads(run.recipe.read_text()) | {"method": method}
     for name in ("train_on", "token_weight", "eaft_alpha", "label_smoothing"):
         del recipe[name]
@@ -271,7 +265,7 @@ def test_files_of_an_export_follow_the_umask(trained, tmp_path):
     for mask, mode in ((0o022, 0o644), (0o027, 0o640)):
         before = os.umask(mask)
         try:
-            folder = export(trained.run, tmp_path / str(mask), merge=True)
+            folder = export(trained.run, tmp_path / str(mask))
         finally:
             os.umask(before)
         assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {mode}

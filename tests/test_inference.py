@@ -286,10 +286,9 @@ def test_running_out_of_memory_is_reported_in_one_line():
         raise RuntimeError("another")
 
 
-@pytest.mark.parametrize("init", [True, "pissa"])
 @pytest.mark.parametrize(
-    ("build", "targets"),
-    [(tiny_gpt2, ["c_attn", "c_fc"]), (tiny_experts, ["q_proj", "o_proj"])],
+    ("build", "targets", "init"),
+    [(tiny_gpt2, ["c_attn", "c_fc"], "pissa"), (tiny_experts, ["q_proj", "o_proj"], True)],
     ids=["transposed weights", "experts"],
 )
 def test_other_architectures_are_loaded_and_exported_as_trained(tmp_path, build, targets, init):

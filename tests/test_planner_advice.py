@@ -179,7 +179,7 @@ def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason()
 def test_a_plan_that_fits_does_not_report_more_than_the_card():
     shapes = shape("llama-3.1-8b")
     for name, count, rows in itertools.product(
-        ("T4", "RTX4090", "A100-80", "B200"), (1, 2, 8), (1, 2, 4, 8, 16)
+        ("T4", "RTX4090", "A100-80", "B200"), (1, 2, 8), (1, 4, 16)
     ):
         machine = hardware.machine(name, count)
         layout, scheme = Layout(), "autocast"

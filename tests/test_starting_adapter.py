@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, change_json, losses, problems_of, slow_but
+from conftest import Tiny, Train, change_json, cut_off, losses, problems_of, slow_but
 from conversations import ADDED, conversation_loss, plain, thinking
 from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig
@@ -71,9 +71,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Arguments of PEFT for initial values that are computed from rows."""
 VARIANTS: dict[str, dict[str, Any]] = {
-    "lora": {},
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}},
-    "rslora": {"use_rslora": True, "init_lora_weights": "gaussian"},
+    "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
     "one layer": {"layers_to_transform": [1], "target_modules": ["v_proj"]},
     "head whole": {"modules_to_save": ["lm_head"]},
@@ -97,7 +96,7 @@ def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(tiny, tmp_path
     assert abs(losses(run, "eval")[-1] - held_out) < CLOSE
 
 
-@pytest.mark.parametrize("init", ["eva", "corda", "lora_ga"])
+@pytest.mark.parametrize("init", slow_but(("eva",), SETTINGS))
 def test_an_adapter_that_peft_initialized_from_rows_goes_on(tiny, tmp_path, train, init):
     """The way that the refusal of `adapter.init_lora_weights` names."""
     base, tokenizer = plain(tiny.model), AutoTokenizer.from_pretrained(tiny.model)
@@ -196,11 +195,11 @@ def test_an_adapter_goes_on_over_a_base_in_nf4(tiny, adapter, train):
     assert abs(losses(new)[0] - wanted) > 10 * CLOSE
 
 
-def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, adapter, train):
+def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, adapter, tmp_path, train):
     sections = {"model": {"adapter": str(adapter)}, "saving": {"every": 2}}
     sections["optim"] = {"schedule": "constant", "warmup": 0}
     straight = train("straight", **sections, max_steps=4)
-    train("cut", **sections)
+    cut_off(straight, tmp_path / "cut", 2)
     assert losses(train("cut", resume=True, **sections, max_steps=4)) == losses(straight)
     foreign(tiny, adapter, lora_alpha=8)
     tensors = load_file(adapter / "adapter_model.safetensors")

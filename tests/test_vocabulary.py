@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, change_json, losses, problems_of, read, slow
+from conftest import Tiny, Train, change_json, cut_off, losses, problems_of, read, slow
 from conversations import ADDED, conversation_loss, plain, thinking
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
@@ -47,10 +47,8 @@ def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
     ("adapter", "in_config"),
     [slow(None, True), ({"r": 4}, False)],
 )
-def test_a_pad_token_without_a_row_changes_nothing(
-    tiny, tmp_path, train, run_of, adapter, in_config
-):
-    usual = run_of(**SHORT, adapter=adapter)
+def test_a_pad_token_without_a_row_changes_nothing(tiny, tmp_path, train, adapter, in_config):
+    usual = train("usual", adapter=adapter)
     folder = with_pad_outside(tiny, tmp_path / "padded", in_config)
     padded = train("outside", model={"name": str(folder)}, adapter=adapter)
     assert (losses(padded), losses(padded, "eval")) == (losses(usual), losses(usual, "eval"))
@@ -132,11 +130,10 @@ def test_added_tokens_start_as_the_mean_and_are_in_every_result(
 
 def test_a_run_with_added_tokens_goes_on_where_it_stopped(tiny, tmp_path, train):
     sections = thinking(tiny, tmp_path) | {
-        "model": {"add_tokens": ADDED}, "adapter": WAYS["rows"],
-        "optim": {"schedule": "constant"}, "saving": {"every": 2},
+        "model": {"add_tokens": ADDED}, "adapter": WAYS["rows"], "saving": {"every": 2},
     }  # fmt: skip
     straight = train("straight", **sections, max_steps=4)
-    train("cut", **sections)
+    cut_off(straight, tmp_path / "cut", 2)
     assert losses(train("cut", resume=True, **sections, max_steps=4)) == losses(straight)
 
 
