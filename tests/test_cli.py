@@ -80,20 +80,13 @@ $ plan mine.yaml
 recipe mine.yaml: no such file
 $ show quickstart optim.ler=1e-4
 override: optim.ler: unknown key; did you mean 'lr'?
-$ show quickstart optimizer.lr=1e-4
-override: optimizer: unknown key; did you mean 'optim'?
 $ show quickstart optim.name=adamv
 override: optim.name: got 'adamv', expected one of adamw, adamw_8bit, adamw_4bit,
     paged_adamw_8bit, schedule_free_adamw, adafactor, muon, lion, sgd, or module:Class of a
     torch.optim.Optimizer; did you mean 'adamw'?
-$ show quickstart epochs=inf optim.lr=nan
-override: optim.lr: Input should be a finite number, got nan
-override: epochs: Input should be a finite number, got inf
 $ show quickstart method=stf
 override: method: got 'stf', expected one of {", ".join(METHODS)}, or module:attribute of your own;
     did you mean 'sft'?
-$ show quickstart =3
-'=3': expected key=value
 $ show quickstart lr optim.ler=1 adapter.r=0
 'lr': expected key=value
 override: adapter.r: Input should be greater than 0, got 0

@@ -512,22 +512,14 @@ def test_the_most_specific_format_is_advised_and_none_that_ignores_what_a_row_me
 
 REAL = r"""
 gsm8k/train.jsonl question_answer 7473 "Natalia sold clips to 48"
-gpteacher/roleplay.json alpaca 3146 "Imagine you are a detective"
-gpteacher/toolformer-0.6.json alpaca 2396 "toolformer: enabled"
 llamafactory_demo/alpaca_en_demo.json alpaca 999 "Describe a process"
-llamafactory_demo/identity.json alpaca 91 "hi"
 llamafactory_demo/glaive_toolcall_en_demo.json sharegpt 300 "Hi, I have some"
 llamafactory_demo/kto_en_demo.json kto 300 null
 llamafactory_demo/c4_demo.jsonl text 300 "Don\u2019t think you need"
 seed_tasks/seed_tasks.jsonl self_instruct 175 "Is there anything I can eat"
-seed_tasks/user_oriented_instructions.jsonl self_instruct 252 "The sentence"
-sharegpt/dummy_conversation.json sharegpt 500 "Who are you?"
 oasst_sample/en_100_tree.jsonl oasst 100 "How can I find the best 401k"
-oasst_sample/en_100_message.jsonl oasst 100 "How can I find the best 401k"
 wikitext2/valid.txt text 1 " \n = Homarus gammarus"
-tinystories/tinystories_197k.txt text 1 "One day, a little girl"
 tinystories/tinystories_sample_cs336.txt text 5 "Once upon a time"
-tinyshakespeare/input.txt text 1 "First Citizen:\nBefore"
 """
 """What real files hold: file, format, rows, each a sample, and what the first begins with."""
 

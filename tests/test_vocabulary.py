@@ -43,10 +43,7 @@ def with_pad_outside(tiny: Tiny, folder: Path, in_config: bool = False) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("adapter", "in_config"),
-    [slow(None, True), ({"r": 4}, False)],
-)
+@pytest.mark.parametrize(("adapter", "in_config"), [slow(None, True), ({"r": 4}, False)])
 def test_a_pad_token_without_a_row_changes_nothing(tiny, tmp_path, train, adapter, in_config):
     usual = train("usual", adapter=adapter)
     folder = with_pad_outside(tiny, tmp_path / "padded", in_config)
