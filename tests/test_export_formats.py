@@ -25,6 +25,7 @@ from tiny_run import (
     relative,
     sign,
     tiny_llama,
+    unreachable,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,10 +78,6 @@ def test_every_reason_against_vllm_is_reported_and_nothing_is_written(tmp_path):
     assert len(caught.value.problems) == 2
     assert all("--format merged can be served" in each for each in caught.value.problems)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
-
-
-def unreachable(step: int) -> None:
-    raise AssertionError(f"step {step} is evaluated before everything else is checked")
 
 
 def test_what_cannot_be_merged_is_refused_before_the_gate(trained, tmp_path):

@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import (
+    ROUNDING,
     Trained,
     byte_tokenizer,
     disturb,
@@ -35,9 +36,6 @@ from transformers import AutoTokenizer, GenerationConfig
 from finetune import FinetuneError, LoRA, Run, TrainingFailure, export, load
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import read_row
-
-# Logits in fp32 where sums are in another order: 1e-6 of the largest was measured.
-ROUNDING = 1e-5
 
 VARIANTS = {
     "lora": {},

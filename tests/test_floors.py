@@ -46,6 +46,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "finetune", "finetune.errors", "finetune.cache", "finetune.recipe", "finetune.backend",
     "finetune.catalog", "finetune.methods", "finetune.runs.run", "finetune.runs.manifest",
+    "finetune.runs.environment", "finetune.runs.metrics", "finetune.runs.units",
     "finetune.planner", "finetune.planner.estimate.plan_api", "finetune.checkpoints.resume",
     "finetune.models.starting_adapter", "finetune.process.quiet", "finetune.process.signals",
     "finetune.process.error_report", "finetune.process.imports", "finetune.checks.request",

@@ -10,6 +10,7 @@ import torch
 from conftest import problems_of
 from tiny_run import (
     CHATML,
+    ROUNDING,
     byte_tokenizer,
     logits,
     lora_run,
@@ -34,8 +35,6 @@ from finetune.inference.chat import chat, stream
 from finetune.inference.generate import load_folder, turn
 from finetune.models.load_checks import within_memory
 from finetune.runs.run import write_json
-
-ROUNDING = 1e-5
 
 
 def answers(loaded: ft.Loaded, questions: Any, most: int = 256) -> list[str]:

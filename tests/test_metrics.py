@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -215,19 +214,6 @@ def test_secrets_on_the_command_line_are_hidden():
         (["tracker.password=abc"], ["tracker.password=***"]),
     ):
         assert without_secrets(typed) == recorded
-
-
-def test_gathering_the_environment_imports_nothing_heavy():
-    program = (
-        "import sys; from finetune.runs.environment import environment; environment()\n"
-        "import finetune.runs.metrics, finetune.runs.units\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'matplotlib', 'numpy', 'rich'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert answer.stdout == "[]\n"
 
 
 SHOWN: dict[Callable[..., str], dict[Any, str]] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, once, problems_of, write_recipe
+from conftest import FP32, Tiny, Train, once, problems_of, write_recipe
 from families import SIZES, adapt, build
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -43,8 +43,6 @@ STREAMS: dict[str, Any] = {
     "head_dim": 16, "hidden_size_per_layer_input": 16, "laurel_rank": 8, "num_kv_shared_layers": 0,
     "vocab_size_per_layer_input": SIZES["vocab_size"],
 }  # fmt: skip
-FP32 = 2e-6
-"""Losses of about 6 in fp32: the order of a sum over ranks and pieces moves the seventh digit."""
 WITHOUT_END = {name: value for name, value in SIZES.items() if name != "max_position_embeddings"}
 KINDS: dict[str, dict[str, Any]] = {
     "gemma3": IMAGES, "gemma3n_text": SIZES | STREAMS, "jamba": SIZES | HYBRID,

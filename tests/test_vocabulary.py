@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Tiny, Train, change_json, cut_off, losses, problems_of, read, slow
-from conversations import ADDED, conversation_loss, plain, thinking
+from conversations import ADDED, CLOSE, conversation_loss, plain, thinking
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -21,7 +21,6 @@ from finetune.planner import plan
 from finetune.planner.estimate.predict import model_source, workload_of
 from finetune.planner.shapes.architecture import Architecture
 
-CLOSE = 1e-5  # sums in fp32 in another order
 SHORT: dict[str, Any] = {"saving": {}, "evaluation": {}, "max_steps": 2}
 
 
