@@ -1,5 +1,6 @@
 """`finetune inspect` shows what the model is trained to say, and training says what it counts."""
 
+import contextlib
 import html
 import io
 import json
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finetune, Tiny, write_recipe
+from conftest import Tiny, write_recipe
 from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
@@ -28,8 +29,10 @@ def recipe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(finetune: Finetune, recipe: Path) -> dict[str, Any]:
-    return json.loads(finetune("inspect", recipe, "--rows", "2", "--json").stdout)
+def found(recipe: Path) -> dict[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert cli.main(["inspect", str(recipe), "--rows", "2", "--json"]) == 0
+    return json.loads(told.getvalue())
 
 
 def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(found, tiny):
@@ -104,8 +107,9 @@ def test_the_page_marks_the_answers_and_asks_for_nothing(found, recipe, tmp_path
     ]
 
 
-def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune, recipe):
-    shown = finetune("inspect", recipe, "--rows", "1").stdout
+def test_a_pipe_gets_brackets_for_colours_and_the_counts(recipe, capsys):
+    assert cli.main(["inspect", str(recipe), "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
     assert "<|im_start|>assistant\n⟦" in shown
     assert "<|im_end|>⟧\n" in shown
     assert "\ntrain  48 rows in " in shown
