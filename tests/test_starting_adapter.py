@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Tiny, Train, change_json, cut_off, losses, problems_of, slow_but
+from conftest import Tiny, Train, change_json, losses, problems_of, slow_but
 from conversations import ADDED, CLOSE, conversation_loss, plain, thinking
 from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig
@@ -195,11 +195,11 @@ def test_an_adapter_goes_on_over_a_base_in_nf4(tiny, adapter, train):
     assert abs(losses(new)[0] - wanted) > 10 * CLOSE
 
 
-def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, adapter, tmp_path, train):
+def test_a_resumed_run_goes_on_and_refuses_another_adapter(tiny, adapter, train):
     sections = {"model": {"adapter": str(adapter)}, "saving": {"every": 2}}
     sections["optim"] = {"schedule": "constant", "warmup": 0}
     straight = train("straight", **sections, max_steps=4)
-    cut_off(straight, tmp_path / "cut", 2)
+    train("cut", **sections)
     assert losses(train("cut", resume=True, **sections, max_steps=4)) == losses(straight)
     foreign(tiny, adapter, lora_alpha=8)
     tensors = load_file(adapter / "adapter_model.safetensors")
