@@ -1,5 +1,6 @@
 """What a chat template trains, and real templates on real tokenizers."""
 
+import copy
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -27,11 +28,17 @@ NO_TOOLS = {"google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"}
 
 
 @cache
+def real_tokenizer(assets: Path, name: str) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+
+
+@cache
 def real_chat(assets: Path, name: str) -> Chat:
     """A real template on the tokenizer it fits, or on one that is given its special tokens."""
     base = "mistral-v3" if name.startswith("mistral") else "qwen3"
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(assets / "tokenizers" / base)
+    tokenizer = real_tokenizer(assets, base)
     if MARKS[name]:
+        tokenizer = copy.deepcopy(tokenizer)
         tokenizer.add_tokens([*MARKS[name], "<bos>"], special_tokens=True)
         tokenizer.bos_token = "<bos>"
     if name in ("qwen3", "chatml", "plain"):

@@ -8,6 +8,8 @@ import torch
 from conftest import Tiny
 from transformers import AutoModelForCausalLM
 
+CLOSE = 1e-5
+"""Between losses in fp32 whose sums are in another order."""
 ADDED = ["<think>", "</think>", " a b"]
 
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -81,36 +80,19 @@ $ plan mine.yaml
 recipe mine.yaml: no such file
 $ show quickstart optim.ler=1e-4
 override: optim.ler: unknown key; did you mean 'lr'?
-$ show quickstart optimizer.lr=1e-4
-override: optimizer: unknown key; did you mean 'optim'?
-$ show quickstart data.0.fromat=text
-override: data.0.fromat: unknown key; did you mean 'format'?
-$ show quickstart saving.zzz=1
-override: saving.zzz: unknown key; known are every, keep, background, rehearse,
-    push_to, average
 $ show quickstart optim.name=adamv
 override: optim.name: got 'adamv', expected one of adamw, adamw_8bit, adamw_4bit,
     paged_adamw_8bit, schedule_free_adamw, adafactor, muon, lion, sgd, or module:Class of a
     torch.optim.Optimizer; did you mean 'adamw'?
-$ show quickstart batch.rows=many
-override: batch.rows: Input should be a valid integer, unable to parse string as an integer, got
-    'many'
-$ show quickstart epochs=inf optim.lr=nan
-override: optim.lr: Input should be a finite number, got nan
-override: epochs: Input should be a finite number, got inf
 $ show quickstart method=stf
 override: method: got 'stf', expected one of {", ".join(METHODS)}, or module:attribute of your own;
     did you mean 'sft'?
-$ show quickstart =3
-'=3': expected key=value
 $ show quickstart lr optim.ler=1 adapter.r=0
 'lr': expected key=value
 override: adapter.r: Input should be greater than 0, got 0
 override: optim.ler: unknown key; did you mean 'lr'?
 $ train quickstart optim.ler=1 --backend fsdp_ful_shard
 override: optim.ler: unknown key; did you mean 'lr'?
-backend 'fsdp_ful_shard': unknown; did you mean 'fsdp_full_shard'?; known are {BACKENDS}
-$ plan quickstart --backend fsdp_ful_shard
 backend 'fsdp_ful_shard': unknown; did you mean 'fsdp_full_shard'?; known are {BACKENDS}
 $ plan quickstart --backend mine.yaml
 backend mine.yaml: no such file
@@ -127,8 +109,6 @@ $ train quickstart --backend ddp
 --backend ddp: `finetune train` starts one process; start several with `finetune launch --backend
     ddp`, `torchrun --nproc-per-node 2 -m finetune train`, or `accelerate launch --config_file
     {ROOT}/accelerate_configs/ddp.yaml -m finetune train`
-$ report runs/none
-runs/none: not a run directory (it has no recipe.json)
 $ export runs/none --to x
 runs/none: not a run directory (it has no recipe.json)
 $ eval runs/none
@@ -156,19 +136,12 @@ def test_a_mistake_is_reported_with_its_place_and_a_fix(case, run_here, tmp_path
         ("r.yaml", "- 1\n", "expected keys and values, got list"),
         ("r.yaml", "a: \udce9", "cannot be read: 'utf-8' codec can't decode byte 0xe9"),
         ("r.json", "{}", "method: got None, expected one of sft, pretrain, dpo"),
-        ("r.json", '{"method": "sft", "modle": {}}', "modle: unknown key; did you mean 'model'?"),
         ("r.json", '{"method": "sft", "model": {"nmae": "a"}}', "model.nmae: unknown key; did you"),
         ("r.py", "recipe = 3", "expected one `recipe = ...`, found 0"),
         ("r.py", "SFT()\n\nrecipe = STF()", "4: NameError: name 'STF' is not"),
-        ("r.py", "a = SFT()\nb = SFT(seed=1)", "expected one `recipe ="),
         ("r.py", "open('gone.txt')", "2: FileNotFoundError: [Errno 2] No such file"),
         ("r.py", "def recipe(:", "SyntaxError: "),
         ("r.py", "recipe = SFT().with_lora(dropuot=4)", "LoRA: dropuot: unknown key; did you mean"),
-        (
-            "r.py",
-            "recipe = SFT().with_batch(row=4)",
-            "Batch: row: unknown key; did you mean 'rows'",
-        ),
         ("r.py", "recipe = SFT(epochs=-1)", "SFT: epochs: Input should be greater than 0, got -1"),
     ],
 )
@@ -180,7 +153,7 @@ def test_a_broken_recipe_is_named_with_its_problem(run_here, tmp_path, file, tex
     assert first.startswith(place + told)
 
 
-def test_all_missing_files_and_plan_problems_are_reported_at_once(tiny, finetune, tmp_path):
+def test_all_missing_files_and_plan_problems_are_reported_at_once(tiny, run_here, tmp_path):
     fields = tiny.fields(
         model={"name": "no/such/folder"},
         data=[{"source": "dta.jsonl", "format": "messages"}],
@@ -194,7 +167,7 @@ def test_all_missing_files_and_plan_problems_are_reported_at_once(tiny, finetune
         (["train"], []),
         ("launch --backend ddp --processes 1".split(), alone),
     ):
-        assert errors(finetune(verb, recipe, *flags, cwd=tmp_path)) == [
+        assert errors(run_here(verb, recipe, *flags)) == [
             "batch.rows: 7 does not divide into micro-batches of 2 rows on 1 process "
             "(2 x 1 = 2); use batch.rows=6 or 8",
             *more,
@@ -240,101 +213,20 @@ def test_weight_files_that_an_index_names_and_that_are_missing_are_reported(
     assert f"not here     {lacks}" in run_here("plan", tmp_path / "r.json").stdout.splitlines()
 
 
-BAD_DATA = [
-    (b"", "{path}: the file is empty"),
-    (
-        b'\n{"a": "caf\xe9"}\n',
-        "{path} row 2: not UTF-8 (byte 10 of the line is 0xe9); convert it from its encoding, as "
-        "in iconv -f LATIN1 -t UTF-8",
-    ),
-    (
-        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-        b'{"question": "a", "answer": "b"}\n',
-        "{path} row 2: format 'messages' needs 'messages', the row has 'question', 'answer'; "
-        "format 'question_answer' would fit",
-    ),
-    (
-        b'{"messages": [{"role": "user", "content": "a"}]}\n',
-        "{path}: none of its 1 rows is left to train on (1 without a trained token, 0 longer than "
-        "batch.max_length=128, 0 skipped by format 'messages')",
-    ),
-]
-
-
 def test_bad_data_is_named_with_its_row_and_leaves_the_directory_free(
     tiny, told, run_here, tmp_path
 ):
     source, output = tmp_path / "train.jsonl", tmp_path / "run"
     data = [{"source": str(source), "format": "messages"}]
-    for content, problem in BAD_DATA:
-        source.write_bytes(content)
-        assert told("--precision", "fp32", data=data)[0].startswith(problem.format(path=source))
-        assert list(output.iterdir()) == []
+    source.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (problem,) = told("--precision", "fp32", data=data)
+    assert problem.startswith(f"{source}: none of its 1 rows is left to train on (1 without a ")
+    assert list(output.iterdir()) == []
     # Corrected, the same words train: the mistakes have not taken the directory.
     shutil.copy(tiny.data, source)
     recipe = write_recipe(tmp_path / "r.json", one_step(tiny, data=data))
     run_here("train", recipe, "--precision", "fp32", "--output", output).passed()
     assert Run(output).steps() == [1]
-
-
-def test_a_mistake_found_by_a_worker_is_reported_without_a_traceback(
-    tiny, model, finetune, tmp_path
-):
-    """The same in a process of its own, whose every line is seen."""
-    for path in model.glob("token*"):
-        path.unlink()
-    recipe = write_recipe(tmp_path / "r.json", one_step(tiny, model={"name": str(model)}))
-    (told,) = errors(finetune("train", recipe, "--output", tmp_path / "run"))
-    assert told.startswith(f"model.name: no tokenizer can be loaded from '{model}' (")
-    assert told.endswith("name a folder with tokenizer.json, or set model.tokenizer")
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        (
-            "{% for m in messages %}{{ m.content }} {% endfor %}",
-            "which is not an end token of this tokenizer, so a model could not learn to stop; end "
-            "it with {{ eos_token }} (as the built-in 'plain' does) or add the token to the "
-            "tokenizer",
-        ),
-        (None, "chatml"),
-    ],
-)
-def test_a_template_that_cannot_mark_assistant_turns_is_refused(
-    tiny, model, told, template, problem
-):
-    (model / "chat_template.jinja").unlink()
-    if template is not None:
-        (model / "chat_template.jinja").write_text(template)
-    problems = told(model={"name": str(model)})
-    assert problem in problems[0]
-    assert problems[0].startswith(f"{tiny.data} row 1")
-
-
-def test_each_adapter_name_that_matches_no_module_is_reported(told):
-    linear = (
-        "linear modules here: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, "
-        "v_proj"
-    )
-    (only,) = told(adapter={"targets": ["q_prj"]})
-    assert only.startswith("adapter.targets: ")
-    assert only.endswith(linear)
-    adapter = {
-        "targets": ["q_proj", "v_porj"],
-        "modules_to_save": ["embed_token"],
-        "exclude_modules": ["mlp.up_prj"],
-        "rank_pattern": {"q_pro": 4, r"layers\.0\..*": 2},
-        "alpha_pattern": {"[qv]_proj": 4, "zz": 3},
-    }
-    assert told(adapter=adapter) == [
-        f"adapter.targets: no module is named 'v_porj'; did you mean 'v_proj'?; {linear}",
-        "adapter.modules_to_save: no module is named 'embed_token'; did you mean 'embed_tokens'?",
-        "adapter.exclude_modules: no module is named 'mlp.up_prj'; did you mean 'up_proj'?",
-        "adapter.rank_pattern: no module matches 'q_pro'; did you mean 'q_proj'?",
-        "adapter.alpha_pattern: no module matches 'zz'",
-    ]
 
 
 @pytest.mark.parametrize("adapter", [None, {"targets": ["q_proj", "embed_tokens"]}])
@@ -373,16 +265,6 @@ def with_config(tiny: Tiny, folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
-
-
-def test_a_missing_tracker_is_reported_before_anything_is_created(told, tmp_path):
-    absent = [name for name in ("wandb", "mlflow", "trackio") if find_spec(name) is None]
-    if not absent:
-        pytest.skip("every tracker is installed")
-    assert told(trackers=absent) == [
-        f"trackers: '{name}' is not installed; run: pip install {name}" for name in absent
-    ]
-    assert not (tmp_path / "run").exists()
 
 
 def test_weights_that_do_not_fit_their_config_are_reported(tiny, told, finetune, tmp_path):
@@ -428,29 +310,6 @@ def test_rows_beyond_the_context_of_the_model_are_reported(tiny, told, run_here,
     }  # fmt: skip
     model = {"name": None, "tokenizer": str(tiny.model), "config": config}
     assert told("data_checks=report", model=model) == [f"{said}; it has no positions beyond that"]
-
-
-def test_rows_longer_than_the_context_are_counted_under_every_rule(tiny, told, run_here, tmp_path):
-    lengths = lengths_of(tiny, tiny.data)
-    limit = sorted(lengths)[len(lengths) // 2]
-    longer = sum(length > limit for length in lengths)
-    place = f"{tiny.data} row {lengths.index(max(lengths)) + 1}"
-    assert told(batch={"max_length": limit}, eval_data=[], evaluation={"every": None}) == [
-        f"{tiny.data}: {longer} of {len(lengths)} rows are longer than batch.max_length={limit} "
-        f"tokens, the longest {max(lengths)} ({place}); set batch.max_length={max(lengths)}, or "
-        "batch.overlong to drop, truncate or split"
-    ]
-    for rule, name in (("drop", "dropped"), ("truncate", "truncated"), ("split", "split")):
-        run = Run(tmp_path / rule)
-        words = ("train", tmp_path / "r.json", f"batch.overlong={rule}", "--output", run.root)
-        run_here(*words).passed()
-        counts = json.loads(run.data.read_text())["train"]
-        expected = {other: 0 for other in ("dropped", "truncated", "split") if other != name} | {
-            name: longer,
-            "samples": len(lengths),
-            "longest_sample": max(lengths),
-        }
-        assert {key: counts[key] for key in expected} == expected
 
 
 def test_a_directory_is_never_taken_from_another_run(told, tiny, run_here, tmp_path):
@@ -522,9 +381,9 @@ def test_words_that_cannot_be_read_are_refused_with_the_usage(run_here, words, t
     assert done.stderr.splitlines()[-1].startswith(f"{verb}: {told}")
 
 
-def test_overrides_may_follow_options_and_an_option_may_be_repeated_with_the_same_value(finetune):
+def test_overrides_may_follow_options_and_an_option_may_be_repeated_with_the_same_value(run_here):
     words = "plan quickstart --backend ddp optim.lr=1e-4 --json batch.rows=64 --processes 4"
-    told = json.loads(finetune(*words.split(), "optim.lr=2e-4", "--processes", "4").stdout)
+    told = json.loads(run_here(*words.split(), "optim.lr=2e-4", "--processes", "4").stdout)
     assert (told["lr"], told["rows_per_step"], told["processes"]) == (2e-4, 64, 4)
     assert told["backend"] == "ddp"
 
@@ -561,9 +420,9 @@ def test_launches_at_the_same_time_meet_on_ports_of_their_own():
     """Nor on one that the system may give to a connection before the job has begun."""
     code = "from finetune.launchers.accelerate import free_port; print(free_port())"
     command = [sys.executable, "-c", code]
-    at_once = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    at_once = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     ports = {int(process.communicate()[0]) for process in at_once} | {free_port(), free_port()}
-    assert len(ports) == 6
+    assert len(ports) == 4
     assert max(ports) < int(EPHEMERAL.read_text().split()[0])
 
 
@@ -612,28 +471,29 @@ def test_launch_passes_unknown_flags_to_accelerate(tiny, finetune, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["list", "show quickstart", "plan quickstart --backend ddp", "plan qwen3_0_6b_lora --gpu T4"],
-)
-def test_quick_verbs_import_no_torch(words, tmp_path):
-    code = (
-        "import sys; from finetune.cli.main import main; status = main(sys.argv[1:]);"
-        "heavy = {'torch', 'transformers', 'accelerate', 'peft', 'datasets', 'deepspeed', 'numpy'};"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(status)"
-    )
+LIGHT = """
+import sys
+from finetune.cli.main import main
+status = [main(words.split()) for words in sys.argv[1:]]
+heavy = {'torch', 'transformers', 'accelerate', 'peft', 'datasets', 'deepspeed', 'numpy'}
+print(status, heavy & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_quick_verbs_import_no_torch(tmp_path):
+    verbs = ("list", "show quickstart", "plan quickstart --backend ddp")
     # In a folder without a base of a quickstart.
-    done = run_command([sys.executable, "-c", code, *words.split()], tmp_path)
-    assert (done.status, done.stderr) == (0, "[]\n")
+    words = [sys.executable, "-c", LIGHT, *verbs, "plan qwen3_0_6b_lora --gpu T4"]
+    assert run_command(words, tmp_path).stderr == "[0, 0, 0, 0] set()\n"
 
 
-def test_list_names_every_recipe_and_backend_with_its_sentence(finetune):
-    told = json.loads(finetune("list", "--json").stdout)
+def test_list_names_every_recipe_and_backend_with_its_sentence(run_here):
+    told = json.loads(run_here("list", "--json").stdout)
     paths = {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert (told["recipes"].keys(), sorted(told["backends"])) == (paths, backend.names())
     assert all(told["recipes"].values())
     assert all(told["backends"].values())
-    shown = finetune("list").stdout
+    shown = run_here("list").stdout
     for name, summary in (told["recipes"] | told["backends"]).items():
         assert any(line.split(maxsplit=1) == [name, summary] for line in shown.splitlines())
 

@@ -17,8 +17,8 @@ from records import RECIPE, START, ended, evaluated, many_steps, trained, whole_
 from rich.console import Console
 
 from finetune.process import progress
-from finetune.reports.display import Display, Pace, next_commands, open_console
-from finetune.runs.metrics import Record, Saved
+from finetune.reports.display import Display, Pace, next_commands
+from finetune.runs.metrics import Record
 from finetune.runs.run import Run
 
 HERE = Path(__file__).parent
@@ -171,7 +171,7 @@ def test_a_resumed_run_knows_its_earlier_evaluations(tmp_path):
 PROGRAM = (
     "import sys; from pathlib import Path; from records import whole_run, write_run\n"
     "from finetune.reports.display import Display; from finetune.runs.run import Run\n"
-    "display = Display(Run(Path(sys.argv[1])), is_main=sys.argv[2] == 'is_main')\n"
+    "display = Display(Run(Path(sys.argv[1])))\n"
     "display.note('loading')\n"
     "write_run(Path(sys.argv[1]), whole_run(), listeners=(display.show,))"
 )
@@ -183,8 +183,8 @@ COLOURS = os.environ | {
 """The environment of a process started from a notebook, whose kernel forces colours."""
 
 
-def printed(root: Path, who: str = "is_main", **variables: str) -> tuple[bytes, bytes]:
-    command = [sys.executable, "-c", PROGRAM, str(root), who]
+def printed(root: Path, **variables: str) -> tuple[bytes, bytes]:
+    command = [sys.executable, "-c", PROGRAM, str(root)]
     done = subprocess.run(command, capture_output=True, check=True, env=COLOURS | variables)
     return done.stdout, done.stderr
 
@@ -202,8 +202,11 @@ def test_a_log_that_cannot_hold_every_character_is_still_written(tmp_path):
     assert stdout.decode("ascii").endswith("/l?uft'\n")
 
 
-def test_only_the_main_process_prints(tmp_path):
-    assert printed(tmp_path / "run", "listens") == (b"", b"")
+def test_only_the_main_process_prints(tmp_path, capfd):
+    display = Display(Run(tmp_path / "run"), is_main=False)
+    display.note("loading")
+    write_run(tmp_path / "run", whole_run(), listeners=(display.show,))
+    assert capfd.readouterr() == ("", "")
 
 
 def plain(text: str) -> str:
@@ -213,7 +216,7 @@ def plain(text: str) -> str:
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(tmp_path):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), "is_main"]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
     environment = COLOURS | {"COLUMNS": "100", "LINES": "40"}
     child = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
@@ -255,15 +258,3 @@ def test_the_bar_fits_on_one_line(tmp_path, width):
 def test_a_failure_takes_the_bar_away_first(tmp_path):
     erased = "\x1b[2K"  # the bar's line
     assert bar_of(tmp_path, [START, trained(1)], width=80).endswith(erased)
-
-
-def test_a_console_on_a_pipe_is_not_a_terminal(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    console = open_console(is_main=True)
-    assert not console.is_terminal
-    assert console.width == 100
-
-
-def test_a_checkpoint_is_named_as_its_folder(tmp_path):
-    text = shown(tmp_path, [START, Saved(step=7, seconds=1.0, bytes=3 * 2**20)])
-    assert text.splitlines()[-1] == "saved step-00000007  3.00 MiB in 1.0 s"

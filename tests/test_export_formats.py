@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from conftest import written
 from peft import LoraConfig, PeftModel
 from reference_server import Handler, listening
 from safetensors.torch import load_file
@@ -24,6 +25,7 @@ from tiny_run import (
     relative,
     sign,
     tiny_llama,
+    unreachable,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,10 +80,6 @@ def test_every_reason_against_vllm_is_reported_and_nothing_is_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
 
 
-def unreachable(step: int) -> None:
-    raise AssertionError(f"step {step} is evaluated before everything else is checked")
-
-
 def test_what_cannot_be_merged_is_refused_before_the_gate(trained, tmp_path):
     checkpoint = trained.run.checkpoint(10)
     LoraConfig(target_modules=["absent"]).save_pretrained(checkpoint / "adapter")
@@ -122,11 +120,6 @@ def run_with_rows(tmp: Path) -> Run:
     return with_rows(lora_run(tmp).run, tmp)
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def asked_about(number: int) -> dict[str, str]:
     return {"role": "user", "content": f"{number} birds"}
 
@@ -135,7 +128,7 @@ def with_rows(run: Run, tmp: Path) -> Run:
     """Name rows that are on this machine in a run's recipe."""
     said = {"role": "assistant", "content": "blue"}
     rows = [{"messages": [asked_about(n), said]} for n in range(12)]
-    named = {"source": str(write_lines(tmp / "rows.jsonl", rows)), "format": "messages"}
+    named = {"source": str(written(tmp / "rows.jsonl", rows)), "format": "messages"}
     write_json(run.recipe, json.loads(run.recipe.read_text()) | {"eval_data": [named]})
     return run
 
@@ -161,9 +154,8 @@ def plain_loss(model: Any, tokenizer: Any) -> float:
     return sum(losses) / 5
 
 
-@pytest.mark.parametrize("format", ["adapter", "merged"])
-def test_an_export_is_compared_with_the_trained_model_on_rows_of_its_run(tmp_path, format):
-    folder = export(run_with_rows(tmp_path), tmp_path / "out", format=format, check_rows=5)
+def test_an_export_is_compared_with_the_trained_model_on_rows_of_its_run(tmp_path):
+    folder = export(run_with_rows(tmp_path), tmp_path / "out", merge=True, check_rows=5)
     found = json.loads((folder / "export.json").read_text())["check"]
     assert (found["rows"], found["prompts_equal"], found["answers_equal"]) == (5, 5, 5)
     assert found["logits"] < 1e-5
@@ -183,7 +175,6 @@ PAIR = {"chosen": "blue", "rejected": "a red house"}
     ("method", "format", "row"),
     [
         ("dpo", "preference", PAIR),
-        ("kto", "preference", PAIR),
         ("grpo", "prompts", {"answer": "blue"}),
         ("kto", "kto", {"completion": [{"role": "assistant", "content": "blue"}], "label": False}),
         ("dpo", "ranked_all", {"responses": ["blue", "red", "a house"], "ranks": [0, 1, 2]}),
@@ -194,7 +185,7 @@ def test_the_rows_of_every_method_are_compared(tmp_path, method, format, row):
     run = run_with_rows(tmp_path)
     messages = format in ("prompts", "kto")
     asked = [[asked_about(n)] if messages else f"{n} birds" for n in range(5)]
-    rows = write_lines(tmp_path / "own.jsonl", [{"prompt": each, **row} for each in asked])
+    rows = written(tmp_path / "own.jsonl", [{"prompt": each, **row} for each in asked])
     recipe = json.loads(run.recipe.read_text()) | {"method": method}
     for name in ("train_on", "token_weight", "eaft_alpha", "label_smoothing"):
         del recipe[name]
@@ -206,8 +197,8 @@ def test_the_rows_of_every_method_are_compared(tmp_path, method, format, row):
         assert found["loss"] == pytest.approx(found["trained_loss"], rel=1e-5)
 
 
-def test_a_quantised_run_and_its_merges_have_the_losses_of_plain_libraries(tmp_path, capsys):
-    """On held-out rows, in the check of the export and in `finetune eval` of one against another.
+def test_a_quantised_run_and_its_merges_have_the_losses_of_plain_libraries(tmp_path):
+    """On held-out rows, in the check of the export.
 
     Expected are PEFT on a base whose weights bitsandbytes quantized and dequantized, and PEFT's
     merge into the base without quantization, both in fp32.
@@ -244,18 +235,6 @@ def test_a_quantised_run_and_its_merges_have_the_losses_of_plain_libraries(tmp_p
     card = " ".join((tmp_path / "plain" / "README.md").read_text().split())
     assert "trained on the base in nf4 and is merged into the unquantized base" in card
     assert "`--merge-into nf4` merges it into the weights that it was trained on" in card
-    words = ["--limit", "5", "--metrics", "exact", "--max-new-tokens", "2", "--json"]
-    rows = ["--data", str(tmp_path / "five.jsonl"), "--output", str(tmp_path / "eval")]
-    lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "five.jsonl").write_text("".join(lines[:5]))
-    recipe = json.loads(run.recipe.read_text())
-    write_json(run.recipe, recipe | {"data": recipe["eval_data"]})
-    capsys.readouterr()
-    against = ["--against", str(tmp_path / "plain")]
-    assert cli.main(["eval", str(run.root), *against, *words, *rows]) == 0
-    loss = json.loads(capsys.readouterr().out)["measures"]["loss"]
-    assert loss["after"] == pytest.approx(wanted["nf4"], rel=1e-5)
-    assert loss["before"] == pytest.approx(wanted["plain"], rel=1e-5)
 
 
 def test_an_export_without_the_runs_rows_reports_that_nothing_was_compared(tmp_path):
@@ -271,7 +250,7 @@ def test_files_of_an_export_follow_the_umask(trained, tmp_path):
     for mask, mode in ((0o022, 0o644), (0o027, 0o640)):
         before = os.umask(mask)
         try:
-            folder = export(trained.run, tmp_path / str(mask), merge=True)
+            folder = export(trained.run, tmp_path / str(mask))
         finally:
             os.umask(before)
         assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {mode}

@@ -47,6 +47,7 @@ HEAVY = {"torch", "transformers", "accelerate", "peft", "datasets", "deepspeed",
 LIGHT = [
     "finetune", "finetune.errors", "finetune.cache", "finetune.recipe", "finetune.backend",
     "finetune.catalog", "finetune.methods", "finetune.runs.run", "finetune.runs.manifest",
+    "finetune.runs.environment", "finetune.runs.metrics", "finetune.runs.units",
     "finetune.planner", "finetune.planner.estimate.plan_api", "finetune.checkpoints.resume",
     "finetune.models.starting_adapter", "finetune.process.quiet", "finetune.process.signals",
     "finetune.process.error_report", "finetune.process.imports", "finetune.checks.request",
@@ -87,8 +88,8 @@ def floor(name: str) -> int:
 
 
 @functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 @functools.cache
@@ -97,17 +98,15 @@ def imported(path: Path, typing: bool = False) -> set[str]:
 
     Without `typing`, those of `if TYPE_CHECKING:` are left out: they are not imported when it runs.
     """
-    names, left = set[str](), list[ast.AST]([parse(path)])
-    while left:
-        node = left.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not typing:
-            continue
-        if isinstance(node, ast.Import):
+    names, left_out = set[str](), set[ast.AST]()
+    for node in nodes_of(path):
+        if isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING" and not typing:
+            left_out.update(ast.walk(node))
+        elif isinstance(node, ast.Import) and node not in left_out:
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and node not in left_out:
             assert node.level == 0, "imports are absolute"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        left += ast.iter_child_nodes(node)
     return names
 
 
@@ -161,13 +160,13 @@ def test_only_engines_and_the_planner_ask_which_engine_it_is():
     def rule(path: Path) -> list[str]:
         if top(path) in ("distributed", "planner"):
             return []
-        compared = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Compare)]
+        compared = [node for node in nodes_of(path) if isinstance(node, ast.Compare)]
         return [
             ast.unparse(node)
             for node in compared
             for sides in [[node.left, *node.comparators]]
-            if any(ENGINE.search(ast.unparse(side)) for side in sides)
-            and any(isinstance(side, ast.Constant) and side.value is not None for side in sides)
+            if any(isinstance(side, ast.Constant) and side.value is not None for side in sides)
+            and any(ENGINE.search(ast.unparse(side)) for side in sides)
         ]
 
     assert wrong(rule) == {}
@@ -197,16 +196,24 @@ def test_light_modules_import_no_torch():
     assert done.stdout == "[]\n"
 
 
+def dotted(node: ast.AST) -> str:
+    """A name with its attributes; of another expression its attributes only."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@functools.cache
 def environment_use(path: Path) -> tuple[bool, bool]:
     """Whether variables of the environment are read, and whether they are changed."""
-    nodes = list(ast.walk(parse(path)))
-    named = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    nodes = nodes_of(path)
+    named = {dotted(node) for node in nodes if isinstance(node, ast.Attribute)}
     stores = {
-        ast.unparse(node.value)
+        dotted(node.value)
         for node in nodes
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
     }
-    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    calls = {dotted(node.func) for node in nodes if isinstance(node, ast.Call)}
     changing = {f"os.environ.{verb}" for verb in "update setdefault pop clear popitem".split()}
     writes = "os.environ" in stores or bool(calls & (changing | {"os.putenv", "os.unsetenv"}))
     return bool(named & {"os.environ", "os.getenv", "os.putenv"}), writes

@@ -192,8 +192,6 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
     "kto wanted": ("kto", messages(*HELLO, label=True), Judged(talk(*HELLO), True)),
     "kto of completions": ("kto", {"prompt": "2+2=", "completion": "4", "label": True},
         Judged(Completion("2+2=", "4"), True)),
-    "kto of completions, unwanted": ("kto", {"prompt": "2+2=", "completion": "5", "label": False},
-        Judged(Completion("2+2=", "5"), False)),
     "kto of a column of text": ("kto", {"prompt": "2+2=", "completion": "5", "label": "False"},
         Judged(Completion("2+2=", "5"), False)),
     "kto by its tag": ("kto",
@@ -236,12 +234,6 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Sample | None]] = {
             "history": [["2+2?", "4"]], "tools": [SCHEMA]},
         talk(system("Add"), user("2+2?"), assistant("4"), user("And 3+3?"), assistant("6"),
             tools=(TOOL,))),
-    "question_answer with a system column": ("question_answer",
-        {"question": "Hi", "answer": "Hello", "system": "Be brief"}, talk(BRIEF, *HELLO)),
-    "kto unwanted": ("kto", messages(user("Hi"), assistant("Go"), label=False),
-        Judged(talk(user("Hi"), assistant("Go")), False)),
-    "a preference of texts": ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
-        Preference(Completion("2+2=", "4"), Completion("2+2=", "5"))),
     "a preference of messages": ("preference",
         {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go")]},
         pair((user("Hi"),), "Hello", "Go")),
@@ -298,7 +290,6 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("text", ["Hi"], "is a list, expected an object with columns"),
     ("question_answer", {"question": "2+2?", "answer": 4}, "answer is a number, expected text"),
     ("messages", {"messages": []}, "messages is empty"),
-    ("sharegpt", {"conversations": []}, "conversations is empty"),
     ("sharegpt", turns({"from": ["human"], "value": "Hi"}),
         "conversations[0].from is a list, expected text"),
     ("messages", {"messages": "Hi"}, "messages is text, expected a list"),
@@ -319,26 +310,19 @@ PROBLEMS: list[tuple[str, Any, str]] = [
         "messages[0].tool_calls is a number, expected a list"),
     ("messages", messages(user("Hi"), tools=[{"type": "function", "function": "f"}]),
         "tools[0] has no function name"),
-    ("messages", messages(user("Hi"), tools=[{"name": None}]), "tools[0] has no function name"),
     ("messages", messages(user("", tool_calls=[{"name": "f", "arguments": {}}])),
         "messages[0] has tool_calls, which only an assistant makes"),
-    ("sharegpt", turns(user("Hi")),
-        "conversations[0] needs 'from' and 'value', it has role, content"),
     ("sharegpt", turns(*HELLO),
         "conversations[0] needs 'from' and 'value', it has role, content; format 'messages' would "
         "fit with columns={\"conversations\": \"messages\"}"),
     ("messages", messages(turn("human", "Hi"), turn("gpt", "Hello")),
         "messages[0] has no 'role' (it has from, value); format 'sharegpt' would fit with "
         "columns={\"messages\": \"conversations\"}"),
-    ("messages", messages(user("Hi"), turn("gpt", "Hello")),
-        "messages[1] has no 'role' (it has from, value)"),
     ("kto", messages(*HELLO, label=None),
         "format 'kto' needs 'label' (or 'kto_tag') and the columns of messages, sharegpt, "
         "prompt_completion, alpaca, question_answer, the row has 'messages', 'label' (null)"),
     ("messages", {"input": messages(user("Hi")), "preferred_output": [assistant("Hello")]},
         "format 'messages' needs 'messages', the row has 'input', 'preferred_output'"),
-    ("messages", {"output": [assistant("Hello")]},
-        "format 'messages' needs 'messages', the row has 'output'"),
     ("messages", messages({"role": "tool_calls", "content": "[]"}),
         "messages[0] has role 'tool_calls' (known: system, developer, user, assistant, tool)"),
     ("messages", messages(assistant("<think>\ntwo\n</think>\n4", reasoning_content="one")),
@@ -369,11 +353,6 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("messages", messages(assistant("Hi", label=False)),
         "messages[0] has label False, and an unwanted answer would be trained; use weight: 0 "
         "(context only), or format 'kto', which reads a label of each row"),
-    ("sharegpt", turns({"from": "gpt", "value": "Hi", "kto_tag": "false"}),
-        "conversations[0] has kto_tag 'false', and an unwanted answer would be trained; use "
-        "weight: 0 (context only), or format 'kto', which reads a label of each row"),
-    ("messages", messages(user([{"type": "audio", "text": "", "url": "x"}])),
-        "messages[0] has a part that is neither text nor an image: audio"),
     ("messages", messages(user(["Hi"])),
         'messages[0].content holds text among its parts, expected objects such as {"type": '
         '"text", "text": "..."}'),
@@ -429,11 +408,6 @@ PROBLEMS: list[tuple[str, Any, str]] = [
     ("messages", {"dialog": [*HELLO]},
         "format 'messages' needs 'messages', the row has 'dialog'; format 'messages' would fit "
         "with columns={\"dialog\": \"messages\"}"),
-    ("messages", {"rejected": [user("Hi"), assistant("Go")]},
-        "format 'messages' needs 'messages', the row has 'rejected'"),
-    ("messages", {"conversation": [turn("human", "Hi"), turn("gpt", "Hello")]},
-        "format 'messages' needs 'messages', the row has 'conversation'; format 'sharegpt' would "
-        "fit with columns={\"conversation\": \"conversations\"}"),
     ("prompt_completion", {"prompt": "2+2=", "response": "4"},
         "format 'prompt_completion' needs 'prompt' + 'completion', the row has 'prompt', "
         "'response'; format 'prompt_completion' would fit with columns={\"response\": "
@@ -467,14 +441,8 @@ PROBLEMS: list[tuple[str, Any, str]] = [
         "give lists of messages"),
     ("preference", {"prompt": "Hi", "chosen": "Go", "rejected": "Go "},
         "chosen and rejected are equal, so neither is preferred; remove the row"),
-    ("preference",
-        {"chosen": [user("Hi"), assistant("Go")], "rejected": [user("Hi"), assistant("Go")]},
-        "chosen and rejected are equal, so neither is preferred; remove the row"),
     ("preference", {"prompt": "Hi", "chosen": " ", "rejected": "Go"},
         "chosen is empty: there is no answer to compare"),
-    ("preference",
-        {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("")]},
-        "rejected is empty: there is no answer to compare"),
     ("preference", {"chosen": [user("Hi")], "rejected": [user("Hi"), assistant("Go")]},
         "chosen is empty: no message follows the prompt"),
     ("preference",
@@ -511,23 +479,13 @@ PROBLEMS: list[tuple[str, Any, str]] = [
         "margin is 'much', expected a finite number"),
     ("self_instruct", {"instruction": "Add", "instances": [{"output": "4"}, {"input": "2 3"}]},
         "instances[1] has no 'output'"),
-    ("self_instruct", {"instruction": "Add", "instances": [{"output": "4"}, {"output": 5}]},
-        "instances[1].output is a number, expected text"),
     ("messages", messages(assistant([PART | {"train": False}, PART])),
         "messages[0] (assistant) has a part with train False; a turn of the assistant is trained "
         "as a whole or not at all: set weight: 0 or 1 on the message"),
-    ("messages", messages(user([PART | {"weight": 0}, PART | {"weight": 1}])),
-        "messages[0] (user) has a part with weight 1; a turn of the assistant is trained as a "
-        "whole or not at all: set weight: 0 or 1 on the message"),
     ("alpaca", {"instruction": "Is it even?", "input": 0, "output": "yes"},
         "input is a number, expected text"),
     ("messages", messages(user("Hi"), assistant("Bye"), system=False),
         "system is true or false, expected text"),
-    ("question_answer", {"question": "Hi", "answer": "Bye", "history": 0},
-        "history is a number, expected a list"),
-    ("prompt_completion", {"prompt": "Hi", "completion": "Bye", "tools": False},
-        "column 'tools' belongs to a conversation, but prompt and completion are bare text; "
-        "write it into the prompt, or give two lists of messages"),
     ("kto", messages(user("Hi"), label="yes"), "label is 'yes', expected true or false"),
 ]  # fmt: skip
 
@@ -554,22 +512,14 @@ def test_the_most_specific_format_is_advised_and_none_that_ignores_what_a_row_me
 
 REAL = r"""
 gsm8k/train.jsonl question_answer 7473 "Natalia sold clips to 48"
-gpteacher/roleplay.json alpaca 3146 "Imagine you are a detective"
-gpteacher/toolformer-0.6.json alpaca 2396 "toolformer: enabled"
 llamafactory_demo/alpaca_en_demo.json alpaca 999 "Describe a process"
-llamafactory_demo/identity.json alpaca 91 "hi"
 llamafactory_demo/glaive_toolcall_en_demo.json sharegpt 300 "Hi, I have some"
 llamafactory_demo/kto_en_demo.json kto 300 null
 llamafactory_demo/c4_demo.jsonl text 300 "Don\u2019t think you need"
 seed_tasks/seed_tasks.jsonl self_instruct 175 "Is there anything I can eat"
-seed_tasks/user_oriented_instructions.jsonl self_instruct 252 "The sentence"
-sharegpt/dummy_conversation.json sharegpt 500 "Who are you?"
 oasst_sample/en_100_tree.jsonl oasst 100 "How can I find the best 401k"
-oasst_sample/en_100_message.jsonl oasst 100 "How can I find the best 401k"
 wikitext2/valid.txt text 1 " \n = Homarus gammarus"
-tinystories/tinystories_197k.txt text 1 "One day, a little girl"
 tinystories/tinystories_sample_cs336.txt text 5 "Once upon a time"
-tinyshakespeare/input.txt text 1 "First Citizen:\nBefore"
 """
 """What real files hold: file, format, rows, each a sample, and what the first begins with."""
 
@@ -585,19 +535,3 @@ def test_real_files_are_read_whole(assets, line):
         first = kept[0]
         said = first.text if isinstance(first, Text) else first.messages[0]["content"]
         assert said.startswith(text)
-
-
-def test_tool_calls_of_a_real_file_keep_their_arguments_and_find_their_results(assets):
-    path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
-    calls = answered = 0
-    for row in json.loads(path.read_text()):
-        sample = read_row("sharegpt", row)
-        assert isinstance(sample, Conversation)
-        assert len(sample.tools) == len(json.loads(row["tools"]))
-        wanted = [turn["value"] for turn in row["conversations"] if turn["from"] == "function_call"]
-        made = [c for message in sample.messages for c in message.get("tool_calls", ())]
-        assert [each["function"] for each in made] == [json.loads(text) for text in wanted]
-        results = [message for message in sample.messages if message["role"] == "tool"]
-        assert [m["tool_call_id"] for m in results] == [each["id"] for each in made]
-        calls, answered = calls + len(made), answered + len(results)
-    assert (calls, answered) == (211, 211)

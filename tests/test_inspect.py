@@ -1,5 +1,6 @@
 """`finetune inspect` shows what the model is trained to say, and training says what it counts."""
 
+import contextlib
 import html
 import io
 import json
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finetune, Tiny, write_recipe, written
+from conftest import Tiny, write_recipe
 from rich.console import Console
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
@@ -28,8 +29,10 @@ def recipe(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(finetune: Finetune, recipe: Path) -> dict[str, Any]:
-    return json.loads(finetune("inspect", recipe, "--rows", "2", "--json").stdout)
+def found(recipe: Path) -> dict[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert cli.main(["inspect", str(recipe), "--rows", "2", "--json"]) == 0
+    return json.loads(told.getvalue())
 
 
 def test_the_tokens_of_a_row_are_its_text_and_the_trained_ones_its_answer(found, tiny):
@@ -104,8 +107,9 @@ def test_the_page_marks_the_answers_and_asks_for_nothing(found, recipe, tmp_path
     ]
 
 
-def test_a_pipe_gets_brackets_for_colours_and_the_counts(finetune, recipe):
-    shown = finetune("inspect", recipe, "--rows", "1").stdout
+def test_a_pipe_gets_brackets_for_colours_and_the_counts(recipe, capsys):
+    assert cli.main(["inspect", str(recipe), "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
     assert "<|im_start|>assistant\n⟦" in shown
     assert "<|im_end|>⟧\n" in shown
     assert "\ntrain  48 rows in " in shown
@@ -146,37 +150,11 @@ def test_inspection_errors_have_no_traceback(recipe, tiny, tmp_path, capsys):
         assert "Traceback" not in said.out + said.err
 
 
-def test_training_counts_its_rows_and_refuses_what_can_only_be_a_mistake(finetune, tiny, tmp_path):
-    rows = [json.loads(line) for line in tiny.data.read_text().splitlines()]
-    for row in rows:
-        row["messages"][1]["content"] += " and then" * 60
-    data = written(tmp_path / "long.jsonl", rows)
-    fields = tiny.fields(batch={"overlong": "truncate"}, max_steps=1, eval_data=[])
-    fields |= {"data": [{"source": str(data), "format": "messages"}], "evaluation": {}}
-    path = write_recipe(tmp_path / "r.json", fields)
-    said = finetune("train", path, "--output", tmp_path / "run").refused()
-    assert "none of the 48 rows is trained to end (48 rows are truncated)" in said
-    done = finetune("train", path, "data_checks=report", "--output", tmp_path / "run").passed()
-    told = f"48 truncated (first: {data} row 1), 48 whose end is not trained (first: {data} row 1)"
-    table = done.output.replace("│", "")  # which folds a long path
-    assert "".join(told.split()) in "".join(table.split())
-
-
 def test_a_character_of_several_tokens_is_one_piece():
     tokenizer = small_tokenizer()
     ids = tokenizer("Hi 😀 there é", add_special_tokens=False)["input_ids"]
     found = list(pieces(tokenizer, ids, [False] * 3 + [True] * (len(ids) - 3)))
     assert "".join(piece.text for piece in found).startswith("Hi ")
-    assert [token for piece in found for token in piece.ids] == ids
-
-
-@pytest.mark.parametrize("name", ["stories260K", "mistral-v3", "gpt2", "qwen3"])
-def test_pieces_of_real_tokenizers_are_the_text(assets, name):
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
-    text = "Once upon a time, 12 cats\n\n  sat: naïve 😀 日本語!"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = list(pieces(tokenizer, ids, [True] * len(ids)))
-    assert "".join(piece.text for piece in found) == tokenizer.decode(ids)
     assert [token for piece in found for token in piece.ids] == ids
 
 

@@ -31,7 +31,7 @@ ENDS = ([0, 1], [0, 31, 63, 64], [0, 32, 65, 160], [0, 3, 700])
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-@pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 96, 256])
+@pytest.mark.parametrize("size", [8, 32, 40, 96, 256])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_tiled_attention_has_the_result_and_gradients_of_fp32(ends, size, groups):
     given = tiles.heads(ends[-1], 2 * groups, 2, size)
@@ -46,7 +46,7 @@ def test_a_document_longer_than_all_scores_that_are_there_at_once():
     tiles.assert_near(tiles.heads(1100, 1, 1, 32), [0, 1100], 2.0)  # weights of a few keys
 
 
-@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 64, 100, 511, 513, 699, 700])
+@pytest.mark.parametrize("window", [1, 31, 32, 33, 100, 513, 700])
 @pytest.mark.parametrize("size", [24, 64])
 def test_a_token_sees_its_window_alone(window, size):
     given, ends = tiles.heads(800, 6, 2, size), [0, 20, 100, 800]
@@ -59,7 +59,7 @@ def test_a_token_sees_its_window_alone(window, size):
     assert not torch.equal(before[:, :, 99 + window], after[:, :, 99 + window])
 
 
-@pytest.mark.parametrize("cap", [0.5, 3.0, 50.0])
+@pytest.mark.parametrize("cap", [0.5, 50.0])
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 def test_scores_are_capped(ends, window, cap):
@@ -229,7 +229,7 @@ def test_the_fallback_reason_is_reported(compiling, kind, fields, told):
 
 
 @pytest.mark.slow
-def test_packs_train_equally_on_every_backend(tiny, finetune, tmp_path):
+def test_packs_train_equally_on_one_process_and_in_shards(tiny, finetune, tmp_path):
     """A pack has the same bits wherever it is; only sums over packs are in another order."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.model)
     build("llama", **WIDER, vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(
@@ -242,8 +242,7 @@ def test_packs_train_equally_on_every_backend(tiny, finetune, tmp_path):
     )  # fmt: skip
     losses: list[list[float]] = []
     for backend, how in (
-        ("single", "eager"), ("single", "compiled"), ("ddp", "compiled"),
-        ("fsdp_full_shard", "compiled"),
+        ("single", "eager"), ("single", "compiled"), ("fsdp_full_shard", "compiled"),
     ):  # fmt: skip
         recipe = write_recipe(tmp_path / "r.json", fields | {"kernels": {"pointwise": how}})
         done = finetune(

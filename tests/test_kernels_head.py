@@ -55,6 +55,12 @@ def batch() -> MicroBatch:
 
 Found = tuple[float, dict[str, torch.Tensor]]
 AUTOCAST = pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+WHOLE = ("llama", "gemma2", *OTHERS)
+"""Types whose heads differ: a plain one, with a cap, and with a scale."""
+HEADS = pytest.mark.parametrize(
+    ("kind", "chunked"),
+    [*((kind, True) for kind in (*FAMILIES, *OTHERS)), *((kind, False) for kind in WHOLE)],
+)
 CHUNKED = pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 
 
@@ -98,8 +104,7 @@ def compare(plain: nn.Module, given: nn.Module, autocast: bool) -> None:
 
 
 @AUTOCAST
-@CHUNKED
-@pytest.mark.parametrize("kind", [*FAMILIES, *OTHERS])
+@HEADS
 def test_all_weights_get_the_gradient_of_transformers(kind, chunked, autocast):
     plain = build(kind, **OTHERS.get(kind, {}))
     compare(plain, with_loss(plain, chunked), autocast)
@@ -138,8 +143,7 @@ def weighted(model: nn.Module, autocast: bool, plain: bool) -> Found:
 
 
 @AUTOCAST
-@CHUNKED
-@pytest.mark.parametrize("kind", [*FAMILIES, *OTHERS])
+@HEADS
 def test_log_probabilities_have_the_values_and_gradients_of_transformers(kind, chunked, autocast):
     plain = build(kind, **OTHERS.get(kind, {}))
     total, by_ours = weighted(with_loss(plain, chunked), autocast, plain=False)

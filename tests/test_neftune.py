@@ -18,7 +18,7 @@ from finetune.models import embedding_noise
 from finetune.models.embedding_noise import add_noise
 
 ALPHA, WIDTH, KEY = 40.0, 64, (3, 5)
-NOISY: dict[str, Any] = {"model": {"neftune_alpha": ALPHA}}
+NOISY: dict[str, Any] = {"model": {"neftune_alpha": ALPHA}, "max_steps": 3}
 LENGTHS = (5, 3, 9)
 
 
@@ -68,12 +68,12 @@ def test_the_model_reads_embeddings_with_noise_in_training_only(monkeypatch):
     assert torch.allclose(model.train()(input_ids=batch.ids).logits, noisy.logits, atol=1e-5)
 
 
-def test_training_does_not_depend_on_batches_and_evaluations_have_no_noise(run_of, train):
-    reference = run_of(**NOISY)
+def test_training_does_not_depend_on_batches_and_evaluations_have_no_noise(train):
+    reference = train("reference", **NOISY)
     assert_same_losses(reference, train("one", **NOISY, batch={"micro_rows": 1}))
     assert_same_losses(reference, train("padded", **NOISY, batch={"padding_free": False}))
-    still = {"max_steps": 2, "optim": {"lr": 1e-30, "weight_decay": 0.0}, "batch": {"rows": 48}}
-    noisy, plain = train("noisy", **NOISY, **still), train("plain", **still)
+    still = {"optim": {"lr": 1e-30, "weight_decay": 0.0}, "batch": {"rows": 48}}
+    noisy, plain = train("noisy", **NOISY, **still), train("plain", max_steps=3, **still)
     assert losses(noisy, "eval") == losses(plain, "eval")
     assert losses(plain)[1] == pytest.approx(losses(plain)[0], abs=1e-6)  # the same rows again
     assert abs(losses(noisy)[0] - losses(plain)[0]) > 1e-3

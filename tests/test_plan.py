@@ -10,7 +10,8 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from conftest import problems_of
-from planning import ROWS, refused
+from huggingface_hub import constants
+from planning import ROWS, ask, refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import backend, catalog
@@ -20,7 +21,7 @@ from finetune.methods.sft import SFT
 from finetune.planner import plan
 from finetune.planner.families import FAMILIES
 from finetune.planner.mesh import DATA
-from finetune.recipe import Data, LoRA, Model, Recipe
+from finetune.recipe import LoRA, Model, Recipe
 
 ALL = {name: backend.load(name) for name in backend.names()}
 BACKENDS = {name: each for name, each in ALL.items() if not each.axes.any}
@@ -213,19 +214,6 @@ def test_a_recipe_needs_a_model_a_tokenizer_data_and_one_thing_to_evaluate_on():
     assert refused(held_out.with_evaluation(every=5), "single") == []
     assert refused(held_out.with_data(ROWS, eval_data=ROWS), "single") == [
         "eval_rows: rows are held out of `data` only if eval_data is not given; remove one"
-    ]
-
-
-def test_a_mixture_has_weights_on_all_of_its_sources_or_repeats_some():
-    some = Data("a.jsonl", "text", weight=0.5), Data("b.jsonl", "text")
-    assert refused(BASE.with_data(*some), "single") == [
-        "data.1.weight: none, while data.0 has one; give every source of the mixture a weight, or "
-        "none of them"
-    ]
-    both = Data("a.jsonl", "text", weight=1), Data("b.jsonl", "text", weight=1, repeat=2)
-    assert refused(BASE.with_data(*both), "single") == [
-        "data.1.repeat: 2, but the weights determine how much of each source an epoch contains; "
-        "remove one of the two"
     ]
 
 
@@ -477,9 +465,10 @@ def test_a_backend_may_be_a_file_of_ones_own(tmp_path):
     assert mine.same_as(Backend("other", "fsdp", "params")) == differ
 
 
-def test_a_model_that_is_nowhere_is_refused_without_a_network(finetune):
-    words = ["plan", "llama3_1_8b_full", "model.name=acme/unknown", "--gpu", "H100-80"]
-    said = finetune(*words, "--backend", "single", env={"HF_HUB_OFFLINE": "1"}).refused()
+def test_a_model_that_is_nowhere_is_refused_without_a_network(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    recipe = catalog.resolve("llama3_1_8b_full", ["model.name=acme/unknown"])
+    (said,) = problems_of(ask, "--gpu H100-80 --backend single", recipe)
     assert "the hub did not provide it (HF_HUB_OFFLINE is set); name a local folder" in said
 
 

@@ -179,7 +179,7 @@ def test_what_is_faster_than_the_first_of_the_ranking_is_named_with_the_reason()
 def test_a_plan_that_fits_does_not_report_more_than_the_card():
     shapes = shape("llama-3.1-8b")
     for name, count, rows in itertools.product(
-        ("T4", "RTX4090", "A100-80", "B200"), (1, 2, 8), (1, 2, 4, 8, 16)
+        ("T4", "RTX4090", "A100-80", "B200"), (1, 2, 8), (1, 4, 16)
     ):
         machine = hardware.machine(name, count)
         layout, scheme = Layout(), "autocast"
@@ -361,8 +361,7 @@ def test_the_command_ranks_backends_with_reasons_and_names_what_it_left_out():
     given = "--gpu H100-80 --gpus 8"
     text = ask(f"{given} --backend fsdp_full_shard", full_recipe())
     assert text.startswith("fsdp_full_shard on 8 x H100-80: fits")
-    every = len(record(given, full_recipe())["options"])
-    assert f"and {every - SHOWN} that are slower or less simple" in ask(given, full_recipe())
+    assert f"and {len(options) - SHOWN} that are slower or less simple" in ask(given, full_recipe())
 
 
 def test_the_words_for_what_is_ranked_first_plan_just_that():
@@ -460,7 +459,6 @@ def test_a_shape_taken_from_a_name_is_marked_as_such(monkeypatch, author, said):
         "",
         H100S,
         f"{H100S} --backend fsdp_full_shard",
-        "--gpu T4",
         f"{H100S} --tensor 8",
     ):
         for text in (ask(more, recipe), ask(f"{more} --json", recipe)):

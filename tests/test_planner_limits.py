@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import transformers
-from conftest import problems_of, write_recipe
+from conftest import problems_of
 from planning import ROWS, refused
 from transformers.models.auto import modeling_auto
 
-from finetune import backend, catalog
+from finetune import backend
 from finetune.checks.request import check, misnamed
 from finetune.methods.dpo import DPO
 from finetune.methods.grpo import GRPO
@@ -225,11 +225,6 @@ def test_types_without_checkpointing_are_refused(how):
         "model.activation_checkpointing: transformers cannot recompute activations of ctrl; "
         "use false"
     ]
-
-
-def test_the_command_refuses_with_status_2_and_without_a_traceback(finetune, tmp_path):
-    recipe = write_recipe(tmp_path / "r.json", catalog.to_fields(of("t5")))
-    assert "t5 is an encoder-decoder model" in finetune("plan", recipe).refused()
 
 
 def test_dropout_of_a_model_is_refused_or_noted_where_two_passes_are_compared():

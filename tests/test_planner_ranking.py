@@ -31,7 +31,7 @@ def planned(capsys, job: str, *words: str):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("job", slow_but(JOBS[::3], JOBS))
+@pytest.mark.parametrize("job", slow_but(JOBS[::5], JOBS))
 def test_a_line_of_the_ranking_is_that_of_its_page(capsys, job):
     lines = planned(capsys, job)["options"]
     assert lines

@@ -33,7 +33,6 @@ from prepared import (
 )
 from pydantic.dataclasses import dataclass
 from small_tokenizer import small_tokenizer
-from transformers import AutoTokenizer
 
 from finetune.data.chat.render import Chat, load_chat
 from finetune.data.prepare import CHUNK, Prepared
@@ -352,12 +351,6 @@ def test_rows_without_a_trained_token_are_counted_and_left_out(tmp_path, cache):
     ]
 
 
-def test_a_real_set_of_short_rows_fills_its_slots(assets, cache):
-    chat = load_chat(AutoTokenizer.from_pretrained(assets / "tokenizers/qwen3"), None)
-    recipe = recipe_of(assets / "data/gsm8k/test.jsonl", packing=True)
-    assert counted(recipe, cache, chat)["filled"] >= 0.98
-
-
 def test_packed_rows_hold_every_document_once_and_are_counted(pairs, cache):
     recipe = recipe_of(pairs, max_length=64, packing=True)
     prepared = ready(recipe, cache)
@@ -491,14 +484,6 @@ def test_whatever_changes_the_rows_changes_the_key(pairs, tmp_path, cache):
     assert answers(variants[-1].train) == SAID[:5]
 
 
-def test_a_process_that_dies_while_preparing_leaves_nothing_that_is_taken_for_data(pairs, cache):
-    whole = ready(recipe_of(pairs), cache)
-    scratch = cache / f".{whole.folder.name}.1234"
-    whole.folder.rename(scratch)
-    (scratch / "counts.json").unlink()
-    assert answers(ready(recipe_of(pairs), cache).train) == SAID
-
-
 @pytest.mark.parametrize("files", [0, 2])
 def test_documents_come_from_files_that_are_counted(pairs, cache, files):
     documents = ready(recipe_of(pairs), cache).train.documents
@@ -569,10 +554,6 @@ BROKEN: list[tuple[str, bytes, str]] = [
         "in iconv -f LATIN1 -t UTF-8"),
     ("a.jsonl", '{"question": "a", "answer": "b"}\n'.encode("utf-16"),
         "{path} row 1: not UTF-8 but UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
-    ("a.csv", "question,answer\na,b\n".encode("utf-16-be"),
-        "{path} row 1: not UTF-8 but UTF-16BE; convert it: iconv -f UTF-16BE -t UTF-8"),
-    ("a.jsonl", '{"question": "a", "answer": "b"}\n'.encode("utf-32"),
-        "{path} row 1: not UTF-8 but UTF-32; convert it: iconv -f UTF-32 -t UTF-8"),
     ("a.txt", "Hi there".encode("utf-32-le"),
         "{path} row 1: not UTF-8 but UTF-32LE; convert it: iconv -f UTF-32LE -t UTF-8"),
     ("a.jsonl", gzip.compress(b'{"question": "a", "answer": "b"}\n'),
@@ -608,9 +589,6 @@ BROKEN: list[tuple[str, bytes, str]] = [
         "{path} row 2: a quote at the start of a cell joins 3 lines, each of which is a row of its "
         "own by its tabs; write a quote that belongs to the text twice within quotes: "
         '"""Hello"" she said"'),
-    ("a.tsv", b"question,answer\na,b\n",
-        "{path}: its header is one column, 'question,answer': the delimiter is ',', expected a "
-        "tab; rename it to end in .csv"),
     ("a.jsonl", b"[1]\n", "{path} row 1: is a list, expected an object with columns"),
     ("a.csv", b"question,answer\na,b,c\n",
         "{path} row 1: 1 more cells than the header has columns"),
@@ -668,13 +646,6 @@ def test_several_bad_rows_are_reported_at_once_up_to_a_limit(tmp_path, cache):
     ]
 
 
-def test_the_format_that_fits_is_suggested(pairs, cache):
-    assert problems_of(recipe_of(pairs, "messages"), cache) == [
-        f"{pairs} row 1 (and 5 more rows): format 'messages' needs 'messages', the row has "
-        "'question', 'answer'; format 'question_answer' would fit"
-    ]
-
-
 def test_conversations_without_a_template_are_reported_once(pairs, cache):
     assert problems_of(recipe_of(pairs), cache, Chat(small_tokenizer(), None)) == [
         f"{pairs} row 1 (and 5 more rows): model.chat_template: the data has conversations and "
@@ -683,47 +654,14 @@ def test_conversations_without_a_template_are_reported_once(pairs, cache):
     ]
 
 
-ASKING = """
-import dataclasses
-from prepared import PAIRS, SFT, Data, recipe_of
-from finetune.data.read.hub import hub_version
-from finetune.data.read.sources import Source
-from finetune.errors import FinetuneError
-
-data = Data(FOLDER, "question_answer")
-rows = list(Source(data, ()).rows())
-print([row.value for row in rows] == PAIRS, rows[1].place)
-for recipe in (recipe_of("nobody/nothing"), SFT().with_data(dataclasses.replace(data, split="x"))):
-    try:
-        hub_version(recipe.data[0])
-    except FinetuneError as error:
-        print(error)
-"""
-
-
-def test_what_is_not_here_is_asked_of_the_hub_library(pairs, tmp_path):
-    """That library reads a folder as it reads the hub, so this needs no network."""
-    assert Path(pairs).parent == tmp_path
-    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-    command = [sys.executable, "-c", ASKING.replace("FOLDER", repr(str(tmp_path)))]
-    done = run_command(command, tmp_path, env=variables)
-    assert done.status == 0, done.output
-    read, nowhere, no_split = done.stdout.splitlines()
-    assert read == f"True {tmp_path} (train) row 2"
-    hub_gave = "is not a local file or folder, and the hub reports: "
-    assert nowhere.startswith(f"data.source: 'nobody/nothing' {hub_gave}")
-    assert no_split.startswith(f"data.source: '{tmp_path}' {hub_gave}Unknown split")
-
-
 PINNED = """
 from finetune.data.read.hub import hub_rows, hub_version
 from finetune.errors import FinetuneError
 from finetune.recipe import Data
 
 versions = set()
-for revision in (None, "v1", "a" * 40, "v2"):
-    data = Data("someone/chats", "text", revision=revision)
+for revision, split in [*((each, "train") for each in (None, "v1", "a" * 40, "v2")), (None, "x")]:
+    data = Data("someone/chats", "text", revision=revision, split=split)
     try:
         print(revision, [row["text"] for row in hub_rows(data)])
         versions.add(hub_version(data))
@@ -743,9 +681,10 @@ def test_a_revision_of_a_hub_data_set_is_read_from_the_cache_of_the_hub_without_
     variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
     done = run_command([sys.executable, "-c", PINNED], tmp_path, env=variables)
     assert done.status == 0, done.output
-    *read, absent, versions = done.stdout.splitlines()
+    *read, absent, no_split, versions = done.stdout.splitlines()
     assert read == ["None ['main']", "v1 ['v1']", f"{'a' * 40} ['v1']"]
     assert absent.startswith("data.source: 'someone/chats' is not a local file or folder, and the")
+    assert "the hub reports: Unknown split" in no_split
     assert versions == "2"
 
 
@@ -766,37 +705,6 @@ def test_a_full_disk_or_a_file_as_cache_is_refused_and_nothing_half_written(tmp_
     (tmp_path / "file").write_text("a file")
     with pytest.raises(FinetuneError, match="cannot write the prepared data"):
         ready(recipe_of(source), tmp_path / "file")
-
-
-def test_gsm8k_on_a_tokenizer_of_512_words(assets, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/stories260K")
-    chat = load_chat(tokenizer, "plain")
-    source = assets / "data/gsm8k/test.jsonl"
-    recipe = SFT().with_data(asked(str(source), first=300))
-    prepared = ready(recipe.with_batch(max_length=512, overlong="drop"), tmp_path, chat)
-    lines = source.read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines[:300]]
-    said = [row["answer"] + "</s>" for row in rows]
-    kept = answers(prepared.train, chat)
-    counts = prepared.counts["train"]
-    assert counts["rows"] + counts["dropped"] == counts["samples"] == 300
-    assert counts["longest"] <= 512 < counts["longest_sample"]
-    remaining = iter(said)
-    assert all(answer in remaining for answer in kept)
-    assert all(ids[0] == tokenizer.bos_token_id for ids, _ in map(prepared.train.row, range(9)))
-
-
-def test_a_real_text_is_split_without_losing_a_token(assets, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/gpt2")
-    source = assets / "data/tinystories/tinystories_197k.txt"
-    recipe = Pretrain().with_data(Data(str(source), "text"))
-    recipe = recipe.with_batch(max_length=256, overlong="split")
-    prepared = ready(recipe, tmp_path, load_chat(tokenizer, None))
-    documents = prepared.train.documents
-    said = [*documents.ids[:1].tolist(), *documents.ids[documents.trained].tolist()]
-    whole = source.read_text(encoding="utf-8").strip("\n")
-    assert tokenizer.decode(said) == whole + "<|endoftext|>"
-    assert int(prepared.train.lengths.max()) == 256
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

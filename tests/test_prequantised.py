@@ -10,6 +10,7 @@ import torch
 from conftest import problems_of
 from safetensors.torch import load_file, save_file
 from tiny_run import (
+    ROUNDING,
     SIZES,
     byte_tokenizer,
     logits,
@@ -44,7 +45,6 @@ BITSANDBYTES = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "int8": BitsAndBytesConfig(load_in_8bit=True),
 }
-ROUNDING = 1e-5
 
 
 def recipe(folder: Path, quantization: str = "none") -> Recipe:

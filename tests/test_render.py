@@ -5,7 +5,16 @@ import json
 from typing import Any
 
 import pytest
-from chats import MARKS, NO_TOOLS, load_error, real_chat, refusal, trained_runs, trained_texts
+from chats import (
+    MARKS,
+    NO_TOOLS,
+    load_error,
+    real_chat,
+    real_tokenizer,
+    refusal,
+    trained_runs,
+    trained_texts,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import SPECIAL, small_tokenizer
@@ -15,7 +24,6 @@ from transformers import AutoTokenizer
 
 from finetune.data.chat.render import Chat, Row, load_chat
 from finetune.data.formats import Completion, Conversation, Text, read_row
-from finetune.data.read.files import READERS
 from finetune.errors import FinetuneError
 
 
@@ -98,26 +106,16 @@ def test_built_in_templates_write_tools_and_train_the_calls(name):
     assert trained_texts(chat, row) == [f"Hello\n{call}\n{call}{end}", f"cold rain{end}"]
 
 
-def assert_masked_as_by_transformers(chat: Chat, sample: Conversation) -> None:
-    theirs = chat.tokenizer.apply_chat_template(
-        list(sample.messages), tools=list(sample.tools) or None, chat_template=chat.template,
-        return_dict=True, return_assistant_tokens_mask=True,
-    )  # fmt: skip
-    row = chat.render(sample, "assistant")
-    assert row.ids == theirs["input_ids"]
-    assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
-
-
 @pytest.mark.parametrize("name", ["chatml", "plain"])
 def test_generation_marks_agree_with_the_mask_of_transformers(name):
-    assert_masked_as_by_transformers(load_chat(small_tokenizer(), name), TWO_TURNS)
-
-
-def test_a_prompt_is_the_beginning_of_the_row_that_was_trained():
-    row = CHATML.render(TWO_TURNS, "completion")
-    prompt = CHATML.prompt(Conversation(TWO_TURNS.messages[:-1]))
-    assert row.ids[: len(prompt)] == prompt
-    assert row.trained.index(True) == len(prompt)
+    chat = load_chat(small_tokenizer(), name)
+    theirs = chat.tokenizer.apply_chat_template(
+        list(TWO_TURNS.messages), chat_template=chat.template, return_dict=True,
+        return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    row = chat.render(TWO_TURNS, "assistant")
+    assert row.ids == theirs["input_ids"]
+    assert row.trained == [mark == 1 for mark in theirs["assistant_masks"]]
 
 
 def test_messages_that_are_given_or_context_only_are_not_trained():
@@ -129,11 +127,6 @@ def test_messages_that_are_given_or_context_only_are_not_trained():
     assert not any(CHATML.render(last, "completion").trained)
     with pytest.raises(FinetuneError, match="message 3 is context only by its weight or train"):
         CHATML.render(last, "all")
-
-
-def test_a_conversation_without_an_assistant_trains_nothing():
-    for train_on in ("assistant", "completion"):
-        assert not any(CHATML.render(talk("Hi"), train_on).trained)
 
 
 @pytest.mark.parametrize("answer", ["\n\nHello", "\n"])
@@ -151,7 +144,7 @@ SAID = st.characters(codec="utf-8")
 """What can be said: no half characters."""
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.text(SAID), min_size=2, max_size=6), st.booleans())
 def test_exactly_the_answers_are_trained(contents, marked):
     chat = CHATML if marked else UNMARKED
@@ -340,29 +333,6 @@ def test_marks_without_the_end_token_and_what_is_not_jinja_are_refused():
     assert told.startswith("chat template: it is not valid Jinja: ")
 
 
-def test_a_template_that_leaves_out_a_message_is_refused():
-    template = CHATML_UNMARKED.replace(
-        "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
-    )
-    assert refusal(chat_of(template), talk("Hi", "Hello", system="Be fast")) == (
-        "chat template: it leaves out message 0 (system: 'Be fast'); take it out of the data, or "
-        "set model.chat_template to a template that writes it"
-    )
-
-
-def test_a_template_that_leaves_out_tool_calls_or_tools_is_refused():
-    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
-    asked = {"role": "user", "content": "Hi"}
-    calling = Conversation((asked, {"role": "assistant", "content": "", "tool_calls": [call]}))
-    assert "it leaves out the tool calls of message 1" in refusal(chat_of(CHATML_UNMARKED), calling)
-    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-    offered = Conversation(talk("Hi", "Hello").messages, (tool,))
-    assert refusal(chat_of(CHATML_UNMARKED), offered) == (
-        "chat template: it leaves out the tools (weather); set model.chat_template to a template "
-        "that writes them"
-    )
-
-
 def test_a_template_whose_tokens_are_not_there_is_refused(tmp_path):
     with pytest.raises(FinetuneError, match="it has no end-of-sequence token"):
         Chat(small_tokenizer(eos=None), None).render(Text("Hi"), "all")
@@ -462,44 +432,6 @@ def test_real_tool_calls_are_trained_and_their_results_are_not(assets, name):
     assert trained_texts(chat, row) == [f"{text}{end}" for text in (said[0], call, said[1], last)]
 
 
-def test_qwen3_keeps_the_thoughts_of_the_last_turn_only(assets):
-    chat = real_chat(assets, "qwen3")
-    sample = talk("Hi", "<think>\nhm\n</think>\n\nHello", "Bye", "<think>\nso\n</think>\n\nBye")
-    assert trained_texts(chat, chat.render(sample, "assistant")) == [
-        "Hello<|im_end|>",
-        "<think>\nso\n</think>\n\nBye<|im_end|>",
-    ]
-
-
-def test_mistral_nemo_is_refused_with_a_system_message_that_it_leaves_out(assets):
-    """Its template writes the system message only into a conversation that ends with the user."""
-    chat = real_chat(assets, "mistralai-Mistral-Nemo-Instruct-2407")
-    assert "it leaves out message 0 (system: 'Be brief')" in refusal(
-        chat, talk("Hi", "Hello", system="Be brief")
-    )
-
-
-@pytest.mark.parametrize("name", ["chatml", "plain"])
-def test_the_mask_of_transformers_agrees_on_real_tool_conversations(assets, name):
-    chat = real_chat(assets, name)
-    path = assets / "data/llamafactory_demo/glaive_toolcall_en_demo.json"
-    for raw in json.loads(path.read_text())[:60]:
-        sample = read_row("sharegpt", raw)
-        assert isinstance(sample, Conversation)
-        assert_masked_as_by_transformers(chat, sample)
-
-
-def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets):
-    chat = real_chat(assets, "Qwen-Qwen2.5-7B-Instruct")
-    path = assets / "data/oasst_sample/en_100_tree.jsonl"
-    for _, raw in READERS[".jsonl"](path):
-        sample = read_row("oasst", raw)
-        assert isinstance(sample, Conversation)
-        said = [m["content"] for m in sample.messages if m["role"] == "assistant"]
-        row = chat.render(sample, "assistant")
-        assert trained_texts(chat, row) == [f"{text}<|im_end|>" for text in said]
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "prompt", "completion", "pieces"),
     [
@@ -515,7 +447,7 @@ def test_every_turn_of_real_conversations_is_trained_as_it_was_said(assets):
 def test_completions_of_real_tokenizers_are_trained_completely(
     assets, tokenizer, prompt, completion, pieces
 ):
-    real = AutoTokenizer.from_pretrained(assets / "tokenizers" / tokenizer)
+    real = real_tokenizer(assets, tokenizer)
     chat = load_chat(real, None)
     row = chat.render(Completion(prompt, completion), "completion")
     assert trained_pieces(chat, row) == [pieces]

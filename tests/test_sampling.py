@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tiny_run import sample_ids, tiny_llama
-from transformers import GenerationConfig
 
 from finetune.inference.decoder import Row
 from finetune.inference.noise import draw, exponential, philox
@@ -103,20 +102,6 @@ def test_completions_depend_on_seed_step_prompt_and_number(model: Any) -> None:
         ]
     ]  # fmt: skip
     assert len({tuple(each) for each in found}) == len(found)
-
-
-def test_temperature_zero_is_greedy_as_transformers_has_it(model: Any) -> None:
-    found = sampler(model, 0.0, 64)(wanted()[::4], 0, 0)
-    config = GenerationConfig(
-        max_new_tokens=LIMIT, do_sample=False, eos_token_id=list(STOPS), pad_token_id=PAD
-    )
-    for each, completion in zip(wanted()[::4], found, strict=True):
-        prompt = torch.tensor([each.prompt])
-        new = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), generation_config=config
-        )
-        assert completion.ids == new[0, len(each.prompt) :].tolist()
-        assert completion.ended == (completion.ids[-1] in STOPS)
 
 
 def test_every_stop_token_ends_a_completion_and_belongs_to_it(model: Any) -> None:

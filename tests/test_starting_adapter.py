@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Tiny, Train, change_json, losses, problems_of, slow_but
-from conversations import ADDED, conversation_loss, plain, thinking
+from conversations import ADDED, CLOSE, conversation_loss, plain, thinking
 from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig
 from peft.tuners.lora.corda import preprocess_corda
@@ -25,8 +25,8 @@ from finetune.checks import request
 from finetune.inference.load import load_weights
 from finetune.models.starting_adapter import complete_adapter
 from finetune.planner import plan
+from finetune.training.run_options import Options
 
-CLOSE = 1e-5  # sums in fp32 in another order
 WHOLE = {"batch": {"rows": 48, "micro_rows": 8}, "optim": {"lr": 1e-2, "warmup": 0}}
 SHORT: dict[str, Any] = {"saving": {}, "evaluation": {}, "max_steps": 2, **WHOLE}
 
@@ -71,9 +71,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Arguments of PEFT for initial values that are computed from rows."""
 VARIANTS: dict[str, dict[str, Any]] = {
-    "lora": {},
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}},
-    "rslora": {"use_rslora": True, "init_lora_weights": "gaussian"},
+    "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
     "one layer": {"layers_to_transform": [1], "target_modules": ["v_proj"]},
     "head whole": {"modules_to_save": ["lm_head"]},
@@ -97,7 +96,7 @@ def test_the_first_loss_is_that_of_base_and_adapter_in_plain_peft(tiny, tmp_path
     assert abs(losses(run, "eval")[-1] - held_out) < CLOSE
 
 
-@pytest.mark.parametrize("init", ["eva", "corda", "lora_ga"])
+@pytest.mark.parametrize("init", slow_but(("eva",), SETTINGS))
 def test_an_adapter_that_peft_initialized_from_rows_goes_on(tiny, tmp_path, train, init):
     """The way that the refusal of `adapter.init_lora_weights` names."""
     base, tokenizer = plain(tiny.model), AutoTokenizer.from_pretrained(tiny.model)
@@ -138,7 +137,7 @@ def test_a_run_its_result_and_an_export_are_the_same_adapter(tiny, tmp_path, tra
     folder = ft.export(first, tmp_path / "export")
     ways = [first.root, first.final, first.checkpoint(2), folder]
     runs = [
-        train(f"further{number}", model={"adapter": str(way)}, adapter={"r": 4})
+        train(f"further{number}", model={"adapter": str(way)}, adapter={"r": 4}, max_steps=1)
         for number, way in enumerate(ways)
     ]
     assert len({tuple(losses(run)) for run in runs}) == 1
@@ -226,6 +225,18 @@ def test_what_contradicts_the_adapter_is_refused_by_name(tiny, adapter):
         assert settled == ft.LoRA(r=4, alpha=8, targets=("q_proj", "up_proj"), dropout=dropout)
 
 
+@pytest.fixture(scope="module")
+def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[ft.Run, ft.Run]:
+    """Runs of one step that trained all weights, and an adapter."""
+    folder = tmp_path_factory.mktemp("made")
+
+    def run(name: str, **sections: Any) -> ft.Run:
+        recipe = recipe_of(tiny, max_steps=1, **sections)
+        return ft.train(recipe, precision="fp32", options=Options(folder / name, plot=False))
+
+    return run("full"), run("lora", adapter={"r": 4})
+
+
 def unfinished_run(run: ft.Run, folder: Path) -> Path:
     (folder / "unfinished").mkdir()
     return Path(shutil.copy(run.recipe, folder / "unfinished")).parent
@@ -274,10 +285,9 @@ def test_a_base_table_stored_with_an_adapter_is_refused_unless_equal(tiny, adapt
         train("other", model={"adapter": str(adapter)})
 
 
-def test_a_run_is_the_model_that_it_made(tiny, tmp_path, run_of):
+def test_a_run_is_the_model_that_it_made(tiny, tmp_path, made):
     """All weights: its result. An adapter: trained further, or refused with what to do."""
-    full = run_of(max_steps=1)
-    lora = run_of(adapter={"r": 4}, max_steps=1)
+    full, lora = made
     named = request.check_here(recipe_of(tiny, model={"name": str(full.root)})).recipe.model
     assert (named.name, named.adapter) == (str(full.final), None)
     again = recipe_of(tiny, model={"name": str(lora.root)}, adapter={})
@@ -294,10 +304,9 @@ def test_a_run_is_the_model_that_it_made(tiny, tmp_path, run_of):
         assert words in problem, pair
 
 
-def test_a_run_may_be_the_teacher_or_the_reference(tiny, tmp_path, run_of):
+def test_a_run_may_be_the_teacher_or_the_reference(tiny, tmp_path, made):
     """By its model; an adapter must be merged first, and an unfinished run is refused."""
-    full = run_of(max_steps=1)
-    lora = run_of(adapter={"r": 4}, max_steps=1)
+    full, lora = made
     unfinished = unfinished_run(full, tmp_path)
 
     def resolved(method: str, run: Path) -> Any:
@@ -333,8 +342,8 @@ def test_a_run_with_a_score_head_is_no_language_model(tiny, tmp_path, method):
         assert problems_of(complete_adapter, recipe_of(tiny, **fields)) == (f"{field}: {why}",)
 
 
-def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, adapter, tmp_path, run_of):
-    full = run_of(max_steps=1)
+def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, adapter, tmp_path, made):
+    full, lora = made
     (tmp_path / "empty").mkdir()
     with_config = shutil.copytree(adapter, tmp_path / "with_config")
     shutil.copy(tiny.model / "config.json", with_config)
@@ -354,7 +363,6 @@ def test_a_missing_adapter_folder_is_reported_with_what_to_name(tiny, adapter, t
     for pair in ("adapter.start=x", "adapter.path=x", "model.lora_path=x", "peft_path=x",
                  "adapter_name_or_path=x", "resume_from_adapter=x", str(adapter)):  # fmt: skip
         assert words in problems_of(catalog.override, recipe_of(tiny), [pair])[0], pair
-    lora = run_of(adapter={"r": 4}, max_steps=1)
     other = recipe_of(tiny, adapter={"r": 4}, data=[{"source": "x.jsonl", "format": "messages"}])
     with pytest.raises(ft.FinetuneError, match=f"set model.adapter={lora.root} and choose another"):
         claim(lora, plan(other, "single"), True)

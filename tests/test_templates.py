@@ -1,19 +1,17 @@
 """Chat templates in the manner of public ones: each says what the row says, or is refused."""
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
 from chats import load_error, refusal, trained_texts
-from conftest import write_recipe
+from prepared import ready, recipe_of, write_rows
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
-from finetune.cli import main as cli
+from finetune.data.audit import describe
 from finetune.data.chat.chat_templates import template_variables, with_defaults
 from finetune.data.chat.render import Chat, load_chat
-from finetune.data.chat.tokens import Tokens
 from finetune.data.formats import Conversation, Text, read_row
 from finetune.data.rows.encode import Chunk, Encoder
 from finetune.errors import FinetuneError
@@ -576,26 +574,11 @@ def test_a_chunk_gives_the_rows_that_its_samples_give_one_by_one(template, train
     assert rows == [other.render(sample, train_on) for sample in samples]
 
 
-def test_every_assistant_mask_is_the_one_that_all_offsets_give(monkeypatch):
-    chat = chat_of(CHATML)
-    quick = chat.render(TALK, "assistant")
-    monkeypatch.setattr(Tokens, "place", lambda *_: None)
-    assert chat.render(TALK, "assistant") == quick
-
-
-def test_inspect_ends_with_status_2_and_reports_each_count(tiny, tmp_path, capsys):
-    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
-    tokenizer.chat_template = {"rag": RAG, "dated": "{{ strftime_now('%Y') }}" + CUTTING_HISTORY}
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"messages": list(HISTORY.messages)}) + "\n")
-    fields = tiny.fields(data=[{"source": str(data), "format": "messages"}], eval_data=[])
-    fields["model"]["tokenizer"] = str(tmp_path / "tokenizer")
-    recipe = str(write_recipe(tmp_path / "recipe.json", fields))
-    assert cli.main(["inspect", recipe]) == 2
-    assert "'dated', 'rag'" in capsys.readouterr().err
-    assert cli.main(["inspect", recipe, "model.chat_template=dated"]) == 0
-    found = capsys.readouterr().out
-    told = "1 with thoughts in earlier turns that the template leaves out"
-    assert f"{told} (first: {data} row 1)" in found
-    assert "the chat template writes the current date" in found
+def test_left_out_thoughts_and_a_fixed_date_are_reported_with_the_first_row(tmp_path):
+    source = write_rows(tmp_path / "rows.jsonl", [{"messages": list(HISTORY.messages)}])
+    chat = chat_of("{{ strftime_now('%Y') }}" + CUTTING_HISTORY)
+    prepared = ready(recipe_of(source, "messages"), tmp_path / "cache", chat)
+    told = "\n".join(describe(prepared.counts["train"]))
+    left_out = "1 with thoughts in earlier turns that the template leaves out"
+    assert f"{left_out} (first: {source} row 1)" in told
+    assert "the chat template writes the current date" in told

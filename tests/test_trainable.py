@@ -40,9 +40,8 @@ def test_named_weights_move_as_in_a_training_of_all_and_the_rest_stays(tiny: Tin
     assert all(torch.equal(some[name], every[name]) for name in named)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_only_the_head_is_trained(tiny: Tiny, train, recomputes: bool):
-    model = {"trainable": ["lm_head"], "activation_checkpointing": recomputes}
+def test_the_head_alone_is_trained_over_recomputed_blocks(tiny: Tiny, train):
+    model = {"trainable": ["lm_head"], "activation_checkpointing": True}
     base, run = load_file(tiny.model / "model.safetensors"), train(model=model, max_steps=2)
     found = weights(run)
     assert [n for n in base if not torch.equal(found[n], base[n])] == ["lm_head.weight"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from chats import MARKS, NO_TOOLS, real_chat
+from conftest import slow_but
 from tiny_run import byte_tokenizer
 
 from finetune.data.chat.render import Chat, load_chat
@@ -84,7 +85,10 @@ def test_calls_are_read_as_the_template_writes_them(name):
         assert read(form, broken) == []
 
 
-@pytest.mark.parametrize("name", sorted(set(MARKS) - NO_TOOLS))
+EVERYDAY = ("qwen3", "meta-llama-Llama-3.1-8B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407")
+
+
+@pytest.mark.parametrize("name", slow_but(EVERYDAY, sorted(set(MARKS) - NO_TOOLS)))
 def test_calls_of_real_templates_are_read(assets, name):
     chat = real_chat(assets, name)
     form = call_form(chat)

@@ -42,6 +42,14 @@ SIZES: dict[str, Any] = {
 }
 
 
+ROUNDING = 1e-5
+"""Logits in fp32 where sums are in another order: 1e-6 of the largest was measured."""
+
+
+def unreachable(step: int) -> None:
+    raise AssertionError(f"step {step} is evaluated before everything else is checked")
+
+
 def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     """One token a byte, then the special ones; `<|end|>` (256) is eos."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
