@@ -1,7 +1,7 @@
 """Speedup of two processes over one, each with one thread.
 
 All contenders are started at once and run in turns, so that other load on the machine affects all
-of them equally. `python -m benchmarks.scaling FILE` is a process that computes matrix products.
+of them equally. `python -m benchmarks.scaling FILE BURST` computes matrix products.
 """
 
 import contextlib
@@ -88,7 +88,13 @@ class Contender:
         psutil.wait_procs(reached, timeout=SECONDS)  # workers are not children of this process
 
 
-def measure(folder: Path, backends: Sequence[str], turns: int, shape: Shape = DEEP) -> Result:
+def measure(
+    folder: Path,
+    backends: Sequence[str],
+    turns: int,
+    shape: Shape = DEEP,
+    burst: int = BURST,
+) -> Result:
     """Train with LoRA in bf16 on one process, and on two with each backend, in turns."""
     recipe = write_adapter_job(folder / "job", shape, ENDLESS)
     runs = {backend: Run(folder / backend) for backend in ("single", *backends)}
@@ -97,7 +103,7 @@ def measure(folder: Path, backends: Sequence[str], turns: int, shape: Shape = DE
         for backend, run in runs.items():
             processes = 1 if backend == "single" else 2
             racing[backend] = held.enter_context(training(folder, recipe, run, processes))
-        alone, both = (held.enter_context(multiplying(folder, count)) for count in (1, 2))
+        alone, both = (held.enter_context(multiplying(folder, count, burst)) for count in (1, 2))
         found: list[dict[str, float]] = []
         for _ in range(turns):
             found.append({name: contender.turn() for name, contender in racing.items()})
@@ -127,12 +133,12 @@ def training(folder: Path, recipe: Path, run: Run, processes: int) -> Iterator[C
 
 
 @contextlib.contextmanager
-def multiplying(folder: Path, count: int) -> Iterator[Contender]:
+def multiplying(folder: Path, count: int, burst: int) -> Iterator[Contender]:
     """`count` independent processes that compute only matrix products."""
     files = [folder / f"products-{count}-{number}.txt" for number in range(count)]
     log = folder / f"products-{count}.log"
     started = [
-        start(["benchmarks.scaling", str(file)], log, cache=folder / "cache", threads=1)
+        start(["benchmarks.scaling", str(file), str(burst)], log, cache=folder / "cache", threads=1)
         for file in files
     ]
 
@@ -217,14 +223,14 @@ def tabulate(measured: dict[str, Any]) -> list[list[str]]:
     return [[*head, "peak memory"], *rows]
 
 
-def multiply(file: Path) -> None:
+def multiply(file: Path, burst: int) -> None:
     """Compute products of a layer's shape in bf16 endlessly, writing the seconds of each burst."""
     torch.manual_seed(0)
     rows = torch.randn(4 * DEEP.length, DEEP.hidden_size).bfloat16()
     weight = torch.randn(3 * DEEP.hidden_size, DEEP.hidden_size).bfloat16()
     while True:
         begun = time.perf_counter()
-        for _ in range(BURST):
+        for _ in range(burst):
             rows @ weight.T
         with file.open("a") as lines:
             lines.write(f"{time.perf_counter() - begun}\n")
@@ -235,4 +241,4 @@ def _text(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    multiply(Path(sys.argv[1]))
+    multiply(Path(sys.argv[1]), int(sys.argv[2]))

@@ -94,7 +94,7 @@ def test_a_shape_is_measured_with_its_plan_and_kept_when_the_next_fails(tmp_path
 @pytest.mark.slow
 def test_two_processes_are_compared_with_one(tmp_path):
     tiny = dataclasses.replace(SMALL, hidden_size=64, layers=2, rows=8, length=64)
-    found = scaling.measure(tmp_path, ["ddp"], turns=1, shape=tiny)
+    found = scaling.measure(tmp_path, ["ddp"], turns=1, shape=tiny, burst=1)
     turns, measured = found.values["turns"], found.values["backends"]
     single, ddp = measured["single"], measured["ddp"]
     assert (single["processes"], single["speedup_of_turns"]) == (1, [1])

@@ -204,28 +204,30 @@ def as_one_trial(words: list[str], folder: Path, do: Do) -> None:
     assert "Trials" in (folder / "runs/r-sweep/index.html").read_text()
 
 
-def as_a_server(words: list[str], folder: Path, do: Do) -> None:
-    """Started on a free port, asked for its models, and ended."""
+@contextlib.contextmanager
+def started(words: list[str], folder: Path) -> Iterator[str]:
+    """A command on a free port, by the first line that it prints; it is ended afterwards."""
     process = start([*words[1:], "--port", "0"], folder, warm=True)
     try:
-        url = process.stdout.readline().split(" at ")[1].split(",")[0]
-        assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "tuned"
+        yield process.stdout.readline()
     finally:
         end_tree(process.pid)
         process.wait()
+
+
+def as_a_server(words: list[str], folder: Path, do: Do) -> None:
+    """Asked for its models."""
+    with started(words, folder) as said:
+        url = said.split(" at ")[1].split(",")[0]
+        assert httpx.get(f"{url}/models").json()["data"][0]["id"] == "tuned"
 
 
 def as_a_board(words: list[str], folder: Path, do: Do) -> None:
-    """Started on a free port, opened at the address that it prints, and ended."""
-    process = start([*words[1:], "--port", "0"], folder, warm=True)
-    try:
-        address = process.stdout.readline().split(": ", 1)[1].strip()
-        page = httpx.get(address)
-        assert page.status_code == 303
+    """Opened at the address that it prints."""
+    with started(words, folder) as said:
+        address = said.split(": ", 1)[1].strip()
+        assert httpx.get(address).status_code == 303
         assert httpx.get(address.partition("?")[0]).status_code == 200
-    finally:
-        end_tree(process.pid)
-        process.wait()
 
 
 def as_an_install(words: list[str], folder: Path, do: Do) -> None:

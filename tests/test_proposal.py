@@ -49,23 +49,29 @@ def test_method_format_and_labels_follow_from_the_rows(tiny, tmp_path, name):
     assert (recipe.batch.rows, recipe.eval_rows) == (8, 0.05)
 
 
-def test_the_file_is_the_recipe_and_its_next_commands_run(finetune: Finetune, tiny, tmp_path):
-    shutil.copy(tiny.data, tmp_path / "data.jsonl")
-    words = ["--model", tiny.model, "--data", "data.jsonl", "adapter.r=4"]
-    done = finetune("init", "mine.yaml", *words, cwd=tmp_path).passed()
-    recipe = catalog.load(tmp_path / "mine.yaml")
+def test_the_file_is_the_recipe_and_its_next_commands_run(
+    finetune: Finetune, tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text("".join(tiny.data.open().readlines()[:16]))
+    words = f"init mine.yaml --model {tiny.model} --data data.jsonl adapter.r=4".split()
+    assert cli.main(words) == 0
+    recipe = catalog.load(Path("mine.yaml"))
     assert recipe.adapter == ft.LoRA(r=4)
-    assert "# data: format 'messages' by its columns" in (tmp_path / "mine.yaml").read_text()
-    commands = done.stdout.split("next:\n")[1].splitlines()
-    assert [line.split()[:2] for line in commands] == [
-        ["finetune", verb] for verb in ("inspect", "plan", "launch")
-    ]
-    for line in commands:
-        finetune(*line.split()[1:], cwd=tmp_path).passed()
-    (run,) = (tmp_path / "runs").iterdir()
+    assert "# data: format 'messages' by its columns" in Path("mine.yaml").read_text()
+    inspect, plan, launch = (
+        line.split() for line in capsys.readouterr().out.split("next:\n")[1].splitlines()
+    )
+    assert [inspect[:2], plan[:2]] == [["finetune", "inspect"], ["finetune", "plan"]]
+    assert cli.main(inspect[1:]) == cli.main(plan[1:]) == 0
+    assert launch[:2] == ["finetune", "launch"]
+    finetune(*launch[1:], cwd=tmp_path).passed()
+    (run,) = Path("runs").iterdir()
     assert (run / "final").is_dir()
-    again = finetune("init", "mine.yaml", *words, cwd=tmp_path).refused()
-    assert again == "error: mine.yaml: already exists; choose another name, or remove it\n"
+    capsys.readouterr()
+    assert cli.main(words) == 2
+    told = "error: mine.yaml: already exists; choose another name, or remove it\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.fixture
@@ -111,6 +117,11 @@ def test_words_decide_what_is_not_chosen(large, tiny):
     recipe = ft.recipe_for(str(large(1024, 8)), str(tiny.data), "sft", "H100-80", overrides=given)
     assert (recipe.adapter, recipe.optim.lr, recipe.batch.rows) == (None, 3e-5, 16)
     assert recipe.backend == "single"
+    proposed = [
+        ft.recipe_for(str(tiny.model), str(tiny.data), overrides=words).adapter
+        for words in (["adapter.r=4"], [])
+    ]
+    assert proposed == [ft.LoRA(r=4), ft.LoRA(r=16)]  # of one process, each by its own words
 
 
 def test_rare_long_rows_are_dropped_and_documents_are_split(tiny, tmp_path):

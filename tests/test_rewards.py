@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+from conftest import problems_of
 
 from finetune.errors import FinetuneError
 from finetune.rewards import Reward, functions
@@ -17,28 +18,18 @@ from finetune.rewards.process import RewardFailure, RewardProcess
 BAD = """
 import asyncio, ctypes, os, subprocess, sys, time
 
-def at_boom(act):
-    def reward(completions, **_):
-        if "boom" in completions:
-            act()
-        return [1] * len(completions)
-    return reward
+def throw(error):
+    raise error
 
 def always(result):
     return lambda completions, **_: result
 
-def throw(error):
-    raise error
+def hangs(completions, **_):
+    if "boom" in completions:
+        time.sleep(600)
+    return [1] * len(completions)
 
-raises = at_boom(lambda: 1 / 0)
-hangs = at_boom(lambda: time.sleep(600))
-exits = at_boom(lambda: sys.exit("no service"))
-crashes = at_boom(lambda: ctypes.string_at(0))
-killed = at_boom(lambda: os.kill(os.getpid(), 9))
-asks = at_boom(lambda: input())
-stops = at_boom(lambda: throw(KeyboardInterrupt()))
-cancelled = at_boom(lambda: throw(asyncio.CancelledError()))
-few, number, nothing = always([1.0, 1.0]), always(3), always(None)
+few, number, nothing, raises = map(always, ([1.0, 1.0], 3, None, None))
 
 def ends(completions, **_):
     os._exit(7)
@@ -46,8 +37,8 @@ def ends(completions, **_):
 def long(completions, **_):
     throw(ValueError("z" * 5000))
 
-def gives(completions, value, **_):
-    return [eval(value) if text == "boom" else 1 for text in completions]
+def gives(completions, act, **_):
+    return [eval(way) if text == "boom" else 1 for text, way in zip(completions, act)]
 
 def slow(completions, calls, **_):
     with open(calls, "a") as file:
@@ -115,40 +106,35 @@ def scored(name: str, **given: Any) -> Any:
 
 
 NO_NUMBER = "expected a finite number or None"
-VALUES = {
+FAILURES = {
     "'much'": f"returns 'much', {NO_NUMBER}",
     "float('nan')": f"returns nan, {NO_NUMBER}",
     "'1.0'": f"returns '1.0', {NO_NUMBER}",
     "10 ** 400": f"returns 1{59 * '0'}, {NO_NUMBER}",
+    "1 / 0": "raises ZeroDivisionError: division by zero (<string>:1)",
+    "throw(KeyboardInterrupt())": "raises KeyboardInterrupt (bad_rewards.py:5)",
+    "input()": "raises EOFError: EOF when reading a line (<string>:1)",
+    "sys.exit('no service')": "raises SystemExit: no service (<string>:1)",
+    "throw(asyncio.CancelledError())": "raises CancelledError (bad_rewards.py:5)",
+    "ctypes.string_at(0)": "had its process killed by SIGSEGV",
+    "os.kill(os.getpid(), 9)": "had its process killed by SIGKILL, as when memory runs out",
 }
-FAILURES = {
-    "raises": "raises ZeroDivisionError: division by zero (bad_rewards.py:17)",
-    "stops": "raises KeyboardInterrupt (bad_rewards.py:15)",
-    "asks": "raises EOFError: EOF when reading a line (bad_rewards.py:22)",
-    "exits": "raises SystemExit: no service (bad_rewards.py:19)",
-    "cancelled": "raises CancelledError (bad_rewards.py:15)",
-    "crashes": "had its process killed by SIGSEGV",
-    "killed": "had its process killed by SIGKILL, as when memory runs out",
-}
+"""What a reward does for one completion, and how that is reported."""
 
 
 @pytest.mark.usefixtures("module")
-@pytest.mark.parametrize("name", [*VALUES, *FAILURES])
-def test_a_failing_reward_is_reported_with_its_completion(name):
-    given, told = {}, FAILURES.get(name)
-    if name in VALUES:
-        name, given, told = "gives", {"value": name}, VALUES[name]
-    with process_of(name, **given) as process:
-        with pytest.raises(RewardFailure) as caught:
-            process.score(COLUMNS)
-        scores, notes = process.score(COLUMNS, skip=True)
-    (problem,) = caught.value.problems
-    assert problem == (
-        f"reward 'bad_rewards:{name}' {told} (prompt 'two', completion 'boom'); fix the function, "
-        "or set on_reward_error=skip to leave completions without a score"
-    )
-    assert scores == [[1, None, 1]]
-    assert told in notes[0]
+def test_failing_rewards_are_reported_with_their_completion():
+    with process_of("gives") as process:
+        for act, told in FAILURES.items():
+            columns = COLUMNS | {"act": [act] * 3}
+            (problem,) = problems_of(process.score, columns)
+            assert problem == (
+                f"reward 'bad_rewards:gives' {told} (prompt 'two', completion 'boom'); fix the "
+                "function, or set on_reward_error=skip to leave completions without a score"
+            )
+            scores, notes = process.score(columns, skip=True)
+            assert scores == [[1, None, 1]]
+            assert told in notes[0]
 
 
 @pytest.mark.usefixtures("module")

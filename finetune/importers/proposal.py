@@ -252,7 +252,7 @@ def _with_weights(
 ) -> Recipe:
     """A recipe that trains these weights, with a learning rate for them."""
     changed = copy.deepcopy(fields)
-    changed["adapter"], changed["model"]["quantization"] = WEIGHTS[name]
+    changed["adapter"], changed["model"]["quantization"] = copy.deepcopy(WEIGHTS[name])
     made = catalog.with_words(changed, overrides)
     if any(word.startswith("optim.lr=") for word in overrides):
         return made
