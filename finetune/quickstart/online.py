@@ -17,6 +17,7 @@ from finetune.evaluation.exact_match import exact_match, references
 from finetune.inference.generate import load
 from finetune.quickstart.records import instructions
 from finetune.quickstart.supervised import (
+    ANSWERS,
     FOLDER,
     HELD_OUT_ROWS,
     TRAIN_ROWS,
@@ -59,7 +60,7 @@ def quickstart_grpo(output: Path) -> tuple[Run, Run]:
     console.rule("[bold]4 of 4[/]  GRPO from the same start: reward for each field that occurs")
     hacked = _train(output.with_name(f"{output.name}-hacked"), f'reward_funcs=["{HACKABLE}"]')
     rows = references(Data(str(HELD_OUT), "messages"))
-    before = exact_match(load(start), rows, max_new_tokens=48, batch_rows=64).share
+    before = exact_match(load(start), rows, max_new_tokens=48, batch_rows=ANSWERS).share
     console.print(result_table(before, run, hacked, time.perf_counter() - started))
     refuse_miss("grpo", f"exact match of {HELD_OUT_ROWS} held-out orders", _rewards(run)[2])
     print_next(console, f"report {run.root}", f"report {hacked.root}", f"chat {run.root}")

@@ -14,6 +14,7 @@ from finetune.evaluation.exact_match import exact_match, references
 from finetune.inference.generate import load
 from finetune.quickstart.records import preferences
 from finetune.quickstart.supervised import (
+    ANSWERS,
     FOLDER,
     HELD_OUT_ROWS,
     print_next,
@@ -59,7 +60,7 @@ def quickstart_dpo(output: Path) -> tuple[Run, Behaviour, Behaviour]:
     console.rule("[bold]3 of 3[/]  DPO: the record with alphabetical keys is the chosen one")
     run = train(catalog.resolve("quickstart_dpo"), precision="fp32", output=output, resume="auto")
     rows = references(Data(str(FOLDER / "data" / "held_out.jsonl"), "messages"))
-    scores = (exact_match(load(each), rows) for each in (start, run))
+    scores = (exact_match(load(each), rows, batch_rows=ANSWERS) for each in (start, run))
     before, after = (behaviour([one.answer for one in each.examples]) for each in scores)
     report(run)
     console.print(result_table(run, before, after, time.perf_counter() - started))
