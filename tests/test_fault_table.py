@@ -102,7 +102,7 @@ class Trained:
         """The exit status of a command in a process of its own, or in several."""
         self.log.write_text("")
         self.log.with_suffix(".met").unlink(missing_ok=True)
-        variables = {"FINETUNE_CACHE": str(self.folder / cache)}
+        variables = {"FINETUNE_CACHE": environment(self.folder / cache)["FINETUNE_CACHE"]}
         job = {
             "words": words, "log": str(self.log), "fault": fault, "faulty_rank": faulty_rank,
             "ranks": [variables | each for each in launched],
