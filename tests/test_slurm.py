@@ -148,7 +148,9 @@ def test_a_run_whose_node_dies_goes_on_with_the_nodes_that_are_there(
 @pytest.mark.slow
 def test_a_job_that_makes_no_progress_is_not_started_for_ever(slurm, finetune, recipe, tmp_path):
     run = Run(tmp_path / "run")
-    job = slurm.submit(finetune, recipe, *WORDS, "--output", run.root, "cluster.attempts=1")
+    # Machine 0 is refused at once; the other one waits for it as long as this.
+    words = [recipe, *WORDS, "--output", run.root, "--join-timeout", "0.1"]
+    job = slurm.submit(finetune, *words, "cluster.attempts=1")
     slurm.wait(lambda: run.attempts.exists() and '"start"' in run.attempts.read_text())
     slurm.kill_job()
     assert ended(slurm, job) == "FAILED"
