@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 SECONDS = 120.0
 """Time limit of a command."""
-PATIENCE = 3.0
+PATIENCE = 2.0
 """Time between SIGTERM and SIGKILL for ranks that another one has left."""
 EVENTS = {"open", "os.mkdir", "os.rename"}
 RAISED = {"full": errno.ENOSPC, "forbidden": errno.EACCES}

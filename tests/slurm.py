@@ -132,11 +132,12 @@ class Slurm:
         return [self.nodes[name].pid, *dict.fromkeys(steps)]
 
     def kill_job(self) -> None:
-        """Kill what the only job runs on each node, but for SLURM's own processes."""
+        """Kill the tasks of the only job on each node, with all that they started."""
         for pid in (pid for node in NODES for pid in steps_of(node)):
             with contextlib.suppress(psutil.Error):
-                if "launch" in psutil.Process(pid).cmdline():
-                    os.kill(pid, signal.SIGKILL)
+                words = psutil.Process(pid).cmdline()
+                if "launch" in words and words[0] != "srun":
+                    end_tree(pid)
 
     def state(self, job: str) -> str:
         """State of a job; empty after its end."""
@@ -148,12 +149,12 @@ class Slurm:
         until = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < until, self.ask("squeue", "--states=all")
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def preempt(self, job: str) -> None:
-        """Take both nodes from a job for a second, by a job of a higher partition."""
+        """Take both nodes from a job, by a short job of a higher partition."""
         words = ["--parsable", "--partition=high", "--exclusive", "--nodes=2", "--output=/dev/null"]
-        other = self.ask("sbatch", *words, "--wrap=sleep 1")
+        other = self.ask("sbatch", *words, "--wrap=true")
         self.wait(lambda: self.state(other) not in ("PENDING", "RUNNING"))
 
     def submit(self, finetune: Callable[..., object], *words: str | Path) -> str:

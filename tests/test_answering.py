@@ -89,9 +89,7 @@ def test_metrics_that_do_not_fit_are_refused_before_the_first_step(folder, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "adapter"), [("ddp", {"r": 4}), ("fsdp_full_shard", {"r": 4}), ("zero3", None)]
-)
+@pytest.mark.parametrize(("backend", "adapter"), [("fsdp_full_shard", {"r": 4}), ("zero3", None)])
 def test_every_backend_answers_as_one_process_does(folder, run_of, backend, adapter):
     """Seven rows on two processes: one of them answers a batch less, and takes part in it."""
     given = fields(folder, adapter=adapter)

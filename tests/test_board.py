@@ -275,8 +275,8 @@ def read_events(board: Board) -> None:
 def test_a_board_that_is_killed_changes_no_run(
     tiny: Tiny, train: Train, tmp_path: Path, session_cache: Path
 ):
-    """A run goes on while its board is killed again and again, and ends as without one."""
-    root, steps = tmp_path / "runs", 12
+    """A run goes on while its board is killed twice, and ends as without one."""
+    root, steps = tmp_path / "runs", 8
     sections = {**SHORT, "max_steps": steps, "model": {"name": str(tiny.model)}}
     write_recipe(root / ".board" / "recipes" / "mine.yaml", tiny.fields(**sections))
     with boarding(root, session_cache, warm=True, keeps=True) as first:
@@ -285,11 +285,10 @@ def test_a_board_that_is_killed_changes_no_run(
         first.wait(lambda: Watch(run).read().step >= 1)
         first.process.kill()
         first.process.wait()
-    for _ in range(3):
-        with boarding(root, session_cache, warm=True, keeps=True) as next_one:
-            assert "run" in next_one.page("/")
-            next_one.process.kill()
-            next_one.process.wait()
+    with boarding(root, session_cache, warm=True, keeps=True) as second:
+        assert "run" in second.page("/")
+        second.process.kill()
+        second.process.wait()
     with boarding(root, session_cache, warm=True) as last:
         readers = [
             threading.Thread(target=read_events, args=(last,), daemon=True) for _ in range(10)
@@ -389,12 +388,13 @@ def test_200_runs_and_a_million_steps_are_answered_at_once(
     long = Run(root / "run0")
     (line,) = [each for each in long.metrics.read_text().splitlines() if '"step": 1,' in each]
     low, high = 0.125, 77.5
-    record = json.loads(line)
+    # With a template, because a million calls of json.dumps take many seconds.
+    record = json.dumps(json.loads(line) | {"step": "%d", "loss": "%g"}).replace('"%d"', "%d")
+    record = record.replace('"%g"', "%g") + "\n"
+    special = {400_000: low, 800_000: high}
     with long.metrics.open("a") as file:
         for step in range(7, 1_000_001):
-            record["step"] = step
-            record["loss"] = {400_000: low, 800_000: high}.get(step, 1 + step % 7)
-            file.write(json.dumps(record) + "\n")
+            file.write(record % (step, special.get(step, 1 + step % 7)))
     with boarding(root, session_cache) as board:
         process = psutil.Process(board.process.pid)
         read: dict[str, Any] = {"whole": False}

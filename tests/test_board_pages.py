@@ -80,7 +80,7 @@ def test_every_page_fits_its_screen_and_asks_no_other_host(board: Board, tab: Ta
             assert all(each.startswith((board.url, "data:")) for each in tab.asked)
 
 
-@pytest.mark.parametrize("scripts", [True, False])
+@pytest.mark.parametrize("scripts", [True, slow(False)])
 def test_runs_are_compared_by_keyboard(board: Board, tab: Tab, scripts: bool):
     tab.look(1440, scripts=scripts)
     tab.open(board.url)

@@ -16,9 +16,7 @@ def recipe(tiny: Tiny, folder: Path, name: str, **sections: Any) -> str:
     return str(write_recipe(folder / f"{name}.json", tiny.fields(**SHORT | sections)))
 
 
-@pytest.mark.parametrize(
-    "second", [ADAPTER, slow({"r": 2}), slow(None)], ids=["same", "other", "whole"]
-)
+@pytest.mark.parametrize("second", [ADAPTER, slow({"r": 2})], ids=["same", "other"])
 def test_a_stage_starts_from_the_result_before_it(
     tiny: Tiny, finetune: Finetune, tmp_path: Path, second: Any
 ):

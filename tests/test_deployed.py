@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from finetune import Run, export, generate, load
 from finetune.data.chat.render import load_chat
 from finetune.data.samples import Conversation
 from finetune.inference.chat import stream
+from finetune.launchers.accelerate import free_port
 from finetune.runs.run import write_json
 
 ROWS = 50
@@ -85,12 +85,6 @@ def test_chat_server_adapter_and_merged_model_give_equal_answers(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(merged)
     assert plain_answers(model, merged, conversations) == wanted
     assert served_answers(run, conversations, tmp_path) == wanted
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def is_up(url: str) -> bool:

@@ -48,7 +48,7 @@ def test_settings_dropped_by_accelerate_are_reported(tmp_path):
 LATE = """
 import os, time
 from finetune.cli import run
-time.sleep(3 * (os.environ["RANK"] == "{rank}"))
+time.sleep(1 * (os.environ["RANK"] == "{rank}"))
 run()
 """
 

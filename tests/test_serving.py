@@ -1,10 +1,10 @@
 """The server answers as the model that was trained does, to OpenAI's own client."""
 
 import base64
+import functools
 import hashlib
 import http.client
 import json
-import os
 import re
 import shutil
 import time
@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 import torch
+from browsers import Tab, browsing
 from served import ASKED, TOOL, running
 from tiny_run import (
     CHATML,
@@ -34,7 +35,7 @@ from finetune.cli import main as cli
 from finetune.data.chat.render import load_chat
 from finetune.data.formats import read_row
 from finetune.errors import FinetuneError
-from finetune.inference.generate import load_folder
+from finetune.inference.generate import Loaded, load_folder
 from finetune.serving.serve import listening
 
 IS_JSON = {"content-type": "application/json"}
@@ -47,6 +48,11 @@ class Server:
     trained: Trained
     url: str
     client: openai.OpenAI
+
+    @functools.cached_property
+    def loaded(self) -> Loaded:
+        """The same model in this process."""
+        return load(self.trained.run)
 
     def chat(self, model: str, messages: Any = ASKED, most: int = 24, **fields: Any) -> Any:
         return self.client.chat.completions.create(
@@ -91,10 +97,9 @@ def message_of(reply: httpx.Response) -> str:
 
 def wanted(server: Server, base: bool = False, most: int = 24) -> str:
     """The answer of the product's own generation."""
-    run = server.trained.run
-    loaded = load(run)
+    loaded = server.loaded
     if base:
-        loaded = load_base(catalog.load(run.recipe), loaded.tokenizer)
+        loaded = load_base(catalog.load(server.trained.run.recipe), loaded.tokenizer)
     return generate(loaded, [ASKED], max_new_tokens=most)[0]
 
 
@@ -113,7 +118,7 @@ def test_answers_are_those_of_the_trained_model_and_of_its_base(server):
 
 def test_the_ids_of_a_request_are_those_of_training(server):
     row = {"messages": [*ASKED, {"role": "assistant", "content": "x"}]}
-    chat = load_chat(load(server.trained.run).tokenizer, None)
+    chat = load_chat(server.loaded.tokenizer, None)
     rendered = chat.render(read_row("messages", row), "assistant")
     prompt = rendered.ids[: rendered.trained.index(True)]
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is kept?"}]}]
@@ -131,7 +136,7 @@ def test_log_probabilities_do_not_depend_on_the_temperature(server):
         server.chat("tuned", most=6, logprobs=True, top_logprobs=3, **fields)
         for fields in ({}, {"temperature": 3.0, "seed": 1})
     )
-    loaded = load(server.trained.run)
+    loaded = server.loaded
     ids = load_chat(loaded.tokenizer, None).prompt(read_row("messages", {"messages": ASKED}))
     with torch.inference_mode():
         logits = loaded.model(input_ids=torch.tensor([ids])).logits[0, -1]
@@ -169,8 +174,7 @@ def test_answers_do_not_depend_on_what_else_is_answered(server):
         assert list(pool.map(said, asked)) == alone
         assert list(pool.map(said, reversed(asked))) == alone[::-1]
     assert len(set(alone)) == len(alone)
-    found = load(server.trained.run)
-    greedy = generate(found, [asked[0]["prompt"]], max_new_tokens=8, repetition_penalty=1.1)
+    greedy = generate(server.loaded, [asked[0]["prompt"]], max_new_tokens=8, repetition_penalty=1.1)
     assert alone[0] == greedy[0]
 
 
@@ -281,7 +285,7 @@ def test_a_long_request_is_refused_from_its_length(server, path):
     asked = {"prompt": text} if path == "completions" else {"messages": chat}
     reply = post(server, asked | {"max_tokens": 1}, path)
     assert reply.status_code == 400
-    loaded = load(server.trained.run)
+    loaded = server.loaded
     longest = max(map(len, loaded.tokenizer.get_vocab()))
     least = int(len(text) * (1 / (4 * longest)))
     told = f"at least {least} tokens leave no room in a context of {loaded.context}"
@@ -385,33 +389,29 @@ def test_tools_are_rendered_as_in_training(guarded):
         assert reply.json()["usage"]["prompt_tokens"] == length
 
 
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium is installed")
 def test_the_page_compares_base_and_tuned_answers(server, tmp_path):
-    sync_api = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1200, "height": 700})
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(server.url)
-        page.get_by_label("max tokens").fill("24")
-        page.get_by_label("message").fill(ASKED[0]["content"])
-        page.get_by_role("button", name="Send").click()
-        sync_api.expect(page.locator(".note")).to_have_count(2, timeout=60_000)
-        shown = [each.text_content() for each in page.locator(".assistant").all()]
-        page.screenshot(path=os.environ.get("FINETUNE_SCREENSHOT", str(tmp_path / "page.png")))
-        page.get_by_label("temperature").fill("99")
-        page.get_by_label("message").fill("again")
-        page.keyboard.press("Enter")
-        sync_api.expect(page.locator(".error").first).to_contain_text("temperature")
+    texts = "[...document.querySelectorAll('%s')].map((each) => each.textContent.trim())"
+    fill = "Object.entries(%s).forEach(([name, value]) => $(name).value = value)"
+    with browsing(tmp_path / "browser") as browser:
+        tab = Tab(browser)
+        tab.look(1200)
+        tab.open(server.url)
+        tab.until("document.querySelectorAll('section').length === 2")
+        tab.value(fill % json.dumps({"max_tokens": 24, "prompt": ASKED[0]["content"]}))
+        tab.value("$('send').click()")
+        tab.until("document.querySelectorAll('.note').length === 2")
+        shown = tab.value(texts % ".assistant")
+        tab.value(
+            fill % json.dumps({"temperature": 99, "prompt": "again"}) + "; $('prompt').focus()"
+        )
+        tab.press("Enter")
+        tab.until("document.querySelectorAll('.error').length === 2")
+        assert "temperature" in tab.value(texts % ".error")[0]
         for width in (1200, 390):
-            page.set_viewport_size({"width": width, "height": 400})
-            inside = "document.documentElement.scroll%s <= inner%s"
-            assert page.evaluate(inside % ("Height", "Height")), width
-            assert page.evaluate(inside % ("Width", "Width")), width
-        browser.close()
-    both = [wanted(server, base).strip() for base in (True, False)]
-    assert [text.strip() for text in shown] == both
-    assert errors == []
+            tab.look(width)
+            for side in ("Width", "Height"):
+                inside = f"document.documentElement.scroll{side} <= inner{side}"
+                assert tab.value(inside), (width, side)
+        assert [each for each in tab.problems if "400" not in each] == []
+    assert shown == [wanted(server, base).strip() for base in (True, False)]
