@@ -729,8 +729,10 @@ def test_a_plateau_lowers_the_rate_from_the_evaluations_and_a_resumed_run_knows_
     """A loss that never falls by half lowers the rate at the third and fifth evaluation."""
     arguments = {"factor": 0.5, "patience": 1, "threshold": 0.5}
     given = {
-        "optim": of("reduce_lr_on_plateau", **arguments) | {"warmup": 0}, "evaluation": {"every": 1}
-    }  # fmt: skip
+        "optim": of("reduce_lr_on_plateau", **arguments) | {"warmup": 0},
+        "saving": {"every": 3, "keep": 2},
+        "evaluation": {"every": 1},
+    }
     straight = train("straight", **given)
     rates = [step["lr"] for step in straight.read_metrics("train")]
     assert rates == pytest.approx([1e-3] * 3 + [5e-4] * 2 + [2.5e-4])

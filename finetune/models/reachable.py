@@ -120,7 +120,10 @@ def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
 
     device = next(iter(named.values())).device
     try:
-        with contextlib.ExitStack() as hooks, _entered() as entered, _as_text(model):
+        with (
+            contextlib.ExitStack() as hooks, _entered() as entered, _as_text(model),
+            _restored(model),
+        ):  # fmt: skip
             for name in wanted:
                 parameter: Any = named[name]
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(noting(name)))
