@@ -730,7 +730,7 @@ def test_a_plateau_lowers_the_rate_from_the_evaluations_and_a_resumed_run_knows_
     arguments = {"factor": 0.5, "patience": 1, "threshold": 0.5}
     given = {
         "optim": of("reduce_lr_on_plateau", **arguments) | {"warmup": 0},
-        "saving": {"every": 3, "keep": 2},
+        "saving": {"every": 1, "keep": 6},
         "evaluation": {"every": 1},
     }
     straight = train("straight", **given)
