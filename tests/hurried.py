@@ -6,8 +6,8 @@ warm interpreter would each read or make again is made before them.
 
 import os
 
-# There is no network: a name that is not on disk would be requested five times, with waits of half
-# a minute. The library reads this variable when it is imported.
+# There is no network: a name that is not on disk would be requested five times, with waits between
+# them. The library reads this variable when it is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
