@@ -724,19 +724,16 @@ def test_a_state_of_bitsandbytes_continues_in_our_own_codes() -> None:
 
 
 def test_a_plateau_lowers_the_rate_from_the_evaluations_and_a_resumed_run_knows_it(
-    train: Train, tmp_path: Path
+    train: Train,
 ) -> None:
     """A loss that never falls by half lowers the rate at the third and fifth evaluation."""
     arguments = {"factor": 0.5, "patience": 1, "threshold": 0.5}
     given = {
-        "optim": of("reduce_lr_on_plateau", **arguments) | {"warmup": 0},
-        "saving": {"every": 1, "keep": 6},
-        "evaluation": {"every": 1},
-    }
-    straight = train("straight", **given)
-    rates = [step["lr"] for step in straight.read_metrics("train")]
+        "optim": of("reduce_lr_on_plateau", **arguments) | {"warmup": 0}, "evaluation": {"every": 1}
+    }  # fmt: skip
+    rates = [step["lr"] for step in train("straight", **given).read_metrics("train")]
     assert rates == pytest.approx([1e-3] * 3 + [5e-4] * 2 + [2.5e-4])
-    cut_off(straight, tmp_path / "cut", 3)
+    train("cut", **given, max_steps=4)
     resumed = train("cut", **given, resume=True)
     assert [step["lr"] for step in resumed.read_metrics("train")] == rates
     with pytest.raises(ft.FinetuneError, match=r"optim\.schedule_arguments: .* 'factr'"):
