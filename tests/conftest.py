@@ -34,8 +34,6 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The command line also sets it before importing torch: the profiler writes into captured output.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# There is no network: without this, a name that is not on disk is requested five times.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Coverage measures pytest's workers but not the commands that tests start: a signal that ends a
 # command could interrupt coverage while it holds its lock.

@@ -4,6 +4,12 @@ The rate of products, which no test needs exactly, is that of three of them; and
 warm interpreter would each read or make again is made before them.
 """
 
+import os
+
+# There is no network: a name that is not on disk would be requested five times, with waits between
+# them. The library reads this variable when it is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from finetune.kernels import matmul_rate

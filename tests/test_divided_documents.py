@@ -18,7 +18,6 @@ OF_METHODS: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.3, "sft_weight": 0.1},
     "ipo": {"method": "dpo", "loss_type": "ipo", "beta": 0.3},
     "kto": {"beta": 0.3},
-    "reward": {"center_rewards_coefficient": 0.01},
     "classifier": {"labels": ["a", "b"]},
 }
 
@@ -86,7 +85,6 @@ def test_a_run_of_one_process_goes_on_with_divided_documents(judged, tmp_path, f
     [
         ("ipo-packed", "sp_fsdp", ()),
         ("dpo-lora", "sp_tp", ()),
-        ("reward-lora", "sp", ()),
         ("classifier-packed", "cp", ()),
         ("dpo-packed", "cp", ("--rotation", "alltoall")),
     ],

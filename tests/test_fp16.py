@@ -21,18 +21,14 @@ ORDER = 2e-3
 LORA: dict[str, Any] = {"adapter": {"r": 8}, "optim": {"lr": 5e-3, "warmup": 0}}
 
 
-@pytest.mark.parametrize("kind", [LORA], ids=["lora"])
-def test_losses_in_fp16_are_near_those_of_fp32(run_of, train, kind):
-    narrow, wide = train(precision="fp16", **kind), run_of(**kind)
-    assert losses(narrow) != losses(wide)
-    assert apart(narrow, wide) < FP16
-
-
-def test_the_recorded_norm_is_that_of_the_gradient_without_the_scale(train):
+def test_losses_and_norms_in_fp16_are_near_those_of_fp32(run_of, train):
     """Adam and clipping hide a scale that stays; the record of the norm does not."""
-    runs = [train(each, precision=each, max_steps=2) for each in ("fp16", "fp32")]
+    runs = train(precision="fp16", **LORA), run_of(**LORA)
+    narrow, wide = map(losses, runs)
+    assert narrow != wide
+    assert apart(*runs) < FP16
     narrow, wide = ([step["grad_norm"] for step in run.read_metrics("train")] for run in runs)
-    assert narrow == pytest.approx(wide, rel=FP16)
+    assert narrow[:2] == pytest.approx(wide[:2], rel=FP16)
 
 
 def test_an_overflow_takes_the_same_step_again(train, monkeypatch):
@@ -100,7 +96,8 @@ def test_gradients_of_a_large_vocabulary_do_not_vanish():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard"])
-def test_several_processes_have_the_losses_of_one(run_of, backend):
-    together, alone = (run_of(each, "--precision", "fp16", **LORA) for each in (backend, "single"))
+def test_several_processes_have_the_losses_of_one(run_of):
+    """Each has a part of every gradient, and another one may overflow."""
+    backends = ("fsdp_full_shard", "single")
+    together, alone = (run_of(each, "--precision", "fp16", **LORA) for each in backends)
     assert apart(together, alone) < ORDER

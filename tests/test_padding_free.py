@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import FIELDS, SIZES
-from conftest import FP32, Train, apart, assert_same_losses, cut_off, largest, losses, slow
+from conftest import FP32, Train, apart, assert_same_losses, cut_off, largest, losses
 from documents import documents_of
 from transformers import AutoConfig
 
@@ -34,9 +34,7 @@ def padded(run_of: Train) -> ft.Run:
     ("batch", "model"),
     [
         ({"micro_rows": 4}, {"activation_checkpointing": True}),
-        slow({"micro_rows": 1, "padding_free": True}, {}),
         ({"micro_tokens": 300}, {}),
-        slow({"micro_rows": 8}, {"activation_checkpointing": "attention"}),
     ],
 )
 def test_steps_side_by_side_are_those_of_padded_rows(train, padded, batch, model):

@@ -94,8 +94,14 @@ def test_fsdp_counts_the_gradient_of_a_tied_head_until_its_unit_is_reduced(
     assert counted["peak"] == pytest.approx(counted["predicted"], rel=0.02)
 
 
-@pytest.mark.parametrize("adapter", [None, {"r": 4}])
-@pytest.mark.parametrize("backend", ["single", *map(slow, ("ddp", "fsdp_full_shard", "zero2"))])
+@pytest.mark.parametrize(
+    ("backend", "adapter"),
+    [
+        ("single", None),
+        ("single", {"r": 4}),
+        *(slow(backend, None) for backend in ("ddp", "fsdp_full_shard", "zero2")),
+    ],
+)
 def test_saving_copies_as_many_bytes_as_planned(run_of, backend, adapter):
     run = run_of(backend, adapter=adapter)
     plan = ft.plan(catalog.load(run.recipe), backend, 1 if backend == "single" else 2, "fp32")

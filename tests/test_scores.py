@@ -78,6 +78,13 @@ def sources(shared) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="module")
+def classified(tiny, sources, tmp_path_factory) -> Run:
+    """Two steps of a classifier with an adapter."""
+    given = fields(tiny, "classifier", sources["classifier"], adapter=LORA, saving={"every": 1})
+    return train(tmp_path_factory.mktemp("classified") / "run", given)
+
+
 @FULL_OR_LORA
 def test_a_reward_model_scores_completions_as_plain_transformers_does(
     tiny, sources, tmp_path, adapter
@@ -359,21 +366,19 @@ def test_a_pad_token_that_ends_sequences_is_replaced(tiny, sources, tmp_path):
     assert torch.allclose(padded, single, atol=1e-5)
 
 
-def test_resuming_goes_on_as_a_straight_run_does(tiny, sources, tmp_path):
-    given = fields(tiny, "classifier", sources["classifier"], adapter=LORA, saving={"every": 1})
-    straight = train(tmp_path / "straight", given)
-    resumed = copy_of(straight, tmp_path / "resumed")
+def test_resuming_goes_on_as_a_straight_run_does(classified, tmp_path):
+    resumed = copy_of(classified, tmp_path / "resumed")
     shutil.rmtree(resumed.checkpoint(2))
-    train(resumed.root, given, resume=True)
-    assert steps_of(resumed) == steps_of(straight)
+    train(resumed.root, catalog.to_fields(catalog.load(classified.recipe)), resume=True)
+    assert steps_of(resumed) == steps_of(classified)
 
 
 @FULL_OR_LORA
 def test_a_finished_run_goes_on_with_its_head_for_the_same_labels_only(
-    tiny, sources, tmp_path, adapter
+    tiny, sources, tmp_path, adapter, classified
 ):
     given = fields(tiny, "classifier", sources["classifier"], adapter=adapter)
-    run = train(tmp_path / "run", given)
+    run = classified if adapter else train(tmp_path / "run", given)
     given |= {"model": {"name": str(run.root)}, "optim": {"lr": 1e-12}, "max_steps": 1}
     on = train(tmp_path / "on", given)
     kind = AutoModelForSequenceClassification if adapter is None else AutoPeftModelForScores

@@ -147,7 +147,11 @@ def templates(html: bool = True) -> jinja2.Environment:
 def rendered(template: str, **values: Any) -> str:
     """The text of a page or a card from its template, which may say when it was `made`."""
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    return templates(html=".html" in template).get_template(template).render(values, made=made)
+    return _templates(".html" in template).get_template(template).render(values, made=made)
+
+
+_templates = functools.cache(templates)
+"""An environment keeps what it compiled; the board has one of its own."""
 
 
 def with_pictures(text: str, images: object = ()) -> Markup:
