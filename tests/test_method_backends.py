@@ -116,7 +116,7 @@ WITH_LORA = "lora-"
 ADAPTED = [f"{WITH_LORA}{method}" for method in ("dpo", "kto", "distill", "classifier")]
 """Methods that need another model, other weights or a head: with padded rows, too."""
 CELLS = left_to(method_matrix.EVERYWHERE)
-CELLS += [(name, column) for column in ("FSDP2", "ZeRO-3") for name in ADAPTED]  # what shards
+CELLS += [(name, column) for column in method_matrix.SEVERAL.split("; ") for name in ADAPTED]
 OF_COLUMN: dict[str, list[str]] = {}
 for _method, _column in CELLS:
     OF_COLUMN.setdefault(_column, []).append(_method)

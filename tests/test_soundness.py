@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import is_flash_attn_2_available
 
 from finetune.errors import FinetuneError
-from finetune.models import reachable
 from finetune.models.gradients import excluded, grouped
 from finetune.models.reachable import unreached
 from finetune.models.soundness import (
@@ -51,12 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are followed by shapes, as in models of any size."""
-    monkeypatch.setattr(reachable, "SMALL", 0)
-
-
 def model_of(kind: str, **fields: Any) -> PreTrainedModel:
     torch.manual_seed(3)
     given = fields or KINDS.get(kind, SIZES)
@@ -82,18 +75,13 @@ def saved(model: PreTrainedModel, folder: Path, tiny: Tiny) -> dict[str, Any]:
     "kind", ["llama", "gemma3", "gemma3n_text", "jamba", "mixtral", "mamba", "xlnet"]
 )
 @pytest.mark.parametrize("adapted", [True, False])
-def test_what_no_gradient_reaches_is_found_without_numbers(
-    kind: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_gradient_reaches_is_found_without_numbers(kind: str, adapted: bool) -> None:
     """On `meta` tensors the same as in a backward pass, with nothing changed by it."""
     model = model_of(kind)
     trained = adapt(model) if adapted and kind not in ("xlnet", "mamba") else model
     before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
     implementation = model.config._attn_implementation
     found = unreached(trained)
-    with monkeypatch.context() as small:
-        small.setattr(reachable, "SMALL", 5_000_000)
-        assert unreached(trained) == found
     assert all(torch.equal(before[name], tensor) for name, tensor in trained.state_dict().items())
     assert all(parameter.grad is None for parameter in trained.parameters())
     assert model.config._attn_implementation == implementation
@@ -124,10 +112,8 @@ def test_weights_with_adapters_stay_parameters(fails, monkeypatch):
     before = [name for name, _ in model.named_parameters()]
     if fails:
         monkeypatch.setattr(model.base_model.model.model.norm, "forward", torch.bincount)
-    for small in (0, 5_000_000):
-        monkeypatch.setattr(reachable, "SMALL", small)
-        unreached(model)
-        assert [name for name, _ in model.named_parameters()] == before
+    unreached(model)
+    assert [name for name, _ in model.named_parameters()] == before
     assert sum(".q_proj.base_layer.weight" in name for name in before) == 2
 
 

@@ -33,8 +33,6 @@ SECONDS = 30.0
 """Seconds that longer rows may take: a recurrence written as a loop is slow for them."""
 QUANTISED = ("_is_quantized", "_pre_quantization_dtype")
 """Configuration fields that mark a model as quantized (Jamba, transformers 5.23)."""
-SMALL = 5_000_000
-"""Parameters of a model on a CPU up to which a pass with its values is the faster one."""
 INDEXED_EXPERT = re.compile(r"^(.*?)\.?\bexperts?\.\d+(\.|$)")
 """Name of a tensor of one expert, if the experts are separate modules."""
 
@@ -53,8 +51,6 @@ def unreached(model: nn.Module, longest: int = LONG) -> list[str] | None:
     started = time.perf_counter()
     wanted = [name for name, p in model.named_parameters() if p.requires_grad]
     left: set[str] | None = None
-    if _is_small(model) and _pass_of_numbers(model, wanted) == set():
-        return []
     for length in sorted({min(length, longest) for length in (SHORT, LONG, 8 * LONG)}):
         if left is not None and time.perf_counter() - started > SECONDS / 4:
             break
@@ -71,15 +67,6 @@ def unreached(model: nn.Module, longest: int = LONG) -> list[str] | None:
         if not left:
             return []
     return [name for name in wanted if name in (left or ())]
-
-
-def _is_small(model: nn.Module) -> bool:
-    """Whether a pass of numbers takes milliseconds: a small model whose plain weights are here."""
-    return (
-        all(type(p.data) is torch.Tensor and p.device.type == "cpu" for p in model.parameters())
-        and sum(p.numel() for p in model.parameters()) <= SMALL
-        and not any(isinstance(each, Linear4bit | Linear8bitLt) for each in model.modules())
-    )
 
 
 def _pass_on_meta(model: nn.Module, wanted: list[str], length: int) -> set[str] | None:
