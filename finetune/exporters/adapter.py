@@ -35,7 +35,10 @@ def check(source: Source) -> LoraConfig:
         FinetuneError: the run has no adapter, the adapter is incomplete, or its initialization
             cannot be recomputed.
     """
-    config = _trained_config(source)
+    return _written_config(source, _trained_config(source))
+
+
+def _written_config(source: Source, config: LoraConfig) -> LoraConfig:
     if not changes_base(config):
         return config
     if source.initial is None and str(config.init_lora_weights).lower() not in RECOMPUTED:
@@ -62,7 +65,8 @@ def write(source: Source, folder: Path) -> Kind:
         FinetuneError: as `check`.
         TrainingFailure: the file has other tensors than were written.
     """
-    config, trained = check(source), _trained_config(source)
+    trained = _trained_config(source)
+    config = _written_config(source, trained)
     assert source.adapter is not None, "checked"
     tensors = load_file(source.adapter / ADAPTER_WEIGHTS)
     if changes_base(trained):
