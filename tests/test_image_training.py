@@ -9,7 +9,7 @@ import numpy as np
 import pictured
 import pytest
 import torch
-from conftest import cut_off, launch, merged, slow, write_recipe
+from conftest import cut_off, launch, merged, slow, slow_but, write_recipe
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
@@ -190,7 +190,9 @@ def test_a_filler_adds_exactly_nothing_to_the_gradient(base, rows, tmp_path, fre
     for name, gradient in filled.items():
         assert gradient is not None, name
         if part[name] == "language":
-            torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=1e-7)
+            # A product of one row more rounds its sums otherwise: 1e-5 of the largest element.
+            atol = 1e-5 * float(gradient.abs().max())
+            torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=atol)
         else:
             assert plain[name] is None
             assert not gradient.any(), name
@@ -297,7 +299,7 @@ def test_a_result_has_its_processor_and_plain_transformers_computes_the_same(bas
     assert torch.equal(logits(copy, exported, row), logits(model, run.final, row))
 
 
-@pytest.mark.parametrize("parts", [["connector"], ["language", "tower"]])
+@pytest.mark.parametrize("parts", [slow(["connector"]), ["language", "tower"]])
 def test_an_adapter_reaches_the_parts_that_are_named_and_loads_everywhere(
     base, rows, tmp_path, parts
 ):
@@ -395,7 +397,7 @@ def pairs(rows: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", *map(slow, ("orpo", "simpo", "cpo"))])
+@pytest.mark.parametrize("method", slow_but(("dpo",), ("dpo", "orpo", "simpo", "cpo", "kto")))
 def test_images_of_a_prompt_belong_to_each_of_its_answers(base, rows, tmp_path, method):
     data = [{"source": str(pairs(rows)), "format": "preference"}]
     given = fields(base, rows, method=method, data=data, adapter={"r": 2}, max_steps=1)
