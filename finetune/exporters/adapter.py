@@ -35,10 +35,7 @@ def check(source: Source) -> LoraConfig:
         FinetuneError: the run has no adapter, the adapter is incomplete, or its initialization
             cannot be recomputed.
     """
-    return _written_config(source, _trained_config(source))
-
-
-def _written_config(source: Source, config: LoraConfig) -> LoraConfig:
+    config = _trained_config(source)
     if not changes_base(config):
         return config
     if source.initial is None and str(config.init_lora_weights).lower() not in RECOMPUTED:
@@ -65,8 +62,7 @@ def write(source: Source, folder: Path) -> Kind:
         FinetuneError: as `check`.
         TrainingFailure: the file has other tensors than were written.
     """
-    trained = _trained_config(source)
-    config = _written_config(source, trained)
+    config, trained = check(source), _trained_config(source)
     assert source.adapter is not None, "checked"
     tensors = load_file(source.adapter / ADAPTER_WEIGHTS)
     if changes_base(trained):
