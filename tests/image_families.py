@@ -12,16 +12,21 @@ from pictured import drawn
 from PIL import Image
 from shrunk_families import (
     BEGIN,
+    CUT,
     END,
-    IMAGE,
+    GLM,
     MADE,
     MROPE,
     OF_CLIP,
+    OF_GLM,
+    POINTS,
+    QWEN,
+    SLIDING,
     SPECIAL,
     SQUARE,
-    VIDEO,
-    VOCABULARY,
+    TILES,
     Made,
+    family,
 )
 from tiny_run import byte_tokenizer
 
@@ -31,167 +36,45 @@ TEMPLATE = (
     "{% if p['type'] == 'image' %}PLACE{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048, "vocab_size": VOCABULARY,
-    "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257, "tie_word_embeddings": False,
-}  # fmt: skip
-SIGHT: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "image_size": 32, "patch_size": 8,
-}  # fmt: skip
-GRID: dict[str, Any] = {
-    "depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO,
-          "vision_start_token_id": BEGIN, "vision_end_token_id": END}  # fmt: skip
-PIXELS = {"size": {"shortest_edge": 1024, "longest_edge": 9216}, "patch_size": 8, "merge_size": 2}
-NAMED = {"image_token": "<image>", "boi_token": "<begin>", "eoi_token": "<finish>"}
-
-
-def qwen(config: str, kind: str, vision: dict[str, Any], **text: Any) -> Made:
-    made = getattr(tf, config)(
-        text_config={**SIZES, "rope_parameters": MROPE, **text}, vision_config=vision, **TOKENS
-    )
-    qwen_tokens = {"image_token": "<image>", "video_token": "<video>"}
-    return made, tf.Qwen2VLImageProcessorPil(**PIXELS), kind, {}, qwen_tokens
-
-
-def qwen2_vl() -> Made:
-    vision = {**GRID, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
-    return qwen("Qwen2VLConfig", "Qwen2VLProcessor", vision)
-
-
-def qwen2_5_vl() -> Made:
-    vision = {**GRID, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
-              "window_size": 32, "fullatt_block_indexes": [1]}  # fmt: skip
-    return qwen("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", vision)
-
-
-QWEN3 = {**GRID, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
-         "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
-
-
-def qwen3_vl() -> Made:
-    return qwen("Qwen3VLConfig", "Qwen3VLProcessor", QWEN3, head_dim=8)
-
-
-def qwen3_vl_moe() -> Made:
-    return qwen("Qwen3VLMoeConfig", "Qwen3VLProcessor", QWEN3, head_dim=8, **EXPERTS)
-
-
-def glm4v(config: str = "Glm4vConfig", **text: Any) -> Made:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-    vision = {"depth": 2, "num_heads": 2, "hidden_size": 16, "intermediate_size": 24,
-              "out_hidden_size": 32, "image_size": 32, "patch_size": 8, "spatial_merge_size": 2,
-              "temporal_patch_size": 2}  # fmt: skip
-    made = getattr(tf, config)(
-        text_config={**SIZES, "rope_parameters": rope | {"mrope_section": [1, 1, 2]}, **text},
-        vision_config=vision, image_token_id=IMAGE, image_start_token_id=BEGIN,
-        image_end_token_id=END, video_token_id=VIDEO,
-    )  # fmt: skip
-    size = {"shortest_edge": 2048, "longest_edge": 18432}
-    images = tf.Glm4vImageProcessorPil(size=size, patch_size=8, merge_size=2)
-    return made, images, "Glm4vProcessor", {}, {"image_token": "<image>", "video_token": "<video>"}
-
-
-def glm4v_moe() -> Made:
-    more = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    more |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-    return glm4v("Glm4vMoeConfig", **more)
-
-
-def idefics3(config: str = "Idefics3Config", kind: str = "Idefics3") -> Made:
-    made = getattr(tf, config)(
-        text_config={**SIZES, "model_type": "llama"}, vision_config=SIGHT, scale_factor=2,
-        image_token_id=IMAGE, pad_token_id=257, tie_word_embeddings=False,
-    )  # fmt: skip
-    images = getattr(tf, f"{kind}ImageProcessorPil")(
-        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
-    )
-    tokens = {
-        "image_token": "<image>",
-        "fake_image_token": "<begin>",
-        "global_image_token": "<row>",
-    }
-    return made, images, f"{kind}Processor", {"image_seq_len": 4}, tokens
-
-
-def smolvlm() -> Made:
-    return idefics3("SmolVLMConfig", "SmolVLM")
-
-
-def clip(config: str, **more: Any) -> Any:
-    return getattr(tf, config)(
-        text_config={**SIZES, "model_type": "llama"},
-        vision_config={**SIGHT, "model_type": "clip_vision_model"},
-        image_token_id=IMAGE, image_token_index=IMAGE, tie_word_embeddings=False, **more,
-    )  # fmt: skip
-
-
-def llava() -> Made:
-    made = clip("LlavaConfig", vision_feature_layer=-2)
-    images = tf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE["size"])
-    return made, images, "LlavaProcessor", OF_CLIP, {"image_token": "<image>"}
-
-
-def llava_next() -> Made:
-    points = [[32, 64], [64, 32], [64, 64]]
-    made = clip("LlavaNextConfig", vision_feature_layer=-2, image_grid_pinpoints=points)
-    images = tf.LlavaNextImageProcessorPil(
-        size={"shortest_edge": 32}, crop_size=SQUARE["size"], image_grid_pinpoints=points
-    )
-    return made, images, "LlavaNextProcessor", OF_CLIP, {"image_token": "<image>"}
-
-
-def llava_onevision() -> Made:
-    points = [[32, 64], [64, 32], [64, 64]]
-    made = tf.LlavaOnevisionConfig(
-        text_config={**SIZES, "model_type": "qwen2"},
-        vision_config={**SIGHT, "model_type": "siglip_vision_model", "vision_use_head": False},
-        image_token_id=IMAGE, image_token_index=IMAGE, video_token_index=VIDEO,
-        image_grid_pinpoints=points, vision_feature_layer=-1, vision_feature_select_strategy="full",
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    images = tf.LlavaOnevisionImageProcessorPil(**SQUARE, image_grid_pinpoints=points)
-    settings = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
-    tokens = {"image_token": "<image>", "video_token": "<video>"}
-    return made, images, "LlavaOnevisionProcessor", settings, tokens
-
-
-def gemma3() -> Made:
-    made = tf.Gemma3Config(
-        text_config={**SIZES, "head_dim": 8, "sliding_window": 64, "query_pre_attn_scalar": 8,
-            "layer_types": ["sliding_attention", "full_attention"]},
-        vision_config={**SIGHT, "vision_use_head": False}, mm_tokens_per_image=4,
-        boi_token_index=BEGIN, eoi_token_index=END, image_token_index=IMAGE, image_token_id=IMAGE,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    images = tf.Gemma3ImageProcessorPil(**SQUARE)
-    return made, images, "Gemma3Processor", {"image_seq_length": 4}, NAMED
-
-
-def internvl() -> Made:
-    made = tf.InternVLConfig(
-        text_config={**SIZES, "model_type": "qwen2"},
-        vision_config={**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
-        image_token_id=IMAGE, image_seq_length=4, tie_word_embeddings=False,
-    )  # fmt: skip
-    images = tf.GotOcr2ImageProcessorPil(
-        **SQUARE, crop_to_patches=True, min_patches=1, max_patches=4
-    )
-    tokens = {"start_image_token": "<begin>", "end_image_token": "<finish>",
-              "context_image_token": "<image>", "video_token": "<video>"}  # fmt: skip
-    return made, images, "InternVLProcessor", {"image_seq_length": 4}, tokens
-
-
+POSITIONS = {"rope_parameters": MROPE}
+OF_IDEFICS = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 RIGHT: dict[str, Callable[[], Made]] = {
-    each.__name__: each
-    for each in (
-        qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, glm4v, glm4v_moe, idefics3, smolvlm, llava,
-        llava_next, llava_onevision, gemma3, internvl,
-    )
+    "qwen2_vl": lambda: family(
+        "qwen2_vl", QWEN, text_config=POSITIONS, vision_config={"hidden_size": 32, "mlp_ratio": 2}
+    ),
+    "qwen2_5_vl": lambda: family("qwen2_5_vl", QWEN, text_config=POSITIONS),
+    "qwen3_vl": lambda: family("qwen3_vl", QWEN, text_config=POSITIONS),
+    "qwen3_vl_moe": lambda: family(
+        "qwen3_vl_moe", QWEN, images="Qwen2VLImageProcessorPil", processor="Qwen3VLProcessor",
+        text_config=POSITIONS,
+    ),
+    "glm4v": lambda: family("glm4v", GLM, text_config=OF_GLM),
+    "glm4v_moe": lambda: family(
+        "glm4v_moe", GLM, images="Glm4vImageProcessorPil", processor="Glm4vProcessor",
+        text_config=OF_GLM,
+    ),
+    "idefics3": lambda: family("idefics3", OF_IDEFICS, {"image_seq_len": 4}, scale_factor=2),
+    "smolvlm": lambda: family("smolvlm", OF_IDEFICS, {"image_seq_len": 4}, scale_factor=2),
+    "llava": lambda: family(
+        "llava", CUT, OF_CLIP, images="CLIPImageProcessorPil", vision_feature_layer=-2
+    ),
+    "llava_next": lambda: family(
+        "llava_next", {**CUT, "image_grid_pinpoints": POINTS}, OF_CLIP,
+        image_grid_pinpoints=POINTS, vision_feature_layer=-2,
+    ),
+    "llava_onevision": lambda: family(
+        "llava_onevision", {**SQUARE, "image_grid_pinpoints": POINTS},
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        image_grid_pinpoints=POINTS, vision_feature_layer=-1,
+    ),
+    "gemma3": lambda: family(
+        "gemma3", SQUARE, {"image_seq_length": 4}, text_config=SLIDING, mm_tokens_per_image=4,
+        boi_token_index=BEGIN, eoi_token_index=END,
+    ),
+    "internvl": lambda: family(
+        "internvl", TILES, {"image_seq_length": 4}, images="GotOcr2ImageProcessorPil",
+        vision_config={"image_size": [32, 32], "patch_size": [8, 8]}, image_seq_length=4,
+    ),
 } | MADE  # fmt: skip
 """Families whose losses are those of plain transformers."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import merged
 from tiny_run import byte_tokenizer
 from transformers import (
     AutoConfig,
@@ -15,7 +16,8 @@ from transformers import (
 )
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
-
+STEPS = 3
+"""Steps of the five published ones that are taken."""
 
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = (
@@ -96,13 +98,10 @@ def recipe(assets: Path, kind: str, folder: Path, run: str, **sections: Any) -> 
     given: dict[str, Any] = {
         "method": "sft", "model": model | {"trains": parts},
         "data": [{"source": str(source / "data" / "rows.jsonl"), "format": "messages"}],
-        "batch": {"rows": 8, "micro_rows": 4, "max_length": 2048}, "max_steps": 5, "seed": 0,
+        "batch": {"rows": 8, "micro_rows": 4, "max_length": 2048}, "max_steps": STEPS, "seed": 0,
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0, "max_grad_norm": 1.0},
     }  # fmt: skip
     if run == "lora":
         given["adapter"] = {"r": 4, "alpha": 8}
         given["model"]["adapter"] = str(source / "adapters" / kind)
-    for name, section in sections.items():
-        both = isinstance(section, dict) and name in given
-        given[name] = given[name] | section if both else section
-    return given
+    return merged(given, sections)

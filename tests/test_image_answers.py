@@ -17,7 +17,7 @@ import pictured
 import pytest
 import torch
 from browsers import Tab, browsing
-from conftest import launch, write_recipe
+from conftest import launch, slow, write_recipe
 from fastapi.testclient import TestClient
 from PIL import Image
 from served import running
@@ -86,16 +86,20 @@ def asked(text: str, *pictures: Path) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-def plain_answer(folder: Path, loaded: Loaded, question: Any, pictures: list[Path]) -> str:
+def plain_model(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder).eval()
+
+
+def plain_answer(model: Any, loaded: Loaded, question: Any, pictures: list[Path]) -> str:
     """The greedy answer of plain transformers to one question, without tokens of images."""
     assert loaded.images is not None
     processor = loaded.images.processor
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
     text = loaded.tokenizer.apply_chat_template(
         question, add_generation_prompt=True, tokenize=False
     )
     images = [decode(path.read_bytes(), "")[0] for path in pictures]
-    more = {"return_mm_token_type_ids": True} if _takes_types(model) else {}
+    takes_types = "mm_token_type_ids" in inspect.signature(model.forward).parameters
+    more = {"return_mm_token_type_ids": True} if takes_types else {}
     given = processor.whole(
         text=[text], images=[images] if images else None, return_tensors="pt", **more
     )
@@ -107,21 +111,18 @@ def plain_answer(folder: Path, loaded: Loaded, question: Any, pictures: list[Pat
     return str(loaded.tokenizer.decode(new, skip_special_tokens=True))
 
 
-def _takes_types(model: Any) -> bool:
-    return "mm_token_type_ids" in inspect.signature(model.forward).parameters
-
-
 @pytest.mark.parametrize("kind", pictured.KINDS)
-def test_answers_in_a_batch_are_those_of_plain_transformers(assets, tmp_path, kind):
+def test_answers_in_a_batch_are_those_of_plain_transformers(assets, shared, tmp_path, kind):
     """Pictures of three sizes, two at once, one twice with another question, and none."""
-    folder = pictured.base(assets, kind, tmp_path)
+    folder = pictured.base(assets, kind, shared)
     loaded = load_folder(folder)
     one, two, three = (picture(tmp_path, number) for number in range(3))
     rows = [("a?", [one]), ("b?", [two, three]), ("c", []), ("a?", [three]), ("bb?", [one])]
     questions = [asked(text, *pictures) for text, pictures in rows]
     found = generate(loaded, questions, max_new_tokens=12, batch_rows=3)
+    model = plain_model(folder)
     for answer, question, (_, pictures) in zip(found, questions, rows, strict=True):
-        assert answer == plain_answer(folder, loaded, question, pictures)
+        assert answer == plain_answer(model, loaded, question, pictures)
     assert len(set(found)) > 1
 
 
@@ -129,8 +130,8 @@ def test_answers_in_a_batch_are_those_of_plain_transformers(assets, tmp_path, ki
 def plain(run: Run) -> list[str]:
     """What plain transformers answers about each held-out picture, mostly its colour."""
     loaded = load(run)
-    paths = [held(run, number) for number in range(8)]
-    found = [plain_answer(run.final, loaded, asked("?", path), [path]) for path in paths]
+    paths, model = [held(run, number) for number in range(8)], plain_model(run.final)
+    found = [plain_answer(model, loaded, asked("?", path), [path]) for path in paths]
     assert sum(found[number] == COLOURS[number % 4] for number in range(8)) >= 6
     return found
 
@@ -358,7 +359,7 @@ def prompts(run: Run, method: str, **more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize("method", ["grpo", slow("rloo")])
 def test_rewarded_completions_are_of_the_prompt_with_its_picture(run, plain, tmp_path, method):
     recipe = catalog.from_fields(prompts(run, method, optim={"lr": 1e-9, "warmup": 0}))
     done = ft.train(recipe, precision="fp32", options=Options(tmp_path / "run", plot=False))

@@ -9,7 +9,7 @@ import numpy as np
 import pictured
 import pytest
 import torch
-from conftest import cut_off, launch, write_recipe
+from conftest import cut_off, launch, merged, slow, slow_but, write_recipe
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
@@ -68,14 +68,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fields(base: Path, rows: Path, **sections: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "method": "sft", "model": {"name": str(base), "reads": ["image"]},
-        "data": [{"source": str(rows), "format": "messages"}], "max_steps": 3, "seed": 3,
+        "data": [{"source": str(rows), "format": "messages"}], "max_steps": 2, "seed": 3,
         "batch": {"rows": 8, "micro_rows": 2, "max_length": 512},
         "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
     }  # fmt: skip
-    for name, section in sections.items():
-        both = isinstance(section, dict) and name in given
-        given[name] = given[name] | section if both else section
-    return given
+    return merged(given, sections)
 
 
 def trained(folder: Path, given: dict[str, Any], resume: bool = False) -> Run:
@@ -99,23 +96,25 @@ def close(
     return losses and all(a == pytest.approx(b, rel=of_norms) for (_, a), (_, b) in both)
 
 
-PUBLISHED = ("all", "language", "connector", "lora")
+def has_published_steps(run: Run, assets: Path, kind: str, parts: str) -> bool:
+    known = pictured.stored(assets, "losses.json")["models"][kind][parts][: pictured.STEPS]
+    return close(steps(run), [(each["loss"], each["grad_norm"]) for each in known])
 
 
 @pytest.mark.parametrize(
     ("kind", "parts", "free"),
     [
-        *((kind, parts, "auto") for kind in pictured.KINDS for parts in PUBLISHED),
-        *zip(pictured.KINDS, ("language", "all", "lora"), [False] * 3, strict=True),
+        ("qwen2_5_vl", "connector", "auto"), ("qwen3_vl", "all", "auto"),
+        ("smolvlm", "language", "auto"), ("smolvlm", "lora", False),
     ],
-)
+)  # fmt: skip
 def test_losses_and_norms_are_those_of_plain_transformers(
     assets, tmp_path, shared, kind, parts, free
 ):
+    """Models, parts and layouts in turn; `test_every_engine_...` has all parts of each model."""
     batch = {"padding_free": free}
     run = trained(tmp_path / "run", pictured.recipe(assets, kind, shared, parts, batch=batch))
-    known = pictured.stored(assets, "losses.json")["models"][kind][parts]
-    assert close(steps(run), [(each["loss"], each["grad_norm"]) for each in known])
+    assert has_published_steps(run, assets, kind, parts)
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +126,8 @@ def usual(base: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> R
 @pytest.mark.parametrize(
     "section",
     [
-        {"batch": {"micro_rows": 8}},
-        {"batch": {"padding_free": False}},
-        {"model": {"activation_checkpointing": True}},
-        {"model": {"activation_checkpointing": "attention"}},
-        {"model": {"attention": "eager"}},
+        {"batch": {"micro_rows": 8}, "model": {"activation_checkpointing": "attention"}},
+        {"batch": {"padding_free": False}, "model": {"attention": "eager"}},
     ],
     ids=str,
 )
@@ -194,8 +190,9 @@ def test_a_filler_adds_exactly_nothing_to_the_gradient(base, rows, tmp_path, fre
     for name, gradient in filled.items():
         assert gradient is not None, name
         if part[name] == "language":
-            # Elements of about 0.01 are sums over all tokens, whose order is the processor's.
-            torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=2e-6)
+            # A product of one row more rounds its sums otherwise: 1e-5 of the largest element.
+            atol = 1e-5 * float(gradient.abs().max())
+            torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=atol)
         else:
             assert plain[name] is None
             assert not gradient.any(), name
@@ -241,22 +238,19 @@ def test_every_engine_has_the_losses_of_plain_transformers(
         ).passed()  # fmt: skip
     else:
         run = runs_of(name, given)[parts]
-    known = pictured.stored(assets, "losses.json")["models"][kind][parts]
-    assert close(steps(run), [(e["loss"], e["grad_norm"]) for e in known])
+    assert has_published_steps(run, assets, kind, parts)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("single", "ddp"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
-        ("zero3", "fsdp_full_shard"), ("fsdp_full_shard", "single"),
-    ))],
-)  # fmt: skip
+    [("single", "ddp"), slow("zero3", "fsdp_full_shard"), slow("fsdp_full_shard", "single")],
+)
 def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_backend(
     base, rows, tmp_path, run_of, finetune, first, second
 ):
-    given = fields(base, rows, model={"trains": PARTS}, max_steps=4, saving={"every": 2, "keep": 9})
+    given = fields(base, rows, model={"trains": PARTS}, saving={"every": 1, "keep": 9})
     whole = run_of("single", fields=given)
-    cut = cut_off(run_of(first, fields=given), tmp_path / "cut", 2)
+    cut = cut_off(run_of(first, fields=given), tmp_path / "cut", 1)
     path = write_recipe(tmp_path / "recipe.json", given)
     launch(finetune, path, second, cut.root, "--resume")
     assert close(steps(Run(cut.root)), steps(whole))
@@ -305,11 +299,11 @@ def test_a_result_has_its_processor_and_plain_transformers_computes_the_same(bas
     assert torch.equal(logits(copy, exported, row), logits(model, run.final, row))
 
 
-@pytest.mark.parametrize("parts", [["language"], ["connector"], ["language", "tower"], PARTS])
+@pytest.mark.parametrize("parts", [slow(["connector"]), ["language", "tower"]])
 def test_an_adapter_reaches_the_parts_that_are_named_and_loads_everywhere(
     base, rows, tmp_path, parts
 ):
-    given = fields(base, rows, model={"trains": parts}, adapter={"r": 2})
+    given = fields(base, rows, model={"trains": parts}, adapter={"r": 2}, max_steps=1)
     run = trained(tmp_path / "run", given)
     names = load_file(run.final / "adapter_model.safetensors")
     owners = part_of(loaded(base), [name.removeprefix("base_model.model.") for name in names])
@@ -323,9 +317,9 @@ def test_an_adapter_reaches_the_parts_that_are_named_and_loads_everywhere(
     torch.testing.assert_close(logits(model, merged, row), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("parts", [["language"], ["tower"], ["connector"]])
+@pytest.mark.parametrize("parts", [["tower"], ["connector"]])
 def test_parts_that_are_not_named_stay_as_they_are(base, rows, tmp_path, parts):
-    run = trained(tmp_path / "run", fields(base, rows, model={"trains": parts}))
+    run = trained(tmp_path / "run", fields(base, rows, model={"trains": parts}, max_steps=1))
     before, after = (
         dict(model.named_parameters())
         for model in (loaded(base), AutoModelForImageTextToText.from_pretrained(run.final))
@@ -354,7 +348,7 @@ def test_only_the_language_model_is_quantized(base, rows, tmp_path, capsys):
     pytest.importorskip("bitsandbytes")
     given = fields(base, rows, model={"quantization": "nf4"}, adapter={"r": 2})
     run = trained(tmp_path / "run", given)
-    assert len(steps(run)) == 3
+    assert len(steps(run)) == 2
     printed = " ".join(capsys.readouterr().out.split())
     packed = sum(
         parameter.numel()
@@ -373,9 +367,6 @@ def test_only_the_language_model_is_quantized(base, rows, tmp_path, capsys):
     [
         ({}, "tp", "tp divides a model or the tokens of a row"),
         ({}, "cp", "cp divides a model or the tokens of a row"),
-        ({}, "pp", "pp divides a model or the tokens of a row"),
-        ({}, "sp", "sp divides a model or the tokens of a row"),
-        ({}, "ep_tp", "ep_tp divides a model or the tokens of a row"),
         ({"model": {"reads": []}}, "single", "qwen2_5_vl also reads images: set model.reads"),
         ({"model": {"trains": []}}, "single", "model.trains: no part is trained"),
         ({"model": {"name": None, "config": {"model_type": "llama"}, "tokenizer": "x"}}, "single",
@@ -406,10 +397,10 @@ def pairs(rows: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "cpo", "kto"])
+@pytest.mark.parametrize("method", slow_but(("dpo",), ("dpo", "orpo", "simpo", "cpo", "kto")))
 def test_images_of_a_prompt_belong_to_each_of_its_answers(base, rows, tmp_path, method):
     data = [{"source": str(pairs(rows)), "format": "preference"}]
-    given = fields(base, rows, method=method, data=data, adapter={"r": 2})
+    given = fields(base, rows, method=method, data=data, adapter={"r": 2}, max_steps=1)
     free, padded = (
         trained(tmp_path / str(each), given | {"batch": given["batch"] | {"padding_free": each}})
         for each in ("auto", False)

@@ -24,6 +24,7 @@ from finetune.planner import plan
 from finetune.process.progress import progress
 from finetune.recipe import Data, Recipe
 from finetune.runs.run import Run
+from finetune.training.run_options import Options
 from finetune.verification.model_checks import reference
 from finetune.verification.model_checks.finding import Finding
 from finetune.verification.model_checks.target import ROWS, described, small
@@ -227,7 +228,8 @@ class Examination:
     def _train(self) -> tuple[bool, str]:
         from finetune.training.worker import train
 
-        self.run: Run = train(self.recipe, "single", "fp32", self.folder / "run")
+        options = Options(self.folder / "run", plot=False)
+        self.run: Run = train(self.recipe, "single", "fp32", options=options)
         losses = [record["loss"] for record in self.run.read_metrics("train")]
         return True, f"losses {', '.join(f'{loss:.4f}' for loss in losses)}"
 
