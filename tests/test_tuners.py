@@ -71,7 +71,7 @@ def test_a_tuner_trains_and_plain_peft_computes_its_loss(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero3"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard", "zero2", "zero3"])
 @pytest.mark.parametrize("kind", [*TUNERS, "dora"])
 def test_a_tuner_on_two_processes_is_that_of_one(
     kind: str, backend: str, tiny: Tiny, runs_of: Runs

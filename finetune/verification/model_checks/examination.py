@@ -42,9 +42,7 @@ of products; a wrong mask, scale or position gives a difference of more than 1 %
 class Examination:
     """The checks of a model, and the values that later checks reuse."""
 
-    def __init__(self, recipe: Recipe, folder: Path, cache: Path, alone: bool = True) -> None:
-        """`alone`: load the result in plain libraries here; if False, the caller does so."""
-        self.alone = alone
+    def __init__(self, recipe: Recipe, folder: Path, cache: Path) -> None:
         self.asked = recipe
         self.folder = folder
         self.cache = cache
@@ -75,8 +73,6 @@ class Examination:
             ("saved, reloaded, merged", self._reload, "two steps"),
             ("stop tokens", self._stops, "two steps"),
         ):
-            if question == self._reload and not self.alone:
-                continue
             if needs is not None and not answered[needs]:
                 yield Finding(name, None, f"not checked, because of `{needs}`")
                 continue
@@ -233,13 +229,9 @@ class Examination:
         losses = [record["loss"] for record in self.run.read_metrics("train")]
         return True, f"losses {', '.join(f'{loss:.4f}' for loss in losses)}"
 
-    @property
-    def delivery(self) -> Delivery:
-        """The finished run, to be loaded without this package."""
-        return Delivery("own", "single", self.subject, self.run, bf16=False)
-
     def _reload(self) -> tuple[bool, str]:
-        (check,) = check_deliveries([self.delivery], FP32)
+        delivery = Delivery("own", "single", self.subject, self.run, bf16=False)
+        (check,) = check_deliveries([delivery], FP32)
         return bool(check.passed), check.summary
 
     def _stops(self) -> tuple[bool | None, str]:
