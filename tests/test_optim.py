@@ -615,8 +615,9 @@ def assert_moved_alike(tiny: Tiny, one: Run, two: Run) -> None:
         assert (found[name] - wanted[name]).norm() < 1e-4 * moved, name
 
 
-ELEMENTS = ("free", "adamax", "muon")
-"""States of one tensor, of two, and of optimizers and an average beside one another."""
+ELEMENTS = ("free", "sgd", "adamax", "muon")
+"""States of one tensor, of one that the first step makes, of two, and of optimizers and an average
+beside one another."""
 
 
 @pytest.mark.slow
