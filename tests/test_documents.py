@@ -278,8 +278,11 @@ def test_there_are_commands_to_check():
     assert len(SHOWN.findall((ROOT / "docs/memory.md").read_text())) == 5
 
 
-SLOW = re.compile(r"finetune doctor (\w+_lora|quickstart_base)|finetune plan .*--verify")
-"""They compute for long; `test_doctor.py` and `test_verifier.py` have quick ones."""
+SLOW = re.compile(
+    r"finetune (board|eval|export|report|serve|sweep|"
+    r"doctor (\w+_lora|quickstart_base)|plan .*--verify)"
+)
+"""They compute for long; the tests of these commands have quick ones."""
 
 
 @pytest.mark.parametrize(
