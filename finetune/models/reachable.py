@@ -7,7 +7,7 @@ bits, is checked within seconds and without memory.
 import contextlib
 import re
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -112,34 +112,18 @@ def _leaves_of(output: torch.Tensor) -> set[torch.Tensor]:
 
 def _pass_of_numbers(model: nn.Module, wanted: list[str]) -> set[str] | None:
     """`_pass_on_meta` with the model's real weights; None if they are partitioned or it fails."""
-    reached = set[str]()
     named = dict(model.named_parameters())
     if any(partitioned(p) or p.is_meta for p in named.values()):
         return None
-
-    def noting(name: str) -> Callable[[torch.Tensor], None]:
-        def note(parameter: torch.Tensor) -> None:
-            reached.add(name)
-            parameter.grad = None  # one gradient in memory at a time
-
-        return note
-
     device = next(iter(named.values())).device
     try:
-        with (
-            contextlib.ExitStack() as hooks, _entered() as entered, _as_text(model),
-            _restored(model),
-        ):  # fmt: skip
-            for name in wanted:
-                parameter: Any = named[name]
-                hooks.enter_context(parameter.register_post_accumulate_grad_hook(noting(name)))
+        with _entered() as entered, _as_text(model), _restored(model), _autocast(named, device):
             ids = torch.arange(3, 3 + SHORT, device=device).repeat(ROWS, 1)
-            with _autocast(named.values(), device):
-                logits_of(model(input_ids=ids, use_cache=False)).float().sum().backward()
+            reached = _leaves_of(logits_of(model(input_ids=ids, use_cache=False)))
     except Exception:  # as above
         return None
-    left = set(wanted) - reached
-    used = {_experts_of(name, model) for name in reached}
+    left = {name for name in wanted if named[name] not in reached}
+    used = {_experts_of(name, model) for name in wanted if name not in left}
     idle = {name for name in left if _experts_of(name, model) in entered - used}
     return {name for name in left - idle if not _may_get_a_token(name, model, entered)}
 
@@ -344,7 +328,7 @@ def _seconds_left(model: nn.Module, until: float) -> Generator[None]:
 
 
 def _autocast(
-    parameters: Iterable[nn.Parameter], device: torch.device
+    named: dict[str, nn.Parameter], device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
-    found = {p.dtype for p in parameters} & {torch.bfloat16, torch.float16}
+    found = {p.dtype for p in named.values()} & {torch.bfloat16, torch.float16}
     return torch.autocast(device.type, found.pop()) if found else contextlib.nullcontext()
