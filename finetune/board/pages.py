@@ -25,10 +25,10 @@ BADGES = {
 
 @functools.cache
 def environment() -> jinja2.Environment:
-    found = tables.templates()
     own = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    assert found.loader is not None
-    found.loader = jinja2.ChoiceLoader([own, found.loader])
+    reports = tables.templates()
+    assert reports.loader is not None
+    found = reports.overlay(loader=jinja2.ChoiceLoader([own, reports.loader]))
     found.filters |= {
         "bytes": lambda value: units.size(value) if value else "",
         "duration": lambda value: "" if math.isnan(value) else units.duration(value),

@@ -257,31 +257,22 @@ def _as_text(model: nn.Module) -> Generator[None]:
         "_attn_implementation_internal": "eager",
         "_experts_implementation_internal": "batched_mm",
     }
-    configs: dict[int, Any] = {
-        id(config): config
-        for module in model.modules()
-        for config in [module.__dict__.get("config")]
-        if config is not None
-    }
-    before = {
-        (key, field): config.__dict__[field]
-        for key, config in configs.items()
-        for field in (*chosen, *QUANTISED)
-        if field in getattr(config, "__dict__", {})
-    }
+    configs = {id(found): found for module in training for found in [vars(module).get("config")]}
+    # Fields by their config, and as they were: a `PreTrainedConfig` keeps them in its `__dict__`.
+    fields = [(vars(one), {**vars(one)}) for one in configs.values() if hasattr(one, "__dict__")]
     try:
         for module in training:
             recomputed = module.__dict__.get("gradient_checkpointing", False)
             module.training = not (recomputed or isinstance(module, nn.Dropout))
-        for key, field in before:
-            if field in chosen:
-                configs[key].__dict__[field] = chosen[field]
-            else:  # Jamba and Mamba check this field for quantization
-                del configs[key].__dict__[field]
+        for now, before in fields:
+            now |= {name: value for name, value in chosen.items() if name in before}
+            for name in QUANTISED:  # Jamba and Mamba check it for quantization
+                now.pop(name, None)
         yield
     finally:
-        for (key, field), value in before.items():
-            configs[key].__dict__[field] = value
+        for now, before in fields:
+            now.clear()
+            now |= before
         for module, mode in training.items():
             module.training = mode
 

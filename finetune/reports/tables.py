@@ -126,6 +126,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+@functools.cache
 def templates(html: bool = True) -> jinja2.Environment:
     """The Jinja environment of the templates, in which values of `html` pages are escaped."""
     found = jinja2.Environment(
@@ -147,11 +148,7 @@ def templates(html: bool = True) -> jinja2.Environment:
 def rendered(template: str, **values: Any) -> str:
     """The text of a page or a card from its template, which may say when it was `made`."""
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    return _templates(".html" in template).get_template(template).render(values, made=made)
-
-
-_templates = functools.cache(templates)
-"""An environment keeps what it compiled; the board has one of its own."""
+    return templates(".html" in template).get_template(template).render(values, made=made)
 
 
 def with_pictures(text: str, images: object = ()) -> Markup:

@@ -64,8 +64,7 @@ def _task(delivery: Delivery) -> dict[str, Any]:
     model = recipe.model
     merged = None
     if recipe.adapter is not None:
-        # Its logits are compared in the other process.
-        merged = str(export(run, run.root / "merged", merge=True, check_rows=0))
+        merged = str(export(run, run.root / "merged", merge=True, check_rows=0))  # compared there
     rows = delivery.subject.data.eval
     result = str(run.final)
     return {
