@@ -86,7 +86,8 @@ def test_completions_of_gathered_weights_are_those_of_one_process(sources, both)
         next(iter(each.read_metrics("train")))["metrics"]["sampling/memory"]
         for each in (alone, run)
     ]
-    assert taken[1] - taken[0] == read(run.plan)["prediction"]["sampling_weights"]
+    planned = read(run.plan)["prediction"]["sampling_weights"]
+    assert taken[1] - taken[0] == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.slow
