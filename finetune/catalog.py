@@ -302,13 +302,12 @@ def _value(text: str, hint: Any) -> Any:
 
     If the field accepts none, the first interpretation is returned, for the error message.
     """
-    readings = list(_readings(text, hint))
     adapter = TypeAdapter(hint, config=None if _is_section(hint) else _LENIENT)
-    for each in readings:
+    for each in _readings(text, hint):
         with contextlib.suppress(ValidationError):
             adapter.validate_python(each)
             return each
-    return readings[0]
+    return next(_readings(text, hint))
 
 
 _LENIENT = ConfigDict(allow_inf_nan=False)

@@ -266,7 +266,9 @@ def read_events(board: Board) -> None:
     """Read the events of a run until the board ends."""
     with (
         contextlib.suppress(httpx.HTTPError),
-        httpx.stream("GET", f"{board.url}/events", params={"run": "run"}, timeout=60) as stream,
+        httpx.stream(
+            "GET", f"{board.url}/events", params={"run": "run"}, timeout=60, verify=False
+        ) as stream,
     ):
         for _ in stream.iter_lines():
             pass

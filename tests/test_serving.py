@@ -77,14 +77,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def post(server: Server, body: Any, path: str = "chat/completions") -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120, verify=False)
 
 
 def sent(
     server: Server, body: bytes | str, headers: dict[str, str] | None = None
 ) -> httpx.Response:
     url = f"{server.url}/v1/chat/completions"
-    return httpx.post(url, content=body, headers=IS_JSON | (headers or {}), timeout=60)
+    return httpx.post(url, content=body, headers=IS_JSON | (headers or {}), timeout=60, verify=False)
 
 
 def message_of(reply: httpx.Response) -> str:

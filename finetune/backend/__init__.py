@@ -6,6 +6,7 @@ built.
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -142,7 +143,14 @@ def load(name: str) -> Backend:
     """
     path = find(name)
     with reading(f"{path}: not YAML"):
-        read = read_yaml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+    return _from_text(path, text)
+
+
+@functools.lru_cache
+def _from_text(path: Path, text: str) -> Backend:
+    with reading(f"{path}: not YAML"):
+        read = read_yaml(text)
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
     config = cast(dict[str, Any], read)
