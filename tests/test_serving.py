@@ -83,8 +83,8 @@ def post(server: Server, body: Any, path: str = "chat/completions") -> httpx.Res
 def sent(
     server: Server, body: bytes | str, headers: dict[str, str] | None = None
 ) -> httpx.Response:
-    url = f"{server.url}/v1/chat/completions"
-    return httpx.post(url, content=body, headers=IS_JSON | (headers or {}), timeout=60, verify=False)
+    url, headers = f"{server.url}/v1/chat/completions", IS_JSON | (headers or {})
+    return httpx.post(url, content=body, headers=headers, timeout=60, verify=False)
 
 
 def message_of(reply: httpx.Response) -> str:

@@ -126,6 +126,9 @@ def find(name: str) -> Path:
     )
 
 
+_read = functools.lru_cache(read_yaml)  # plans of many recipes read the same few files
+
+
 def describe(name: str) -> str:
     """The comment in the first line of a backend's file, or the reason why it cannot be read."""
     try:
@@ -143,14 +146,7 @@ def load(name: str) -> Backend:
     """
     path = find(name)
     with reading(f"{path}: not YAML"):
-        text = path.read_text(encoding="utf-8")
-    return _from_text(path, text)
-
-
-@functools.lru_cache
-def _from_text(path: Path, text: str) -> Backend:
-    with reading(f"{path}: not YAML"):
-        read = read_yaml(text)
+        read = _read(path.read_text(encoding="utf-8"))
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
     config = cast(dict[str, Any], read)
