@@ -24,6 +24,7 @@ from finetune.process.yaml_text import read_yaml
 Engine = Literal["single", "ddp", "fsdp", "deepspeed", "mesh"]
 Offload = Literal["none", "optimizer", "all"]
 Precision = Literal["bf16", "fp16", "fp32"]
+_read = functools.lru_cache(read_yaml)  # plans of many recipes read the same few files
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}
 MIXED: dict[Precision, str] = {ours: theirs for theirs, ours in PRECISIONS.items()}
@@ -124,9 +125,6 @@ def find(name: str) -> Path:
     raise FinetuneError(
         f"backend '{name}': unknown{did_you_mean(name, known)}; known are {', '.join(known)}"
     )
-
-
-_read = functools.lru_cache(read_yaml)  # plans of many recipes read the same few files
 
 
 def describe(name: str) -> str:
