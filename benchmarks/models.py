@@ -108,7 +108,10 @@ def build(name: str, home: Path) -> Model:
 
 
 def judged(found: dict[str, Finding]) -> tuple[Answer, str]:
-    """The outcome of a training method (right, rejected early, or wrong), and the reason."""
+    """The outcome of a training method (right, rejected early, or wrong), and the reason.
+
+    The export has a column of its own.
+    """
     for each in found.values():
         if each.passed is False and each.name != EXPORT:
             early = each.name in ("plan", "two layers of it", "loss")

@@ -1,8 +1,8 @@
 """Spend less on what each process of a test does before its first step; imported for its effects.
 
 The rate of products, which no test needs exactly, is that of small ones, which take milliseconds
-in bfloat16 without instructions for it as well; and what the forks of a
-warm interpreter would each read or make again is made before them.
+even in emulated bfloat16; and what the forks of a warm interpreter would each read or make again is
+made before them.
 """
 
 import os

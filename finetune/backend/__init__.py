@@ -24,7 +24,6 @@ from finetune.process.yaml_text import read_yaml
 Engine = Literal["single", "ddp", "fsdp", "deepspeed", "mesh"]
 Offload = Literal["none", "optimizer", "all"]
 Precision = Literal["bf16", "fp16", "fp32"]
-_read = functools.lru_cache(read_yaml)  # plans of many recipes read the same few files
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}
 MIXED: dict[Precision, str] = {ours: theirs for theirs, ours in PRECISIONS.items()}
@@ -127,6 +126,9 @@ def find(name: str) -> Path:
     )
 
 
+_parsed = functools.lru_cache(read_yaml)  # the same few files for many plans; never changed
+
+
 def describe(name: str) -> str:
     """The comment in the first line of a backend's file, or the reason why it cannot be read."""
     try:
@@ -144,16 +146,12 @@ def load(name: str) -> Backend:
     """
     path = find(name)
     with reading(f"{path}: not YAML"):
-        read = _read(path.read_text(encoding="utf-8"))
+        read = _parsed(path.read_text(encoding="utf-8"))
     if not isinstance(read, dict):
         raise FinetuneError(f"{path}: expected keys and values, got {type(read).__name__}")
     config = cast(dict[str, Any], read)
-    if config.get("distributed_type") == megatron.KIND:
-        problems = megatron.problems(config)
-    else:
-        problems = _key_problems(config)
-    if not problems:
-        problems = _value_problems(config)
+    check = megatron.problems if config.get("distributed_type") == megatron.KIND else _key_problems
+    problems = check(config) or _value_problems(config)
     refuse(f"{path}: {problem}" for problem in problems)
     return _from_config(path, config)
 
